@@ -1,0 +1,101 @@
+// The optimizer kernels: one pass over flat arrays, each byte touched once.
+//
+//   weight    what the model computes with
+//   master    what the optimizer updates: the weight itself, an fp32 array of its own, or, for "split", the pair of
+//             a bf16 weight and the low 16 bits of the fp32 master
+//   moments   exp_avg (momentum for SGD and Lion) and exp_avg_sq
+//   run       consecutive elements with one set of hyperparameters and one step count
+//
+// The formula stands once (formula.h); scalar, AVX2, AVX-512 and NEON units compile it over their own vector type and
+// give the same bits, since every operation in it is one correctly rounded IEEE operation. (Which NaN comes out where
+// two went in is the processor family's.)
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace infinity {
+
+enum class Rule : std::uint8_t { kAdamW, kAdam, kSgd, kLion };
+enum class DType : std::uint8_t { kFloat32, kBFloat16, kFloat16, kInt8 };  // kInt8: of moments only
+enum class Master : std::uint8_t { kOwn, kSplit, kFloat32 };  // kOwn: the weight is its own master
+
+constexpr std::size_t element_nbytes(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : dtype == DType::kInt8 ? 1 : 2;
+}
+
+constexpr std::size_t kMomentBlock = 64;  // elements with one scale, where moments are kInt8
+
+// How one flat array is laid out; chooses the kernel.
+struct Layout {
+  Rule rule = Rule::kAdamW;
+  DType weight = DType::kFloat32;
+  Master master = Master::kOwn;
+  DType grad = DType::kFloat32;
+  DType moments = DType::kFloat32;
+};
+
+// Addresses of element 0. Null where the layout has no such array.
+struct Arrays {
+  void* weight = nullptr;
+  void* master = nullptr;  // uint16 low halves for kSplit, fp32 for kFloat32
+  void* exp_avg = nullptr;
+  void* exp_avg_sq = nullptr;
+  const void* grad = nullptr;
+  std::uint8_t* exp_avg_scale = nullptr;  // of kInt8 moments, one per block; of block 0
+  std::uint8_t* exp_avg_sq_scale = nullptr;
+};
+
+constexpr int kMaxGradFactors = 4;
+
+// As torch.optim names them. `grad_factors` multiply the gradient one after the other, each product rounded to the
+// gradient's dtype, as in-place multiplications of the gradient would have been.
+struct Hyperparameters {
+  double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0;
+  double momentum = 0, dampening = 0;
+  bool nesterov = false, maximize = false;
+  std::int64_t step = 1;  // counted from 1
+  std::vector<float> grad_factors;
+};
+
+struct Run {
+  std::size_t begin = 0, end = 0;  // elements
+  Hyperparameters hyper;
+};
+
+// Hyperparameters as the fp32 constants of the formula, prepared in double as torch does.
+struct Constants {
+  float decay, weight_decay;                       // 1 - lr * weight_decay; weight_decay
+  float beta1, beta2, one_minus_beta1, one_minus_beta2;
+  float neg_step_size, eps;                        // -lr / (1 - beta1^t)
+  float bias2_sqrt, bias2_sqrt_reciprocal;         // sqrt(1 - beta2^t)
+  float momentum, one_minus_dampening, neg_lr;
+  bool has_decay, has_momentum, first, nesterov, maximize;
+  std::uint32_t salt;  // of this step's random bits
+  int factor_count;
+  float factors[kMaxGradFactors];
+};
+
+Constants prepare(Rule rule, const Hyperparameters& hyper);
+
+using Kernel = void (*)(const Arrays& arrays, std::size_t begin, std::size_t end, const Constants& constants);
+
+// The kernel of `layout` in the chosen SIMD unit. Throws UsageError when the combination has none.
+Kernel find_kernel(const Layout& layout);
+
+// fp32 values as kInt8 moments keep them, rounded to the nearest, and back. `values` that were decoded come out as the
+// codes and scales they had (of scales above 31: those of numbers above 2^-96). `sq`: as exp_avg_sq, which has no sign.
+void encode_moments(const float* values, std::uint8_t* codes, std::uint8_t* scales, std::size_t count, bool sq);
+void decode_moments(const std::uint8_t* codes, const std::uint8_t* scales, float* values, std::size_t count, bool sq);
+
+// Splits fp32 masters into bf16 weights (nearest, ties away from zero) and low halves, and joins them again.
+void split_master(const float* master, std::uint16_t* weight, std::uint16_t* low, std::size_t count);
+void join_master(const std::uint16_t* weight, const std::uint16_t* low, float* master, std::size_t count);
+
+// The unit in use: "avx512", "avx2", "neon" or "scalar". INFINITY_SIMD chooses a lesser one. Best first.
+std::string simd_unit();
+std::vector<std::string> simd_units();
+
+}  // namespace infinity

@@ -1,0 +1,77 @@
+#include "base/thread_pool.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "base/check.h"
+#include "base/rounding.h"
+#include "base/span.h"
+
+namespace infinity {
+namespace {
+constexpr std::size_t kPiecesPerThread = 8;
+}
+
+ThreadPool::ThreadPool(int thread_count) {
+  INFINITY_REQUIRE(thread_count >= 1, "a thread pool needs at least one thread, not ", thread_count);
+  for (int part = 1; part < thread_count; ++part) workers_.emplace_back([this, part] { worker(part); });
+}
+
+ThreadPool::~ThreadPool() {
+  if (getpid() != process_) {  // a forked child has a copy of this object and no threads
+    for (auto& thread : workers_) thread.detach();
+    return;
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  start_.notify_all();
+  for (auto& thread : workers_) thread.join();
+}
+
+void ThreadPool::run(const std::function<void(int)>& work) {
+  if (workers_.empty()) return work(0);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    work_ = &work;
+    running_ = static_cast<int>(workers_.size());
+    ++round_;
+  }
+  start_.notify_all();
+  work(0);
+  std::unique_lock<std::mutex> lock(mutex_);
+  finish_.wait(lock, [this] { return running_ == 0; });
+}
+
+void ThreadPool::for_range(std::size_t begin, std::size_t end, std::size_t grain,
+                           const std::function<void(std::size_t, std::size_t)>& work) {
+  if (begin >= end) return;
+  const std::size_t count = end - begin;
+  if (workers_.empty() || count <= grain) return work(begin, end);
+  // More pieces than threads, taken as they are ready: a thread whose processor does something else holds nobody up.
+  const std::size_t pieces = kPiecesPerThread * static_cast<std::size_t>(thread_count());
+  const std::size_t share = round_up((count + pieces - 1) / pieces, grain);
+  std::atomic<std::size_t> next{0};
+  run([&](int) {
+    for (std::size_t from; (from = begin + share * next++) < end;) work(from, std::min(end, from + share));
+  });
+}
+
+void ThreadPool::worker(int part) {
+  use_default_rounding();
+  std::size_t seen = 0;
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    start_.wait(lock, [&] { return stopping_ || round_ != seen; });
+    if (stopping_) return;
+    seen = round_;
+    const auto* work = work_;
+    lock.unlock();
+    (*work)(part);
+    lock.lock();
+    if (--running_ == 0) finish_.notify_one();
+  }
+}
+
+}  // namespace infinity

@@ -1,0 +1,45 @@
+// ThreadPool: a fork-join pool. The caller works too, so a pool of one has no threads at all.
+#pragma once
+
+#include <unistd.h>
+
+#include <condition_variable>
+#include <cstddef>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace infinity {
+
+class ThreadPool {
+ public:
+  explicit ThreadPool(int thread_count);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int thread_count() const { return static_cast<int>(workers_.size()) + 1; }
+
+  // Runs work(part) for part in [0, thread_count()) and returns when all are done. `work` must not throw.
+  void run(const std::function<void(int part)>& work);
+
+  // Splits [begin, end) into pieces, a few per thread, cut at multiples of `grain` from `begin`, and runs
+  // work(begin, end) on each.
+  void for_range(std::size_t begin, std::size_t end, std::size_t grain,
+                 const std::function<void(std::size_t, std::size_t)>& work);
+
+ private:
+  void worker(int part);
+
+  const int process_ = getpid();
+  std::vector<std::thread> workers_;
+  std::mutex mutex_;
+  std::condition_variable start_, finish_;
+  const std::function<void(int)>* work_ = nullptr;
+  std::size_t round_ = 0;
+  int running_ = 0;
+  bool stopping_ = false;
+};
+
+}  // namespace infinity

@@ -1,0 +1,85 @@
+// Backend: what moves one piece between memory and a file. The engine above it splits requests into pieces,
+// continues short transfers and reads every result; a backend only starts pieces and hands back their results.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/span.h"
+
+namespace infinity {
+
+enum class Op : std::uint8_t { kRead, kWrite };
+
+struct File {
+  int descriptor = -1;
+  std::string path;
+  bool direct = false;  // opened with O_DIRECT
+  std::uint64_t nbytes = 0;
+  std::string device;  // the kernel's name for what it lies on
+  bool hung = false;   // a transfer was given up: no other is started
+};
+
+struct Piece {
+  Op op = Op::kRead;
+  int file = -1;  // index given by the engine
+  std::uint64_t offset = 0;
+  std::byte* data = nullptr;
+  std::size_t nbytes = 0;
+};
+
+struct PieceResult {
+  std::uint32_t id;
+  std::int64_t result;  // bytes moved, or -errno
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual const char* name() const = 0;
+
+  // Starts `piece`. Calls come one at a time (the engine holds its lock) and never block on the transfer. `piece`
+  // stays at its address until its result was returned by `wait`.
+  virtual void start(std::uint32_t id, const Piece& piece, int descriptor) = 0;
+
+  // Hands what `start` queued to the kernel.
+  virtual void flush() {}
+
+  // Blocks until there is a result, `wake` was called or `seconds` have passed; appends what there is. Called by one
+  // thread only.
+  virtual void wait(std::vector<PieceResult>& results, double seconds) = 0;
+  virtual void wake() = 0;
+
+  // Forgets what has not reached the kernel: the device is hung, and its descriptors and memory are no longer to be
+  // used. The backend is not used after this, and never destroyed: its threads may wait for the device for ever.
+  virtual void abandon() {}
+
+  // Told once the set of files or staging buffers is known. Returns why not, or an empty string.
+  virtual std::string register_files(const std::vector<int>&) { return "this engine has no file table"; }
+  virtual std::string register_buffers(const std::vector<Span>&) { return "this engine has no buffer table"; }
+};
+
+// Null where the build or the kernel has no io_uring; then `why` says so.
+std::unique_ptr<Backend> make_uring_backend(unsigned depth, std::string& why);
+std::unique_ptr<Backend> make_threads_backend(int thread_count);
+
+// Faults, decided by a seed and the piece's number, so that a run can be repeated. Probabilities are per piece.
+struct FaultPlan {
+  std::uint64_t seed = 0;
+  double short_transfer = 0;  // fewer bytes than asked for are moved
+  double delay = 0;           // the result comes `delay_seconds` late
+  double delay_seconds = 0.001;
+  double reorder = 0;         // the result is held back behind the next one
+  double eio = 0;
+  double enospc = 0;          // of writes
+  double lost_write = 0;      // reported as done, never performed
+  double bit_flip = 0;        // one bit of what was read
+  double hang = 0;            // no result ever comes
+  std::int64_t first_piece = 0;  // pieces before this one are left alone
+};
+
+std::unique_ptr<Backend> make_faulty_backend(std::unique_ptr<Backend> inner, FaultPlan plan);
+
+}  // namespace infinity

@@ -1,0 +1,442 @@
+#include "io/engine.h"
+
+#include <fcntl.h>
+#include <limits.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "base/check.h"
+
+namespace infinity {
+namespace {
+
+const char* verb(Op op) { return op == Op::kRead ? "read" : "write"; }
+
+std::unique_ptr<Backend> choose_backend(const IoOptions& options, std::vector<std::string>& notes) {
+  INFINITY_REQUIRE(options.kind == "auto" || options.kind == "uring" || options.kind == "threads",
+                   "unknown I/O engine '", options.kind, "': use auto, uring or threads");
+  std::unique_ptr<Backend> backend;
+  if (options.kind != "threads") {
+    std::string why;
+    backend = make_uring_backend(options.depth, why);
+    if (!backend) {
+      INFINITY_REQUIRE(options.kind != "uring", "the uring engine was asked for, but ", why);
+      notes.push_back("threads instead of io_uring: " + why);
+    }
+  }
+  if (!backend) backend = make_threads_backend(options.threads);
+  if (options.inject_faults) backend = make_faulty_backend(std::move(backend), options.faults);
+  return backend;
+}
+
+// O_DIRECT may be accepted by open and refused by the first read, so one block is read to know.
+bool direct_works(int descriptor) {
+  alignas(kBlockNbytes) static thread_local std::byte block[kBlockNbytes];
+  return pread(descriptor, block, kBlockNbytes, 0) >= 0;
+}
+
+// "vda", or "8:16" where the kernel shows no name (a network or overlay file system).
+std::string device_of(int descriptor) {
+  struct stat status{};
+  if (fstat(descriptor, &status) != 0) return "unknown";
+  const std::string numbers = concat(major(status.st_dev), ":", minor(status.st_dev));
+  char target[PATH_MAX];
+  const ssize_t length = readlink(("/sys/dev/block/" + numbers).c_str(), target, sizeof target);
+  if (length <= 0) return numbers;
+  const std::string path(target, static_cast<std::size_t>(length));
+  return path.substr(path.rfind('/') + 1);
+}
+
+std::string describe(const Piece& piece, const File& file) {
+  return concat(verb(piece.op), " of ", piece.nbytes, " bytes at offset ", piece.offset, " of ", file.path);
+}
+
+void reserve(int descriptor, const std::string& path, std::uint64_t nbytes) {
+  int error;
+  do {
+    error = fallocate(descriptor, 0, 0, static_cast<off_t>(nbytes)) == 0 ? 0 : errno;
+  } while (error == EINTR);
+  if (error == EOPNOTSUPP || error == ENOSYS) error = posix_fallocate(descriptor, 0, static_cast<off_t>(nbytes));
+  if (error) throw StorageError(error, path, concat("cannot reserve ", nbytes, " bytes in ", path));
+}
+
+}  // namespace
+
+IoEngine::IoEngine(const IoOptions& options) : options_(options) {
+  INFINITY_REQUIRE(options.depth >= 1 && options.depth <= 4096, "I/O depth ", options.depth, " is not in 1..4096");
+  INFINITY_REQUIRE(options.block_nbytes <= (1u << 30), "I/O block of ", options.block_nbytes, " bytes is over 1 GiB");
+  INFINITY_REQUIRE(options.block_nbytes >= kBlockNbytes && options.block_nbytes % kBlockNbytes == 0,
+                   "I/O block of ", options.block_nbytes, " bytes is not a multiple of ", kBlockNbytes);
+  INFINITY_REQUIRE(options.threads >= 1, "the thread engine needs at least one thread, not ", options.threads);
+  INFINITY_REQUIRE(options.timeout_seconds > 0, "an I/O timeout of ", options.timeout_seconds, " seconds");
+  backend_ = choose_backend(options, notes_);
+  slots_.resize(options.depth);
+  for (unsigned i = 0; i < options.depth; ++i) free_slots_.push_back(options.depth - 1 - i);
+  completion_thread_ = std::thread([this] { run(); });
+}
+
+IoEngine::~IoEngine() {
+  if (getpid() != process_) {  // a forked child has a copy of this object, no threads, and its parent's ring
+    completion_thread_.detach();
+    (void)backend_.release();
+    for (const File& file : files_) close(file.descriptor);
+    return;
+  }
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    idle_.wait(lock, [this] {
+      return waiting_.empty() && dependent_ == 0 && !completing_ && free_slots_.size() + given_up_ == slots_.size();
+    });
+    stopping_ = true;
+    backend_->wake();
+  }
+  completion_thread_.join();
+  if (given_up_) {
+    // A thread that waits for a hung device cannot be joined. The descriptors stay open: should the device answer, what
+    // it was asked for must not go to another file that has their numbers.
+    backend_->abandon();
+    (void)backend_.release();
+    return;
+  }
+  backend_.reset();
+  for (const File& file : files_) close(file.descriptor);
+}
+
+int IoEngine::create_file(const std::string& path, std::uint64_t nbytes) {
+  INFINITY_REQUIRE(nbytes > 0 && nbytes % kBlockNbytes == 0, "a swap file of ", nbytes,
+                   " bytes is not a positive multiple of ", kBlockNbytes);
+  File file;
+  file.path = path;
+  file.nbytes = nbytes;
+  const int flags = O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC;
+  file.descriptor = open(path.c_str(), flags | O_DIRECT, 0600);
+  file.direct = file.descriptor >= 0;
+  // A file system without O_DIRECT refuses the open, with the file already made.
+  if (file.descriptor < 0 && errno == EINVAL) file.descriptor = open(path.c_str(), flags & ~O_EXCL, 0600);
+  if (file.descriptor < 0) throw StorageError(errno, path, concat("cannot create ", path));
+  try {
+    reserve(file.descriptor, path, nbytes);
+  } catch (...) {
+    close(file.descriptor);
+    unlink(path.c_str());
+    throw;
+  }
+  return add(std::move(file));
+}
+
+int IoEngine::open_file(const std::string& path) {
+  File file;
+  file.path = path;
+  file.descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC | O_DIRECT);
+  file.direct = file.descriptor >= 0;
+  if (file.descriptor < 0 && errno == EINVAL) file.descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  struct stat status{};
+  if (file.descriptor < 0 || fstat(file.descriptor, &status) != 0) {
+    const int error = errno;
+    if (file.descriptor >= 0) close(file.descriptor);
+    throw StorageError(error, path, concat("cannot open ", path));
+  }
+  file.nbytes = round_down(static_cast<std::size_t>(status.st_size), kBlockNbytes);
+  return add(std::move(file));
+}
+
+int IoEngine::add(File file) {
+  if (file.direct && !direct_works(file.descriptor)) {
+    fcntl(file.descriptor, F_SETFL, fcntl(file.descriptor, F_GETFL) & ~O_DIRECT);
+    file.direct = false;
+  }
+  file.device = device_of(file.descriptor);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!file.direct) notes_.push_back(file.path + ": no O_DIRECT on this file system, reads go through the page cache");
+  files_.push_back(std::move(file));
+  return static_cast<int>(files_.size()) - 1;
+}
+
+void IoEngine::register_files_and_buffers(const std::vector<Span>& buffers) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  INFINITY_CHECK(free_slots_.size() == slots_.size(), "registration while pieces are in flight");
+  std::vector<int> descriptors;
+  for (const File& file : files_) descriptors.push_back(file.descriptor);
+  for (std::string why : {backend_->register_files(descriptors), backend_->register_buffers(buffers)})
+    if (!why.empty()) notes_.push_back(why);
+}
+
+const File& IoEngine::file(int index) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  INFINITY_REQUIRE(index >= 0 && index < static_cast<int>(files_.size()), "no file ", index);
+  return files_[index];
+}
+
+IoTotals IoEngine::totals(Op op) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return meters_[static_cast<int>(op)].totals;
+}
+
+void IoEngine::check(const Request& request) const {
+  INFINITY_REQUIRE(request.file >= 0 && request.file < static_cast<int>(files_.size()), "no file ", request.file);
+  INFINITY_REQUIRE(request.span.nbytes > 0 && request.span.nbytes % kBlockNbytes == 0 &&
+                       request.offset % kBlockNbytes == 0 && is_aligned(request.span.data, kBlockNbytes),
+                   verb(request.op), " of ", request.span.nbytes, " bytes at offset ", request.offset, ", address ",
+                   static_cast<const void*>(request.span.data), ": each must be a multiple of ", kBlockNbytes);
+  const File& file = files_[request.file];
+  INFINITY_REQUIRE(request.offset < file.nbytes && request.span.nbytes <= file.nbytes - request.offset,
+                   verb(request.op), " of ", request.span.nbytes, " bytes at offset ", request.offset, " of ", file.path,
+                   ", which has ", file.nbytes);
+}
+
+void IoEngine::validate(const Request& request) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  check(request);
+}
+
+TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr& after) {
+  INFINITY_REQUIRE(!requests.empty(), "a submission without requests");
+  std::size_t pieces = 0;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Request& request : requests) check(request);
+    if (after) ++dependent_;
+  }
+  for (const Request& request : requests)
+    pieces += (request.span.nbytes + options_.block_nbytes - 1) / options_.block_nbytes;
+  auto ticket = std::make_shared<Ticket>(pieces);
+  if (!after) {
+    enqueue(requests, ticket);
+    return ticket;
+  }
+  after->on_done([this, requests, ticket, pieces](std::exception_ptr error) {
+    if (error) {
+      for (std::size_t i = 0; i < pieces; ++i) ticket->part_done(error);
+    } else {
+      enqueue(requests, ticket);
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    --dependent_;
+    idle_.notify_all();
+  });
+  return ticket;
+}
+
+void IoEngine::enqueue(const std::vector<Request>& requests, const TicketPtr& ticket) {
+  Finished finished;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Request& request : requests) {
+      for (std::size_t at = 0; at < request.span.nbytes; at += options_.block_nbytes) {
+        InFlight entry;
+        entry.piece = {request.op, request.file, request.offset + at, request.span.data + at,
+                       std::min(options_.block_nbytes, request.span.nbytes - at)};
+        entry.ticket = ticket;
+        waiting_.push_back(std::move(entry));
+      }
+    }
+    if (ticket->cancelled()) fail_the_waiting(finished);
+    start_waiting(finished);
+  }
+  tell(finished);
+}
+
+void IoEngine::cancel(const TicketPtr& ticket) {
+  ticket->cancel();
+  Finished finished;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    fail_the_waiting(finished);
+  }
+  tell(finished);
+  idle_.notify_all();
+}
+
+// Ends what waits and is not to start: cancelled, or on a hung device. The lock is held.
+void IoEngine::fail_the_waiting(Finished& finished) {
+  const auto kept = std::stable_partition(waiting_.begin(), waiting_.end(), [&](const InFlight& entry) {
+    return !entry.ticket->cancelled() && !files_[entry.piece.file].hung && !broken_;
+  });
+  for (auto entry = kept; entry != waiting_.end(); ++entry) {
+    const File& file = files_[entry->piece.file];
+    if (broken_)
+      finished.push_back({entry->ticket, broken_});
+    else if (file.hung)
+      finished.push_back({entry->ticket, hung_error(entry->piece)});
+    else
+      finished.push_back({entry->ticket,
+                          std::make_exception_ptr(StorageError(ECANCELED, file.path,
+                                                               describe(entry->piece, file) + " was cancelled")),
+                          true});
+  }
+  waiting_.erase(kept, waiting_.end());
+}
+
+// Fills the free slots. The lock is held.
+void IoEngine::start_waiting(Finished& finished) {
+  if (troubled_) fail_the_waiting(finished);
+  try {
+    bool started = false;
+    while (!free_slots_.empty() && !waiting_.empty()) {
+      const std::uint32_t id = free_slots_.back();
+      free_slots_.pop_back();
+      slots_[id] = std::move(waiting_.front());
+      waiting_.pop_front();
+      slots_[id].started = clock_;
+      const Piece& piece = slots_[id].piece;
+      count(piece.op, +1, 0);
+      backend_->start(id, piece, files_[piece.file].descriptor);
+      started = true;
+    }
+    if (started) backend_->flush();
+  } catch (...) {
+    break_down(std::current_exception(), finished);
+  }
+}
+
+// The kernel refused to serve: nothing that was started can be known to end, and nothing more is. The lock is held.
+void IoEngine::break_down(const std::exception_ptr& error, Finished& finished) {
+  if (!broken_) broken_ = error;
+  troubled_ = true;
+  for (std::size_t id = 0; id < slots_.size(); ++id)
+    if (slots_[id].ticket) give_up(slots_[id], broken_, finished);
+  fail_the_waiting(finished);
+}
+
+// Outside the lock: what follows a ticket may submit again.
+void IoEngine::tell(Finished& finished) {
+  for (Part& part : finished)
+    part.cancelled ? part.ticket->part_cancelled(part.error) : part.ticket->part_done(part.error);
+  finished.clear();
+}
+
+void IoEngine::run() {
+  Finished finished;
+  try {
+    serve(finished);
+  } catch (...) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      break_down(std::current_exception(), finished);
+    }
+    tell(finished);
+    std::lock_guard<std::mutex> lock(mutex_);
+    completing_ = false;
+    idle_.notify_all();
+  }
+}
+
+void IoEngine::serve(Finished& finished) {
+  std::vector<PieceResult> results;
+  const double tick = std::min(5.0, options_.timeout_seconds / 8);
+  auto last = std::chrono::steady_clock::now();
+  for (;;) {
+    results.clear();
+    backend_->wait(results, tick);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const auto now = std::chrono::steady_clock::now();
+      clock_ += std::min(2 * tick, std::chrono::duration<double>(now - last).count());
+      last = now;
+      for (const PieceResult& result : results) settle(result, finished);
+      give_up_on_the_hung(finished);
+      start_waiting(finished);
+      if (stopping_) return;
+      completing_ = !finished.empty();
+    }
+    if (!finished.empty()) {
+      tell(finished);
+      {
+        std::lock_guard<std::mutex> lock(mutex_);
+        completing_ = false;
+      }
+      idle_.notify_all();
+    }
+  }
+}
+
+// Reads one result. Either the piece is over (then its ticket goes to `finished`) or its rest starts again.
+void IoEngine::settle(const PieceResult& result, Finished& finished) {
+  InFlight& entry = slots_[result.id];
+  if (entry.given_up) {  // it did answer, too late
+    --given_up_;
+    entry = InFlight{};
+    free_slots_.push_back(result.id);
+    return;
+  }
+  Piece& piece = entry.piece;
+  const File& file = files_[piece.file];
+  std::exception_ptr error;
+  bool again = false;
+  const auto where = [&] { return describe(piece, file); };
+  if (result.result == -EINTR || result.result == -EAGAIN) {
+    again = ++entry.stalled < 1000;
+    if (!again) error = std::make_exception_ptr(StorageError(static_cast<int>(-result.result), file.path, where()));
+  } else if (result.result < 0) {
+    error = std::make_exception_ptr(StorageError(static_cast<int>(-result.result), file.path, where()));
+  } else if (static_cast<std::size_t>(result.result) < piece.nbytes) {
+    // O_DIRECT continues at block boundaries, so a part of a block counts as not moved.
+    const std::size_t moved = round_down(static_cast<std::size_t>(result.result), kBlockNbytes);
+    entry.stalled = moved ? 0 : entry.stalled + 1;
+    count(piece.op, 0, moved);
+    piece.offset += moved;
+    piece.data += moved;
+    piece.nbytes -= moved;
+    again = result.result > 0 && entry.stalled < 8;
+    if (!again && piece.op == Op::kRead)
+      error = std::make_exception_ptr(
+          CorruptionError(where() + ": the file ends there, but it was made longer: it was truncated"));
+    else if (!again)
+      error = std::make_exception_ptr(StorageError(EIO, file.path, where() + " moved nothing"));
+  } else {
+    count(piece.op, 0, piece.nbytes);
+  }
+  count(piece.op, -1, 0);
+  if (again) {
+    waiting_.push_front(std::move(entry));
+  } else {
+    finished.push_back({std::move(entry.ticket), error});
+  }
+  entry = InFlight{};
+  free_slots_.push_back(result.id);
+}
+
+void IoEngine::give_up_on_the_hung(Finished& finished) {
+  for (std::size_t id = 0; id < slots_.size(); ++id) {
+    InFlight& entry = slots_[id];
+    if (!entry.ticket || clock_ - entry.started < options_.timeout_seconds) continue;
+    files_[entry.piece.file].hung = true;
+    give_up(entry, hung_error(entry.piece), finished);
+  }
+}
+
+// Tells the ticket. The slot stays taken until the device answers after all; another takes its place.
+void IoEngine::give_up(InFlight& entry, std::exception_ptr error, Finished& finished) {
+  finished.push_back({std::move(entry.ticket), std::move(error)});
+  entry.ticket = nullptr;
+  count(entry.piece.op, -1, 0);
+  entry.given_up = true;
+  ++given_up_;
+  troubled_ = true;
+  free_slots_.push_back(static_cast<std::uint32_t>(slots_.size()));
+  slots_.emplace_back();
+}
+
+std::exception_ptr IoEngine::hung_error(const Piece& piece) const {
+  const File& file = files_[piece.file];
+  return std::make_exception_ptr(StorageError(
+      ETIMEDOUT, file.path,
+      concat(describe(piece, file), ": device ", file.device, " has not answered for ", options_.timeout_seconds,
+             " s. Look at the kernel's log (dmesg); resume from the last checkpoint on another disk, or give it longer "
+             "with INFINITY_IO_TIMEOUT=<seconds>")));
+}
+
+void IoEngine::count(Op op, int change, std::size_t nbytes) {
+  Meter& meter = meters_[static_cast<int>(op)];
+  meter.totals.nbytes += nbytes;
+  const auto now = std::chrono::steady_clock::now();
+  if (meter.active > 0) meter.totals.busy_seconds += std::chrono::duration<double>(now - meter.since).count();
+  meter.since = now;
+  meter.active += change;
+}
+
+}  // namespace infinity

@@ -1,0 +1,148 @@
+// IoEngine: moves spans between memory and files, many pieces in flight, each result read.
+//
+//   request   what a caller asks for: one span, one place in one file
+//   piece     at most `block_nbytes` of a request; what a backend moves
+//   ticket    the completion of all requests of one call
+//   hung      a device that has not answered for `timeout_seconds`: the transfer's ticket fails, and so does every
+//             later one on that file. Its memory may still be written by the device, so a program should end
+//
+// Results: negative is an error, short is continued from where it stopped, zero inside an extent is corruption (the
+// file is shorter than it was made). Pieces beyond `depth` wait in a queue and start as others finish: the disk
+// never drains between requests.
+#pragma once
+
+#include <unistd.h>
+
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "io/backend.h"
+#include "io/ticket.h"
+
+namespace infinity {
+
+struct Request {
+  Op op;
+  int file;
+  std::uint64_t offset;
+  Span span;
+};
+
+struct IoOptions {
+  std::string kind = "auto";  // auto, uring or threads
+  unsigned depth = 64;
+  std::size_t block_nbytes = 1024 * 1024;
+  int threads = 8;  // of the thread backend
+  double timeout_seconds = 120;
+  bool inject_faults = false;
+  FaultPlan faults;
+};
+
+struct IoTotals {
+  std::uint64_t nbytes = 0;
+  double busy_seconds = 0;  // with at least one piece in flight
+};
+
+class IoEngine {
+ public:
+  explicit IoEngine(const IoOptions& options);
+  ~IoEngine();
+  IoEngine(const IoEngine&) = delete;
+  IoEngine& operator=(const IoEngine&) = delete;
+
+  // Creates `path` with mode 0600 and reserves `nbytes` on its file system, so that no later write can meet
+  // ENOSPC. O_DIRECT where the file system has it. Returns the file's index. Throws StorageError.
+  int create_file(const std::string& path, std::uint64_t nbytes);
+
+  // Opens `path`, which is there already, O_DIRECT where possible. Returns the file's index. Throws StorageError.
+  int open_file(const std::string& path);
+
+  // Tells the backend the files made so far and the staging memory. Call while nothing is in flight.
+  void register_files_and_buffers(const std::vector<Span>& buffers);
+
+  // Starts the requests, at once or when `after` has finished without error. Addresses, offsets and lengths are
+  // multiples of 4096. The memory stays valid until the ticket has finished.
+  TicketPtr submit(const std::vector<Request>& requests, const TicketPtr& after = nullptr);
+
+  // Takes back what of `ticket` has not started, also behind an `after`; the ticket then fails with ECANCELED, or with
+  // what went wrong with the rest. What has started finishes.
+  void cancel(const TicketPtr& ticket);
+
+  // Throws UsageError, with the numbers, for a request that `submit` would refuse.
+  void validate(const Request& request) const;
+
+  const char* backend_name() const { return backend_->name(); }
+  std::vector<std::string> notes() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return notes_;
+  }
+  const File& file(int index) const;
+  IoTotals totals(Op op) const;
+
+ private:
+  struct InFlight {
+    Piece piece;
+    TicketPtr ticket;
+    int stalled = 0;       // results in a row that moved nothing usable
+    double started = 0;    // by clock_
+    bool given_up = false;  // its ticket was told; the slot waits for the device
+  };
+  struct Part {  // of a ticket that is over
+    TicketPtr ticket;
+    std::exception_ptr error;
+    bool cancelled = false;
+  };
+  using Finished = std::vector<Part>;
+
+  void check(const Request& request) const;
+  int add(File file);
+  void enqueue(const std::vector<Request>& requests, const TicketPtr& ticket);
+  void start_waiting(Finished& finished);
+  void run();
+  void serve(Finished& finished);
+  void tell(Finished& finished);
+  void fail_the_waiting(Finished& finished);
+  void break_down(const std::exception_ptr& error, Finished& finished);
+  void settle(const PieceResult& result, Finished& finished);
+  void give_up_on_the_hung(Finished& finished);
+  void give_up(InFlight& entry, std::exception_ptr error, Finished& finished);
+  std::exception_ptr hung_error(const Piece& piece) const;
+  void count(Op op, int change, std::size_t nbytes);
+
+  const IoOptions options_;
+  const int process_ = getpid();
+  std::unique_ptr<Backend> backend_;
+  std::vector<std::string> notes_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable idle_;
+  std::deque<File> files_;  // its references stay valid as files are added
+  std::deque<InFlight> waiting_;
+  std::deque<InFlight> slots_;  // grows by one for each that is given up, so that other disks go on
+  std::vector<std::uint32_t> free_slots_;
+  std::size_t dependent_ = 0;  // submissions that wait for their `after`
+  double clock_ = 0;          // seconds in which this process ran: one that was stopped must not blame the device
+  std::size_t given_up_ = 0;  // slots that wait for a hung device
+  bool troubled_ = false;     // a device is hung, or broken_: what waits is looked through
+  std::exception_ptr broken_;  // why the backend cannot serve any longer
+  bool completing_ = false;   // tickets are being told outside the lock: what follows them may submit
+  bool stopping_ = false;
+
+  struct Meter {
+    IoTotals totals;
+    int active = 0;
+    std::chrono::steady_clock::time_point since;
+  };
+  std::array<Meter, 2> meters_;
+  std::thread completion_thread_;
+};
+
+}  // namespace infinity

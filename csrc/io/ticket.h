@@ -1,0 +1,95 @@
+// Ticket: the completion of one submitted group of transfers (or of one unit's update).
+//
+// A ticket finishes once, with or without an error, after all its parts have. Waiting for one never waits for
+// another. Work that must follow it is attached with `on_done`, so nothing has to block a thread to be in order.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace infinity {
+
+class Ticket {
+ public:
+  using Callback = std::function<void(std::exception_ptr)>;
+
+  explicit Ticket(std::size_t parts) : remaining_(parts) {}
+
+  // One part is over. The first error is kept and reported once all parts are over, so that no part is still
+  // writing into memory that the waiter then frees.
+  void part_done(std::exception_ptr error = nullptr) {
+    end_part(std::move(error), false);
+  }
+
+  // One part was taken back before it started. Any other error is worse, and replaces this one.
+  void part_cancelled(std::exception_ptr error) { end_part(std::move(error), true); }
+
+  // What has not been handed to a device yet is not to be.
+  void cancel() { cancelled_ = true; }
+  bool cancelled() const { return cancelled_; }
+
+  bool done() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return remaining_ == 0;
+  }
+
+  // True when finished within `seconds`; never throws the error.
+  bool wait_for(double seconds) const {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return finished_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return remaining_ == 0; });
+  }
+
+  // Blocks until finished; throws the first error of its parts.
+  void wait() const {
+    std::unique_lock<std::mutex> lock(mutex_);
+    finished_.wait(lock, [this] { return remaining_ == 0; });
+    if (error_) std::rethrow_exception(error_);
+  }
+
+  // Runs `callback` with the error (or null) when finished: at once if it is already.
+  void on_done(Callback callback) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (remaining_ != 0) {
+        callbacks_.push_back(std::move(callback));
+        return;
+      }
+    }
+    callback(error_);
+  }
+
+ private:
+  void end_part(std::exception_ptr error, bool mild) {
+    std::vector<Callback> callbacks;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (error && (!error_ || (mild_ && !mild))) {
+        error_ = std::move(error);
+        mild_ = mild;
+      }
+      if (--remaining_ != 0) return;
+      callbacks.swap(callbacks_);
+      finished_.notify_all();
+    }
+    for (auto& callback : callbacks) callback(error_);
+  }
+
+  std::atomic<bool> cancelled_{false};
+  mutable std::mutex mutex_;
+  mutable std::condition_variable finished_;
+  std::size_t remaining_;
+  std::exception_ptr error_;
+  bool mild_ = false;  // error_ is a cancellation
+  std::vector<Callback> callbacks_;
+};
+
+using TicketPtr = std::shared_ptr<Ticket>;
+
+}  // namespace infinity

@@ -1,0 +1,48 @@
+#include "memory/region.h"
+
+#include <sys/mman.h>
+
+#include <cerrno>
+
+#include "base/check.h"
+#include "base/thread_pool.h"
+
+namespace infinity {
+namespace {
+constexpr std::size_t kHugeNbytes = 2 * 1024 * 1024;
+constexpr std::size_t kMaxNbytes = std::size_t{1} << 47;  // of a process's address space
+}
+
+Region::Region(std::size_t nbytes, bool huge_pages, int touch_threads) : nbytes_(round_up(nbytes, kBlockNbytes)) {
+  INFINITY_REQUIRE(nbytes > 0, "a region needs at least one byte");
+  if (nbytes > kMaxNbytes) throw StorageError(ENOMEM, "", concat("cannot map ", nbytes, " bytes of host memory"));
+  // A huge page needs a 2 MiB-aligned address: over-reserve address space (not memory) and trim both ends.
+  const bool aligned = huge_pages && nbytes_ >= kHugeNbytes;
+  const std::size_t slack = aligned ? kHugeNbytes : 0;
+  void* address = mmap(nullptr, nbytes_ + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (address == MAP_FAILED) throw StorageError(errno, "", concat("cannot map ", nbytes_, " bytes of host memory"));
+  data_ = static_cast<std::byte*>(address);
+  if (aligned) {
+    auto* start = reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::size_t>(data_), kHugeNbytes));
+    const std::size_t head = start - data_;
+    if (head) munmap(data_, head);
+    if (slack - head) munmap(start + nbytes_, slack - head);
+    data_ = start;
+    huge_pages_ = madvise(data_, nbytes_, MADV_HUGEPAGE) == 0;
+  }
+  if (touch_threads > 0) touch(touch_threads);
+}
+
+Region::~Region() {
+  if (data_) munmap(data_, nbytes_);
+}
+
+void Region::touch(int threads) {
+  ThreadPool pool(threads);
+  pool.for_range(0, nbytes_, kHugeNbytes, [this](std::size_t begin, std::size_t end) {
+    for (std::size_t at = begin; at < end; at += kBlockNbytes)
+      *reinterpret_cast<volatile std::byte*>(data_ + at) = std::byte{0};
+  });
+}
+
+}  // namespace infinity

@@ -1,0 +1,316 @@
+// Bindings: convert, release the GIL, nothing else. Addresses come in as integers; infinity/native.py has checked
+// dtype, contiguity and alignment.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+
+#include "adam/kernel.h"
+#include "adam/traffic.h"
+#include "base/check.h"
+#include "base/crc32c.h"
+#include "io/engine.h"
+#include "io/extent.h"
+#include "memory/pool.h"
+#include "memory/region.h"
+#include "update/updater.h"
+
+namespace py = pybind11;
+using namespace infinity;
+
+namespace {
+
+using Address = std::uintptr_t;
+
+std::byte* at(Address address) { return reinterpret_cast<std::byte*>(address); }
+Address address_of(const void* pointer) { return reinterpret_cast<Address>(pointer); }
+
+void raise_python(const char* name, const py::tuple& arguments) {
+  const py::object type = py::module_::import("infinity.errors").attr(name);
+  PyErr_SetObject(type.ptr(), type(*arguments).ptr());
+}
+
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const StorageError& error) {
+    raise_python("StorageError", py::make_tuple(error.error_number, error.what(), error.path));
+  } catch (const CorruptionError& error) {
+    raise_python("CorruptionError", py::make_tuple(error.what()));
+  } catch (const UsageError& error) {
+    raise_python("UsageError", py::make_tuple(error.what()));
+  }
+}
+
+// Waits without the GIL, looking up now and then so that Ctrl-C works during a long wait.
+void wait_for_ticket(const Ticket& ticket) {
+  for (;;) {
+    {
+      py::gil_scoped_release release;
+      if (ticket.wait_for(0.1)) break;
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+  ticket.wait();
+}
+
+TicketPtr read(IoEngine& engine, const Extent& extent, std::size_t offset, Address address, std::size_t nbytes,
+               const TicketPtr& after) {
+  return engine.submit({extent.request(Op::kRead, offset, {at(address), nbytes})}, after);
+}
+
+// The bytes must be there already: their checksums are taken here.
+TicketPtr write(IoEngine& engine, Extent& extent, std::size_t offset, Address address, std::size_t nbytes,
+                bool checksum) {
+  const Request request = extent.request(Op::kWrite, offset, {at(address), nbytes});
+  engine.validate(request);
+  if (checksum) extent.remember(offset, request.span);
+  return engine.submit({request});
+}
+
+template <class Held>
+py::class_<Held, std::shared_ptr<Held>> shared_class(py::module_& module, const char* name) {
+  return py::class_<Held, std::shared_ptr<Held>>(module, name);
+}
+
+void bind_memory(py::module_& m) {
+  py::class_<Region, std::shared_ptr<Region>>(m, "Region", py::buffer_protocol())
+      .def(py::init([](std::size_t nbytes, bool huge_pages, int touch_threads) {
+             py::gil_scoped_release release;
+             return std::make_shared<Region>(nbytes, huge_pages, touch_threads);
+           }),
+           py::arg("nbytes"), py::arg("huge_pages") = true, py::arg("touch_threads") = 1)
+      .def_property_readonly("address", [](const Region& r) { return address_of(r.data()); })
+      .def_property_readonly("nbytes", &Region::nbytes)
+      .def_property_readonly("huge_pages", &Region::huge_pages)
+      .def_buffer([](Region& r) {
+        return py::buffer_info(reinterpret_cast<unsigned char*>(r.data()), static_cast<py::ssize_t>(r.nbytes()));
+      });
+  py::class_<Lease>(m, "Lease")
+      .def_property_readonly("address", [](const Lease& l) { return address_of(l.span().data); })
+      .def_property_readonly("nbytes", [](const Lease& l) { return l.span().nbytes; })
+      .def("release", &Lease::release);
+  shared_class<PinnedPool>(m, "PinnedPool")
+      .def(py::init<std::shared_ptr<Region>>(), py::arg("region"))
+      .def("try_lease",
+           [](PinnedPool& pool, std::size_t nbytes) -> py::object {
+             Lease lease = pool.try_lease(nbytes);
+             return lease ? py::cast(std::move(lease)) : py::none();
+           },
+           py::arg("nbytes"))
+      .def_property_readonly("region", &PinnedPool::region)
+      .def_property_readonly("capacity_nbytes", &PinnedPool::capacity_nbytes)
+      .def_property_readonly("leased_nbytes", &PinnedPool::leased_nbytes)
+      .def_property_readonly("peak_nbytes", &PinnedPool::peak_nbytes);
+}
+
+void bind_io(py::module_& m) {
+  py::enum_<Op>(m, "Op").value("READ", Op::kRead).value("WRITE", Op::kWrite);
+  py::class_<FaultPlan>(m, "FaultPlan")
+      .def(py::init<>())
+      .def_readwrite("seed", &FaultPlan::seed)
+      .def_readwrite("short_transfer", &FaultPlan::short_transfer)
+      .def_readwrite("delay", &FaultPlan::delay)
+      .def_readwrite("delay_seconds", &FaultPlan::delay_seconds)
+      .def_readwrite("reorder", &FaultPlan::reorder)
+      .def_readwrite("eio", &FaultPlan::eio)
+      .def_readwrite("enospc", &FaultPlan::enospc)
+      .def_readwrite("lost_write", &FaultPlan::lost_write)
+      .def_readwrite("bit_flip", &FaultPlan::bit_flip)
+      .def_readwrite("hang", &FaultPlan::hang)
+      .def_readwrite("first_piece", &FaultPlan::first_piece);
+  shared_class<Ticket>(m, "Ticket").def("wait", &wait_for_ticket).def_property_readonly("done", &Ticket::done);
+  shared_class<Extent>(m, "Extent")
+      .def_static("in_memory",
+                  [](Address address, std::size_t nbytes) {
+                    return std::make_shared<Extent>(Extent::in_memory({at(address), nbytes}));
+                  },
+                  py::arg("address"), py::arg("nbytes"))
+      .def_static("in_file",
+                  [](int file, std::uint64_t offset, std::size_t nbytes) {
+                    return std::make_shared<Extent>(Extent::in_file(file, offset, nbytes));
+                  },
+                  py::arg("file"), py::arg("offset"), py::arg("nbytes"))
+      .def_readwrite("version", &Extent::version)
+      .def_property_readonly("nbytes", &Extent::nbytes)
+      .def_property_readonly("file", &Extent::file)
+      .def_property_readonly("offset", &Extent::offset)
+      .def_property_readonly("address", [](const Extent& e) { return address_of(e.memory()); })
+      .def_property_readonly("is_file", &Extent::is_file);
+  shared_class<IoEngine>(m, "IoEngine")
+      .def(py::init([](std::string kind, unsigned depth, std::size_t block_nbytes, int threads,
+                       const FaultPlan* faults, double timeout_seconds) {
+             IoOptions options;
+             options.kind = std::move(kind);
+             options.depth = depth;
+             options.block_nbytes = block_nbytes;
+             options.threads = threads;
+             options.timeout_seconds = timeout_seconds;
+             options.inject_faults = faults != nullptr;
+             if (faults) options.faults = *faults;
+             return std::make_shared<IoEngine>(options);
+           }),
+           py::arg("kind") = "auto", py::arg("depth") = 64, py::arg("block_nbytes") = 1 << 20, py::arg("threads") = 8,
+           py::arg("faults") = nullptr, py::arg("timeout_seconds") = 120.0)
+      .def_property_readonly("backend", &IoEngine::backend_name)
+      .def_property_readonly("notes", &IoEngine::notes)
+      .def("create_file", &IoEngine::create_file, py::arg("path"), py::arg("nbytes"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("open_file", &IoEngine::open_file, py::arg("path"), py::call_guard<py::gil_scoped_release>())
+      .def("is_direct", [](const IoEngine& engine, int file) { return engine.file(file).direct; }, py::arg("file"))
+      .def("register",
+           [](IoEngine& engine, const std::vector<std::pair<Address, std::size_t>>& buffers) {
+             std::vector<Span> spans;
+             for (const auto& [address, nbytes] : buffers) spans.push_back({at(address), nbytes});
+             engine.register_files_and_buffers(spans);
+           },
+           py::arg("buffers"))
+      .def("read", &read, py::arg("extent"), py::arg("offset"), py::arg("address"), py::arg("nbytes"),
+           py::arg("after") = nullptr, py::call_guard<py::gil_scoped_release>())
+      .def("write", &write, py::arg("extent"), py::arg("offset"), py::arg("address"), py::arg("nbytes"),
+           py::arg("checksum") = true, py::call_guard<py::gil_scoped_release>())
+      .def("cancel", &IoEngine::cancel, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
+      .def("verify",
+           [](const IoEngine& engine, const Extent& extent, std::size_t offset, Address address, std::size_t nbytes) {
+             extent.verify(offset, {at(address), nbytes}, engine);
+           },
+           py::arg("extent"), py::arg("offset"), py::arg("address"), py::arg("nbytes"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("nbytes", [](const IoEngine& engine, Op op) { return engine.totals(op).nbytes; }, py::arg("op"))
+      .def("busy_seconds", [](const IoEngine& engine, Op op) { return engine.totals(op).busy_seconds; },
+           py::arg("op"));
+}
+
+void bind_adam(py::module_& m) {
+  py::enum_<Rule>(m, "Rule")
+      .value("ADAMW", Rule::kAdamW)
+      .value("ADAM", Rule::kAdam)
+      .value("SGD", Rule::kSgd)
+      .value("LION", Rule::kLion);
+  py::enum_<DType>(m, "DType")
+      .value("FLOAT32", DType::kFloat32)
+      .value("BFLOAT16", DType::kBFloat16)
+      .value("FLOAT16", DType::kFloat16)
+      .value("INT8", DType::kInt8);
+  py::enum_<Master>(m, "Master")
+      .value("OWN", Master::kOwn)
+      .value("SPLIT", Master::kSplit)
+      .value("FLOAT32", Master::kFloat32);
+  py::class_<Layout>(m, "Layout")
+      .def(py::init([](Rule rule, DType weight, Master master, DType grad, DType moments) {
+             return Layout{rule, weight, master, grad, moments};
+           }),
+           py::arg("rule"), py::arg("weight"), py::arg("master"), py::arg("grad"), py::arg("moments"))
+      .def_readonly("rule", &Layout::rule);
+  py::class_<Hyperparameters>(m, "Hyperparameters")
+      .def(py::init<>())
+      .def_readwrite("lr", &Hyperparameters::lr)
+      .def_readwrite("beta1", &Hyperparameters::beta1)
+      .def_readwrite("beta2", &Hyperparameters::beta2)
+      .def_readwrite("eps", &Hyperparameters::eps)
+      .def_readwrite("weight_decay", &Hyperparameters::weight_decay)
+      .def_readwrite("momentum", &Hyperparameters::momentum)
+      .def_readwrite("dampening", &Hyperparameters::dampening)
+      .def_readwrite("nesterov", &Hyperparameters::nesterov)
+      .def_readwrite("maximize", &Hyperparameters::maximize)
+      .def_readwrite("step", &Hyperparameters::step)
+      .def_readwrite("grad_factors", &Hyperparameters::grad_factors);
+  py::class_<Run>(m, "Run").def(py::init([](std::size_t begin, std::size_t end, Hyperparameters hyper) {
+                                  return Run{begin, end, std::move(hyper)};
+                                }),
+                                py::arg("begin"), py::arg("end"), py::arg("hyper"));
+  m.attr("MOMENT_BLOCK") = kMomentBlock;
+  m.def("encode_moments",
+        [](Address values, Address codes, Address scales, std::size_t count, bool sq) {
+          encode_moments(reinterpret_cast<const float*>(values), reinterpret_cast<std::uint8_t*>(codes),
+                         reinterpret_cast<std::uint8_t*>(scales), count, sq);
+        },
+        py::arg("values"), py::arg("codes"), py::arg("scales"), py::arg("count"), py::arg("sq"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("decode_moments",
+        [](Address codes, Address scales, Address values, std::size_t count, bool sq) {
+          decode_moments(reinterpret_cast<const std::uint8_t*>(codes), reinterpret_cast<const std::uint8_t*>(scales),
+                         reinterpret_cast<float*>(values), count, sq);
+        },
+        py::arg("codes"), py::arg("scales"), py::arg("values"), py::arg("count"), py::arg("sq"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("move_streams",
+        [](const std::vector<std::tuple<Address, std::size_t, bool, bool>>& given, std::size_t count, int thread_count) {
+          std::vector<Stream> streams;
+          for (const auto& [address, nbytes, read, written] : given)
+            streams.push_back({at(address), nbytes, read, written});
+          move_streams(streams, count, thread_count);
+        },
+        py::arg("streams"), py::arg("count"), py::arg("thread_count"), py::call_guard<py::gil_scoped_release>());
+  m.attr("MAX_GRAD_FACTORS") = kMaxGradFactors;
+  m.def("simd_unit", &simd_unit);
+  m.def("simd_units", &simd_units);
+  m.def("split_master",
+        [](Address master, Address weight, Address low, std::size_t count) {
+          split_master(reinterpret_cast<const float*>(master), reinterpret_cast<std::uint16_t*>(weight),
+                       reinterpret_cast<std::uint16_t*>(low), count);
+        },
+        py::arg("master"), py::arg("weight"), py::arg("low"), py::arg("count"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("join_master",
+        [](Address weight, Address low, Address master, std::size_t count) {
+          join_master(reinterpret_cast<const std::uint16_t*>(weight), reinterpret_cast<const std::uint16_t*>(low),
+                      reinterpret_cast<float*>(master), count);
+        },
+        py::arg("weight"), py::arg("low"), py::arg("master"), py::arg("count"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("crc32c", [](Address address, std::size_t nbytes, std::uint32_t seed) {
+    return crc32c(at(address), nbytes, seed);
+  }, py::arg("address"), py::arg("nbytes"), py::arg("seed") = 0, py::call_guard<py::gil_scoped_release>());
+  m.attr("CHECKSUM_NBYTES") = kChecksumNbytes;
+}
+
+void bind_update(py::module_& m) {
+  py::class_<UnitUpdate>(m, "UnitUpdate")
+      .def(py::init([](Layout layout, std::size_t count, std::shared_ptr<Extent> weight,
+                       std::shared_ptr<Extent> master, std::shared_ptr<Extent> exp_avg,
+                       std::shared_ptr<Extent> exp_avg_sq, std::shared_ptr<Extent> grad, std::vector<Run> runs,
+                       std::uint64_t version, TicketPtr after, std::shared_ptr<Extent> exp_avg_scale,
+                       std::shared_ptr<Extent> exp_avg_sq_scale) {
+             return UnitUpdate{layout, count, std::move(weight), std::move(master), std::move(exp_avg),
+                               std::move(exp_avg_sq), std::move(grad), std::move(exp_avg_scale),
+                               std::move(exp_avg_sq_scale), std::move(runs), version, std::move(after)};
+           }),
+           py::arg("layout"), py::arg("count"), py::arg("weight"), py::arg("master"), py::arg("exp_avg"),
+           py::arg("exp_avg_sq"), py::arg("grad"), py::arg("runs"), py::arg("version"), py::arg("after") = nullptr,
+           py::arg("exp_avg_scale") = nullptr, py::arg("exp_avg_sq_scale") = nullptr);
+  shared_class<Updater>(m, "Updater")
+      .def(py::init([](std::shared_ptr<IoEngine> engine, Address address, std::size_t nbytes, int slot_count,
+                       int thread_count) {
+             return std::make_shared<Updater>(std::move(engine), Span{at(address), nbytes}, slot_count, thread_count);
+           }),
+           py::arg("engine"), py::arg("address"), py::arg("nbytes"), py::arg("slot_count"), py::arg("thread_count"))
+      .def("submit", &Updater::submit, py::arg("update"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("step_seconds", [](const Updater& u) { return u.totals().step_seconds; })
+      .def_property_readonly("wait_seconds", [](const Updater& u) { return u.totals().wait_seconds; })
+      .def("record_events", &Updater::record_events)
+      .def("events",
+           [](const Updater& updater) {
+             std::vector<std::tuple<std::string, int, double, double>> found;
+             for (const UpdaterEvent& event : updater.events())
+               found.emplace_back(event.kind, event.slot, event.start, event.end);
+             return found;
+           })
+      .def_property_readonly("elements", [](const Updater& u) { return u.totals().elements; });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Native core of Infinity: host memory, disk transfers, optimizer kernels. Used through infinity.native.";
+  py::register_exception_translator(&translate);
+  bind_memory(m);
+  bind_io(m);
+  bind_adam(m);
+  bind_update(m);
+  m.def("uring_refusal", [] {
+    std::string why;
+    make_uring_backend(8, why);
+    return why;
+  }, "Why io_uring cannot be used here, or an empty string.");
+}

@@ -1,0 +1,357 @@
+#include "update/updater.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "base/check.h"
+#include "base/crc32c.h"
+#include "base/rounding.h"
+
+namespace infinity {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+// The arrays of an update in one place, so that loading, stepping and saving walk the same list.
+struct Role {
+  std::shared_ptr<Extent> UnitUpdate::*extent;
+  bool saved;
+};
+constexpr Role kRoles[] = {{&UnitUpdate::weight, true},
+                           {&UnitUpdate::master, true},
+                           {&UnitUpdate::exp_avg, true},
+                           {&UnitUpdate::exp_avg_sq, true},
+                           {&UnitUpdate::grad, false}};
+
+std::size_t role_nbytes(const Layout& layout, int role) {
+  switch (role) {
+    case 0: return element_nbytes(layout.weight);
+    case 1: return layout.master == Master::kSplit ? 2 : 4;
+    case 4: return element_nbytes(layout.grad);
+    default: return element_nbytes(layout.moments);
+  }
+}
+
+// Cuts at this many elements are whole checksum blocks in arrays of every element size.
+std::size_t chunk_grain(const Layout& layout) { return kChecksumNbytes / (layout.moments == DType::kInt8 ? 1 : 2); }
+
+void check_update(const UnitUpdate& update) {
+  const Layout& layout = update.layout;
+  INFINITY_REQUIRE(update.count > 0 && update.count % kBlockNbytes == 0, "an update of ", update.count,
+                   " elements: must be a positive multiple of ", kBlockNbytes);
+  const bool adam = layout.rule == Rule::kAdamW || layout.rule == Rule::kAdam;
+  INFINITY_REQUIRE(update.weight && update.grad, "an update needs a weight and a gradient extent");
+  INFINITY_REQUIRE(bool(update.master) == (layout.master != Master::kOwn), "master extent and layout disagree");
+  INFINITY_REQUIRE(!adam || (update.exp_avg && update.exp_avg_sq), "Adam needs both moments");
+  for (int role = 0; role < 5; ++role) {
+    const auto& extent = update.*kRoles[role].extent;
+    INFINITY_REQUIRE(!extent || extent->nbytes() >= update.count * role_nbytes(layout, role), "an extent of ",
+                     extent ? extent->nbytes() : 0, " bytes for ", update.count, " elements of ",
+                     role_nbytes(layout, role), " bytes");
+  }
+  const bool blocks = layout.moments == DType::kInt8;
+  for (const auto& [moment, scale] : {std::pair{update.exp_avg, update.exp_avg_scale},
+                                      std::pair{update.exp_avg_sq, update.exp_avg_sq_scale}})
+    INFINITY_REQUIRE(!blocks || !moment || (scale && !scale->is_file() && scale->nbytes() >= update.count / kMomentBlock),
+                     "8-bit moments need a scale in memory for each of ", update.count / kMomentBlock, " blocks");
+  std::size_t last = 0;
+  for (const Run& run : update.runs) {
+    INFINITY_REQUIRE(run.begin >= last && run.begin < run.end && run.end <= update.count, "run ", run.begin, " to ",
+                     run.end, " of ", update.count, " elements is empty, out of order or outside");
+    last = blocks ? round_up(run.end, kMomentBlock) : run.end;
+    INFINITY_REQUIRE(!blocks || run.begin % kMomentBlock == 0, "run ", run.begin, " to ", run.end,
+                     " starts inside a block of ", kMomentBlock, " 8-bit moments");
+    const bool moving = run.hyper.momentum != 0 || layout.rule == Rule::kLion;
+    INFINITY_REQUIRE(!moving || update.exp_avg, "momentum without an extent for it");
+    prepare(layout.rule, run.hyper);  // throws on what it cannot express
+  }
+}
+
+}  // namespace
+
+Updater::Updater(std::shared_ptr<IoEngine> engine, Span slots, int slot_count, int thread_count)
+    : engine_(std::move(engine)),
+      slots_(slots),
+      slot_nbytes_(slot_count ? round_down(slots.nbytes / slot_count, kBlockNbytes) : 0),
+      slot_saves_(slot_count),
+      slot_taken_(slot_count),
+      pool_(thread_count) {
+  INFINITY_REQUIRE(engine_, "an updater needs an I/O engine");
+  INFINITY_REQUIRE(slot_count == 0 || is_aligned(slots.data, kBlockNbytes), "the slots are not aligned to ",
+                   kBlockNbytes, " bytes");
+  thread_ = std::thread([this] { run(); });
+}
+
+Updater::~Updater() {
+  if (getpid() != process_) {  // a forked child has a copy of this object and no threads
+    thread_.detach();
+    return;
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  work_.notify_all();
+  thread_.join();
+  // Not the slots' saves: those are done a moment before the updates that they end.
+  for (const auto& job : unfinished_)
+    while (!job->ticket->wait_for(1.0)) {
+    }
+}
+
+std::size_t Updater::chunk_elements(const UnitUpdate& update, std::size_t slot_nbytes) {
+  std::size_t per_element = 0;
+  for (int role = 0; role < 5; ++role) {
+    const auto& extent = update.*kRoles[role].extent;
+    if (extent && extent->is_file()) per_element += role_nbytes(update.layout, role);
+  }
+  if (per_element == 0) return update.count;
+  const std::size_t whole = slot_nbytes / per_element;
+  return whole >= update.count ? update.count : round_down(whole, chunk_grain(update.layout));
+}
+
+TicketPtr Updater::submit(UnitUpdate update) {
+  check_update(update);
+  auto job = std::make_shared<Job>();
+  job->kernel = find_kernel(update.layout);
+  job->chunk = chunk_elements(update, slot_nbytes_);
+  INFINITY_REQUIRE(job->chunk > 0, "a slot of ", slot_nbytes_, " bytes is too small for ", chunk_grain(update.layout), " elements");
+  job->ticket = std::make_shared<Ticket>((update.count + job->chunk - 1) / job->chunk);
+  job->update = std::move(update);
+  const TicketPtr ticket = job->ticket;
+  if (const auto error = failure_->get()) std::rethrow_exception(error);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    jobs_.push_back(std::move(job));
+  }
+  work_.notify_one();
+  return ticket;
+}
+
+UpdaterTotals Updater::totals() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return totals_;
+}
+
+void Updater::record_events() {
+  std::lock_guard<std::mutex> lock(recorder_->mutex);
+  recorder_->on = true;
+  recorder_->begin = Clock::now();
+  recorder_->events.clear();
+}
+
+std::vector<UpdaterEvent> Updater::events() const {
+  std::lock_guard<std::mutex> lock(recorder_->mutex);
+  return recorder_->events;
+}
+
+void Updater::run() {
+  use_default_rounding();
+  std::deque<Chunk> loading;
+  for (;;) {
+    for (int slot = free_slot(); slot != -2 && start_next(loading, slot); slot = free_slot()) {
+    }
+    if (!loading.empty()) {
+      Chunk chunk = std::move(loading.front());
+      loading.pop_front();
+      finish(chunk);
+      continue;
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!jobs_.empty()) {  // every slot is saving, or what the next update needs is
+      lock.unlock();
+      const auto start = Clock::now();
+      for (const TicketPtr& saves : slot_saves_)
+        if (saves && !saves->done()) {
+          saves->wait_for(0.05);
+          break;
+        }
+      lock.lock();
+      totals_.wait_seconds += seconds_since(start);
+      continue;
+    }
+    if (stopping_) return;
+    work_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+  }
+}
+
+// A slot that nothing loads into or saves from; -1 when there are no slots at all; -2 when all are busy.
+int Updater::free_slot() const {
+  if (slot_saves_.empty()) return -1;
+  for (std::size_t slot = 0; slot < slot_saves_.size(); ++slot)
+    if (!slot_taken_[slot] && (!slot_saves_[slot] || slot_saves_[slot]->done())) return static_cast<int>(slot);
+  return -2;
+}
+
+bool Updater::touched(const Job& job, std::size_t begin, std::size_t end) const {
+  return std::any_of(job.update.runs.begin(), job.update.runs.end(),
+                     [&](const Run& run) { return run.begin < end && begin < run.end; });
+}
+
+// Starts the loads of the next chunk that has anything to step. False when there is none.
+bool Updater::start_next(std::deque<Chunk>& loading, int slot) {
+  std::shared_ptr<Job> job;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (jobs_.empty()) return false;
+    job = jobs_.front();
+  }
+  const std::exception_ptr error = failure_->get();
+  if (job->next == 0 && conflicts(*job)) return false;
+  Chunk chunk;
+  chunk.job = job;
+  chunk.begin = job->next;
+  chunk.end = std::min(job->next + job->chunk, job->update.count);
+  if (job->next == 0) unfinished_.push_back(job);
+  job->next = chunk.end;
+  if (job->next == job->update.count) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    jobs_.pop_front();
+  }
+  if (error || !touched(*job, chunk.begin, chunk.end)) {
+    job->ticket->part_done(error);
+    return true;
+  }
+  try {
+    load(chunk, slot);
+  } catch (...) {
+    failure_->set(std::current_exception());
+    job->ticket->part_done(std::current_exception());
+    return true;
+  }
+  loading.push_back(std::move(chunk));
+  return true;
+}
+
+// Whether an update that is not at home yet uses one of the job's extents. Forgets the ones that are.
+bool Updater::conflicts(const Job& job) {
+  unfinished_.erase(std::remove_if(unfinished_.begin(), unfinished_.end(),
+                                   [](const std::shared_ptr<Job>& other) { return other->ticket->done(); }),
+                    unfinished_.end());
+  for (const auto& other : unfinished_)
+    for (const Role& role : kRoles)
+      for (const Role& theirs : kRoles) {
+        const auto& extent = job.update.*role.extent;
+        if (extent && extent == other->update.*theirs.extent) return true;
+      }
+  return false;
+}
+
+// Fills in the chunk's addresses and starts the loads of its file-homed arrays into `slot`.
+void Updater::load(Chunk& chunk, int slot) {
+  const Job& job = *chunk.job;
+  void* addresses[5] = {};
+  std::size_t used = 0;
+  std::vector<Request> requests;
+  for (int role = 0; role < 5; ++role) {
+    const auto& extent = job.update.*kRoles[role].extent;
+    if (!extent) continue;
+    const std::size_t size = role_nbytes(job.update.layout, role);
+    if (!extent->is_file()) {
+      addresses[role] = extent->memory();
+      continue;
+    }
+    const Span span{slots_.data + slot * slot_nbytes_ + used, (chunk.end - chunk.begin) * size};
+    INFINITY_CHECK(used + span.nbytes <= slot_nbytes_, "a chunk outgrew its slot");
+    used += span.nbytes;
+    chunk.parts.push_back({extent.get(), chunk.begin * size, span, kRoles[role].saved});
+    requests.push_back(extent->request(Op::kRead, chunk.begin * size, span));
+    addresses[role] = span.data - chunk.begin * size;
+  }
+  const auto scales = [](const std::shared_ptr<Extent>& extent) {
+    return extent ? reinterpret_cast<std::uint8_t*>(extent->memory()) : nullptr;
+  };
+  chunk.arrays = {addresses[0], addresses[1], addresses[2], addresses[3], addresses[4],
+                  scales(job.update.exp_avg_scale), scales(job.update.exp_avg_sq_scale)};
+  if (requests.empty()) {
+    chunk.loads = job.update.after;
+    return;
+  }
+  const auto start = Clock::now();
+  chunk.loads = engine_->submit(requests, job.update.after);
+  chunk.loads->on_done([recorder = recorder_, slot, start](std::exception_ptr) { recorder->add("load", slot, start); });
+  chunk.slot = slot;
+  slot_taken_[slot] = true;
+}
+
+void Updater::finish(Chunk& chunk) {
+  TicketPtr saves;
+  try {
+    const auto start = Clock::now();
+    if (chunk.loads) chunk.loads->wait();
+    const auto loaded = Clock::now();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      totals_.wait_seconds += std::chrono::duration<double>(loaded - start).count();
+    }
+    if (const auto error = failure_->get()) std::rethrow_exception(error);
+    step(chunk);
+    recorder_->add("step", chunk.slot, loaded);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      totals_.step_seconds += seconds_since(loaded);
+      totals_.elements += chunk.end - chunk.begin;
+    }
+    std::vector<Request> requests;
+    for (const Part& part : chunk.parts)
+      if (part.saved) requests.push_back(part.extent->request(Op::kWrite, part.at, part.span));
+    if (!requests.empty()) {
+      const auto saving = Clock::now();
+      saves = engine_->submit(requests);
+      saves->on_done([recorder = recorder_, slot = chunk.slot, saving](std::exception_ptr) {
+        recorder->add("save", slot, saving);
+      });
+    }
+  } catch (...) {
+    failure_->set(std::current_exception());
+    if (chunk.slot >= 0) slot_taken_[chunk.slot] = false;
+    chunk.job->ticket->part_done(std::current_exception());
+    return;
+  }
+  if (chunk.slot >= 0) {
+    slot_taken_[chunk.slot] = false;
+    slot_saves_[chunk.slot] = saves;
+  }
+  if (!saves) {
+    chunk.job->ticket->part_done();
+    return;
+  }
+  saves->on_done([failure = failure_, job = chunk.job](std::exception_ptr error) {
+    if (error) failure->set(error);
+    job->ticket->part_done(error);
+  });
+}
+
+void Updater::step(Chunk& chunk) {
+  for_parts(chunk, [](Part& part, const IoEngine& engine) { part.extent->verify(part.at, part.span, engine); });
+  for (const Run& run : chunk.job->update.runs) {
+    const Constants constants = prepare(chunk.job->update.layout.rule, run.hyper);
+    pool_.for_range(std::max(run.begin, chunk.begin), std::min(run.end, chunk.end), 4096,
+                    [&](std::size_t begin, std::size_t end) { chunk.job->kernel(chunk.arrays, begin, end, constants); });
+  }
+  for_parts(chunk, [](Part& part, const IoEngine&) {
+    if (part.saved) part.extent->remember(part.at, part.span);
+  });
+  for (int role = 0; role < 4; ++role)
+    if (const auto& extent = chunk.job->update.*kRoles[role].extent) extent->version = chunk.job->update.version;
+}
+
+// `work` on every part, parts in parallel; throws the first error.
+void Updater::for_parts(Chunk& chunk, void (*work)(Part&, const IoEngine&)) {
+  std::vector<std::exception_ptr> errors(chunk.parts.size());
+  pool_.for_range(0, chunk.parts.size(), 1, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) {
+      try {
+        work(chunk.parts[i], *engine_);
+      } catch (...) {
+        errors[i] = std::current_exception();
+      }
+    }
+  });
+  for (const auto& error : errors)
+    if (error) std::rethrow_exception(error);
+}
+
+}  // namespace infinity

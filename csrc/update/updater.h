@@ -1,0 +1,156 @@
+// Updater: the optimizer step over extents, off the caller's thread: load -> step -> save, slot by slot.
+//
+//   unit update   one flat array of one unit: its extents, its layout, the runs to step
+//   chunk         as many elements of a unit update as fit one slot; loaded, stepped and saved as one
+//   slot          fixed staging memory for the arrays of a chunk whose home is a file; arrays at home in memory are
+//                 stepped where they lie and take no slot
+//
+// While one chunk is stepped, the next are loading and the last ones saving. Slots are the only staging memory, so
+// memory does not depend on the size of a unit.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <unistd.h>
+
+#include "adam/kernel.h"
+#include "base/thread_pool.h"
+#include "io/engine.h"
+#include "io/extent.h"
+#include "io/ticket.h"
+
+namespace infinity {
+
+struct UnitUpdate {
+  Layout layout;
+  std::size_t count = 0;  // elements, a multiple of 4096
+  std::shared_ptr<Extent> weight, master, exp_avg, exp_avg_sq, grad;
+  std::shared_ptr<Extent> exp_avg_scale, exp_avg_sq_scale;  // of 8-bit moments; in memory always
+  std::vector<Run> runs;     // ascending and disjoint; elements outside them are not touched
+  std::uint64_t version = 0;  // written into the extents
+  TicketPtr after;            // the gradient's landing, or null
+};
+
+struct UpdaterTotals {
+  double step_seconds = 0;  // in the kernels and checksums
+  double wait_seconds = 0;  // for loads or for a free slot
+  std::uint64_t elements = 0;
+};
+
+// One moment of the pipeline, for a timeline: seconds since recording began.
+struct UpdaterEvent {
+  const char* kind;  // load, step or save
+  int slot;
+  double start, end;
+};
+
+class Updater {
+ public:
+  // `slots` is slot_count equal parts of staging memory, empty when every home is memory.
+  Updater(std::shared_ptr<IoEngine> engine, Span slots, int slot_count, int thread_count);
+  ~Updater();  // finishes what was submitted
+  Updater(const Updater&) = delete;
+  Updater& operator=(const Updater&) = delete;
+
+  // Updates run in the order of submission; one that shares an extent with another starts when that one is at home.
+  // The ticket finishes when the new values are at home. After a failed one
+  // every later one fails with the same error: a half-updated state must not train on.
+  TicketPtr submit(UnitUpdate update);
+
+  UpdaterTotals totals() const;
+
+  // From now on every load, step and save of a slot is remembered, for measurements: memory grows with each.
+  void record_events();
+  std::vector<UpdaterEvent> events() const;
+
+  // Elements of one chunk for `layout` with these file-homed arrays; 0 when a slot is too small for any.
+  static std::size_t chunk_elements(const UnitUpdate& update, std::size_t slot_nbytes);
+
+ private:
+  struct Job {
+    UnitUpdate update;
+    TicketPtr ticket;
+    Kernel kernel = nullptr;
+    std::size_t chunk = 0;  // elements
+    std::size_t next = 0;   // first element of the next chunk
+  };
+  // The first error, shared with the completions of saves, which may come in after the updater is gone.
+  struct Failure {
+    std::mutex mutex;
+    std::exception_ptr error;
+    void set(std::exception_ptr first) {
+      std::lock_guard<std::mutex> lock(mutex);
+      if (!error) error = first;
+    }
+    std::exception_ptr get() {
+      std::lock_guard<std::mutex> lock(mutex);
+      return error;
+    }
+  };
+  // Shared with the completions of loads and saves, for the same reason.
+  struct Recorder {
+    using Clock = std::chrono::steady_clock;
+    mutable std::mutex mutex;
+    bool on = false;
+    Clock::time_point begin;
+    std::vector<UpdaterEvent> events;
+    void add(const char* kind, int slot, Clock::time_point start) {
+      const auto end = Clock::now();
+      std::lock_guard<std::mutex> lock(mutex);
+      const auto seconds = [&](Clock::time_point at) { return std::chrono::duration<double>(at - begin).count(); };
+      if (on) events.push_back({kind, slot, seconds(start), seconds(end)});
+    }
+  };
+  struct Part {  // one file-homed array of a chunk
+    Extent* extent;
+    std::size_t at;  // bytes from the extent's start
+    Span span;
+    bool saved;
+  };
+  struct Chunk {
+    std::shared_ptr<Job> job;
+    std::size_t begin = 0, end = 0;
+    int slot = -1;
+    Arrays arrays;  // element `begin` is at index `begin`
+    std::vector<Part> parts;
+    TicketPtr loads;
+  };
+
+  void run();
+  bool touched(const Job& job, std::size_t begin, std::size_t end) const;
+  bool start_next(std::deque<Chunk>& loading, int slot);
+  bool conflicts(const Job& job);
+  void load(Chunk& chunk, int slot);
+  void finish(Chunk& chunk);
+  void step(Chunk& chunk);
+  void for_parts(Chunk& chunk, void (*work)(Part&, const IoEngine&));
+  int free_slot() const;
+
+  const std::shared_ptr<IoEngine> engine_;
+  const Span slots_;
+  const std::size_t slot_nbytes_;
+  std::vector<TicketPtr> slot_saves_;
+  std::vector<bool> slot_taken_;
+  std::vector<std::shared_ptr<Job>> unfinished_;  // started, not at home yet
+  ThreadPool pool_;
+  const int process_ = getpid();
+
+  mutable std::mutex mutex_;
+  std::condition_variable work_;
+  std::deque<std::shared_ptr<Job>> jobs_;
+  const std::shared_ptr<Failure> failure_ = std::make_shared<Failure>();
+  const std::shared_ptr<Recorder> recorder_ = std::make_shared<Recorder>();
+  UpdaterTotals totals_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace infinity
