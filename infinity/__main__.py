@@ -1,0 +1,8 @@
+"""`python -m infinity`: the same command as `infinity`."""
+
+import sys
+
+from infinity.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

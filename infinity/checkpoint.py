@@ -1,0 +1,459 @@
+"""Checkpoints: everything needed to go on bit for bit, in safetensors and JSON, replaced atomically.
+
+A checkpoint folder holds ``manifest.json`` and one folder ``infinity-<random>`` of data files, new at every save. A save writes its
+data, syncs it, and then replaces the manifest in one rename; until then the old manifest names the old data, which
+is removed afterwards. So whatever happens, the manifest names data that is whole.
+
+Tensors are stored per parameter, under its name:  ``weight/<name>`` in the dtype the model computes in,
+``master/<name>`` (low halves or fp32) where there is one, ``exp_avg/<name>`` and ``exp_avg_sq/<name>``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from . import native
+from .engine import Engine
+from .errors import CorruptionError, InfinityError, StorageError, UsageError
+from .gradients import GradState
+from .optimizer import InfinityOptimizer
+from .parameter import ParamHandle, handle_of
+from .shard import ARRAYS, MOMENTS
+from .unit import ParamUnit
+from .wrap import wrapped
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+DATA_NAME = re.compile(r"infinity-[0-9a-f]{12}")
+SAVED = [name for name in ARRAYS if name != "grad"]
+
+
+# --- saving ---
+
+
+def save_checkpoint(
+    path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, extra: Any = None
+) -> None:
+    """Writes model, optimizer, random number generators and ``extra`` to the folder ``path``, replacing what was there.
+
+    extra
+        Anything of dicts, lists, numbers, strings, None and tensors; :func:`load_checkpoint` returns it.
+
+    One unit at a time is in memory. Returns when everything is on the disk. Raises StorageError with the old
+    checkpoint as it was.
+    """
+    engine = _engine_of(model, optimizer)
+    engine.settle()
+    if landed := [handle.name for handle in engine.group_of if handle.grad.state is GradState.LANDED]:
+        raise UsageError(
+            f"save_checkpoint between backward and step: the gradients of {len(landed)} parameters ({landed[0]}, ...) "
+            "would be lost. Save after step(), or call zero_grad() first."
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    content = {
+        "format": FORMAT,
+        "data": f"infinity-{secrets.token_hex(6)}",
+        "parameters": {handle.name: _describe(handle) for unit in engine.units for handle in unit.handles},
+        "optimizer": optimizer.rule_name if optimizer is not None else None,
+        "groups": _encode(_groups(optimizer), tensors, "groups"),
+        "random": _random_state(),
+        "step_index": engine.step_index,
+        "extra": _encode(extra, tensors, "extra"),
+    }
+    tensors |= {f"buffer/{name}": buffer.detach().clone() for name, buffer in _buffers(model).items()}
+    tensors |= {f"unmanaged/{name}": param.detach().clone() for name, param in _unmanaged(model).items()}
+    tensors |= _random_state_tensors()
+    root = Path(path)
+    data = root / content["data"]
+    published = False
+    try:
+        data.mkdir(parents=True)
+        content["files"] = {"other.safetensors": _write_tensors(data / "other.safetensors", tensors)}
+        for unit in engine.units:
+            name = f"unit-{unit.index:05d}.safetensors"
+            content["files"][name] = _write_tensors(data / name, _unit_tensors(engine, unit))
+        _write_synced(data / MANIFEST, _seal(content))
+        _sync_folder(data)
+        os.replace(data / MANIFEST, root / MANIFEST)
+        published = True  # from here on the new data is the checkpoint, whatever fails
+        _sync_folder(root)
+        for old in root.iterdir():
+            if DATA_NAME.fullmatch(old.name) and old.name != data.name:
+                shutil.rmtree(old, ignore_errors=True)
+    except BaseException as error:
+        if not published:
+            shutil.rmtree(data, ignore_errors=True)
+        if not isinstance(error, OSError) or isinstance(error, StorageError):
+            raise
+        state = "is written, but may not be on the disk yet" if published else "was not written; the old one stands"
+        raise StorageError(
+            error.errno, f"checkpoint {root} {state}: {os.strerror(error.errno or 0)}", str(error.filename or root)
+        ) from error
+
+
+def _seal(content: dict[str, Any]) -> bytes:
+    """The manifest: the content, and the checksum of it."""
+    return json.dumps(content | {"crc32c": _content_checksum(content)}, allow_nan=False).encode()
+
+
+def _content_checksum(content: dict[str, Any]) -> int:
+    text = json.dumps(content, sort_keys=True)
+    return native.crc32c(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
+
+
+def _engine_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Engine:
+    engine = wrapped(model).engine
+    if optimizer is not None and (not isinstance(optimizer, InfinityOptimizer) or optimizer._engine is not engine):
+        raise UsageError("this optimizer is not the one that wrap_model returned with this model")
+    return engine
+
+
+def _unit_tensors(engine: Engine, unit: ParamUnit) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for handle in unit.handles:
+        shard = handle.shard
+        for name in SAVED:
+            # Elements in the order of their strides: what is read back is what lies at home, whatever the layout.
+            if name in shard.arrays and (name in ("weight", "master") or handle.step):
+                tensors[f"{name}/{handle.name}"] = shard.read_part(engine.store, name, handle.index)
+    return tensors
+
+
+def _describe(handle: ParamHandle) -> dict[str, Any]:
+    spec, place = handle.shard.spec, handle.shard.layout.placements[handle.index]
+    return {
+        "shape": list(place.shape),
+        "stride": list(place.stride),
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "master": spec.master.name if spec.stepped else None,
+        "moments": str(spec.moment_dtype).removeprefix("torch."),
+        "step": handle.step,
+    }
+
+
+def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]] | None:
+    if optimizer is None:
+        return None
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [handle_of(param).name for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+
+
+def _unmanaged(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param for name, param in model.named_parameters() if handle_of(param) is None}
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+    return {"nbytes": path.stat().st_size, "crc32c": _file_checksum(path)}
+
+
+def _file_checksum(path: Path) -> int:
+    checksum = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            checksum = native.crc32c(torch.frombuffer(bytearray(chunk), dtype=torch.uint8), checksum)
+    return checksum
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- loading ---
+
+
+def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    """Puts a checkpoint's values into a wrapped model, its optimizer and the random number generators; returns its
+    ``extra``.
+
+    Everything is checked before anything is changed: raises CorruptionError for damaged files, UsageError naming the
+    parameters when the checkpoint is of another model.
+    """
+    engine = _engine_of(model, optimizer)
+    root = Path(path)
+    manifest = _read_manifest(root)
+    try:
+        data = root / manifest["data"]
+        _check_parameters(engine, manifest["parameters"])
+        for name, entry in manifest["files"].items():
+            _check_file(data / name, entry)
+        other = dict(_read_tensors(data / "other.safetensors"))
+        groups, extra = _decode(manifest["groups"], other), _decode(manifest["extra"], other)
+        _check_complete(engine, manifest, data)
+        generators = _check_random_state(manifest["random"], other)
+        if optimizer is not None:
+            _check_optimizer(optimizer, manifest["optimizer"], groups)
+        _check_shapes({f"buffer/{name}": value for name, value in _buffers(model).items()}, other)
+        _check_shapes({f"unmanaged/{name}": value for name, value in _unmanaged(model).items()}, other)
+    except InfinityError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        # Its checksum is right, so it was written like this: by something else, or by another version.
+        raise CorruptionError(f"{root / MANIFEST} does not describe a checkpoint: {error!r}") from error
+
+    engine.settle()
+    engine.passes.abandon()
+    engine.prefetcher.release_all(engine.units)
+    engine.step_index = manifest["step_index"]
+    by_name = {handle.name: handle for unit in engine.units for handle in unit.handles}
+    for name in manifest["files"]:
+        if name.startswith("unit-"):
+            for key, tensor in _read_tensors(data / name):
+                array, _, parameter = key.partition("/")
+                handle = by_name[parameter]
+                if array in handle.shard.arrays:
+                    handle.shard.write_part(engine.store, array, handle.index, tensor, version=engine.step_index)
+    for handle in by_name.values():
+        _restore_step(engine, handle, manifest["parameters"][handle.name]["step"])
+    if optimizer is not None:
+        for group, saved in zip(optimizer.param_groups, groups):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+    with torch.no_grad():
+        for prefix, targets in (("buffer/", _buffers(model)), ("unmanaged/", _unmanaged(model))):
+            for name, target in targets.items():
+                if prefix + name in other:
+                    target.copy_(other[prefix + name])
+    _restore_random_state(generators, other)
+    return extra
+
+
+def _restore_step(engine: Engine, handle: ParamHandle, step: int) -> None:
+    """A parameter that had no step when saved starts with zero moments again."""
+    if handle.step and not step:
+        for name in MOMENTS:
+            if name in handle.shard.arrays:
+                zeros = torch.zeros(handle.shard.layout.placements[handle.index].shape, device="cpu")
+                handle.shard.write_moment(engine.store, name, handle.index, zeros, version=engine.step_index)
+    handle.step = step
+    if handle.grad is not None:
+        engine.gradients.clear(handle)
+
+
+def _read_manifest(root: Path) -> dict[str, Any]:
+    path = root / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UsageError(f"{root} holds no complete checkpoint: there is no {MANIFEST} in it") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorruptionError(f"{path} cannot be read: {error}") from error
+
+    def refuse(constant: str):
+        raise CorruptionError(f"{path} has the number {constant}, which no checkpoint is written with")
+
+    try:
+        content = json.loads(text, parse_constant=refuse)
+        intact = content.pop("crc32c") == _content_checksum(content)
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptionError(f"{path} is not a checkpoint's manifest: {error!r}") from error
+    if not intact:
+        raise CorruptionError(f"{path} was changed: its checksum is not the one it was written with")
+    if content.get("format") != FORMAT:
+        raise UsageError(f"{path} has format {content.get('format')}, this version reads {FORMAT}")
+    return content
+
+
+def _check_file(path: Path, entry: dict[str, Any]) -> None:
+    try:
+        nbytes = path.stat().st_size
+    except OSError as error:
+        raise CorruptionError(f"{path} is missing from the checkpoint") from error
+    if nbytes != entry["nbytes"]:
+        raise CorruptionError(f"{path} has {nbytes} bytes, but {entry['nbytes']} were written: it was truncated or grew")
+    if (checksum := _file_checksum(path)) != entry["crc32c"]:
+        raise CorruptionError(f"{path} was changed: its CRC-32C is {checksum:08x}, {entry['crc32c']:08x} was written")
+
+
+def _check_parameters(engine: Engine, saved: dict[str, Any]) -> None:
+    ours = {handle.name: _describe(handle) for unit in engine.units for handle in unit.handles}
+    only_saved, only_ours = sorted(saved.keys() - ours.keys()), sorted(ours.keys() - saved.keys())
+    if only_saved or only_ours:
+        raise UsageError(
+            f"the checkpoint is of another model: {len(only_saved)} of its parameters are not in this one "
+            f"({', '.join(only_saved[:3])}), {len(only_ours)} of this one's are not in it ({', '.join(only_ours[:3])})"
+        )
+    for name, mine in ours.items():
+        # A model wrapped without an optimizer takes the weights and leaves the rest.
+        keys = ("shape", "stride", "dtype", "master", "moments") if mine["master"] else ("shape", "stride", "dtype")
+        for key in keys:
+            if saved[name][key] != mine[key]:
+                raise UsageError(f"{name}: {key} is {saved[name][key]} in the checkpoint and {mine[key]} in this model")
+
+
+def _check_complete(engine: Engine, manifest: dict[str, Any], data: Path) -> None:
+    """The unit files together hold every array that the manifest's steps ask for, each at its length here."""
+    if type(manifest["step_index"]) is not int:
+        raise TypeError(f"step_index is {manifest['step_index']!r}")
+    lengths: dict[str, int] = {}
+    for name in manifest["files"]:
+        if name.startswith("unit-"):
+            lengths |= _tensor_lengths(data / name)
+    for unit in engine.units:
+        for handle in unit.handles:
+            step = manifest["parameters"][handle.name]["step"]
+            if type(step) is not int or step < 0:
+                raise ValueError(f"{handle.name} has taken {step!r} steps")
+            for array in handle.shard.arrays:
+                begin, end = handle.shard.part(array, handle.index)
+                wanted = array in ("weight", "master") or (step and array in SAVED)
+                if wanted and lengths.get(f"{array}/{handle.name}") != end - begin:
+                    raise CorruptionError(f"{data} holds no {array} of {handle.name} with {end - begin} elements")
+
+
+def _check_optimizer(optimizer: InfinityOptimizer, rule_name: str | None, groups: list[dict] | None) -> None:
+    if rule_name != optimizer.rule_name:
+        raise UsageError(f"the checkpoint's optimizer is {rule_name}, this one is {optimizer.rule_name}")
+    ours = [group["params"] for group in _groups(optimizer)]
+    theirs = [group["params"] for group in groups or []]
+    if ours != theirs:
+        raise UsageError(
+            f"the checkpoint's optimizer groups ({[len(names) for names in theirs]} parameters) are not this optimizer's "
+            f"({[len(names) for names in ours]})"
+        )
+
+
+def _check_shapes(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+    for name, mine in ours.items():
+        if name in saved and saved[name].shape != mine.shape:
+            raise UsageError(f"{name} has shape {tuple(saved[name].shape)} in the checkpoint, {tuple(mine.shape)} here")
+
+
+def _read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():
+                yield name, opened.get_tensor(name)
+    except SafetensorError as error:
+        raise CorruptionError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _tensor_lengths(path: Path) -> dict[str, int]:
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return {name: math.prod(opened.get_slice(name).get_shape()) for name in opened.keys()}
+    except SafetensorError as error:
+        raise CorruptionError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+# --- random number generators ---
+
+
+def _random_state() -> dict[str, Any]:
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+    }
+
+
+def _random_state_tensors() -> dict[str, torch.Tensor]:
+    states = {"random/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"random/cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def _check_random_state(state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple:
+    """The states as the generators take them, tried on generators of our own."""
+    version, internal, gauss = state["python"]
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    for_python = (version, tuple(internal), gauss)
+    for_numpy = (kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached)
+    random.Random().setstate(for_python)
+    np.random.RandomState().set_state(for_numpy)
+    torch.Generator().set_state(tensors["random/cpu"])
+    return for_python, for_numpy
+
+
+def _restore_random_state(states: tuple, tensors: dict[str, torch.Tensor]) -> None:
+    for_python, for_numpy = states
+    random.setstate(for_python)
+    np.random.set_state(for_numpy)
+    torch.set_rng_state(tensors["random/cpu"])
+    for i in range(torch.cuda.device_count()):
+        if f"random/cuda:{i}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"random/cuda:{i}"], i)
+
+
+# --- values in JSON: tensors go to safetensors, what JSON lacks is marked ---
+
+
+PLAIN_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+                torch.int8, torch.uint8, torch.bool}  # fmt: skip
+
+
+def _encode(value: Any, tensors: dict[str, torch.Tensor], path: str, above: tuple[int, ...] = ()) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_meta or value.dtype not in PLAIN_DTYPES:
+            raise UsageError(f"{path} is a {value.dtype} tensor ({value.layout}, {value.device}), which cannot be saved")
+        name = f"{path.partition('.')[0]}/{len(tensors)}"
+        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return {"$tensor": name}
+    if id(value) in above:
+        raise UsageError(f"{path} contains itself, which a checkpoint cannot hold")
+    above += (id(value),)
+    if isinstance(value, (list, tuple)):
+        items = [_encode(item, tensors, f"{path}.{i}", above) for i, item in enumerate(value)]
+        return {"$tuple": items} if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        return {"$dict": [[_encode(key, tensors, path, above), _encode(item, tensors, f"{path}.{key}", above)]
+                          for key, item in value.items()]}  # fmt: skip
+    raise UsageError(
+        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold: use dicts, lists, numbers, strings, tensors"
+    )
+
+
+def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$float" in value:
+        return float(value["$float"])
+    if "$tensor" in value:
+        return tensors[value["$tensor"]]
+    if "$tuple" in value:
+        return tuple(_decode(item, tensors) for item in value["$tuple"])
+    return {_decode(key, tensors): _decode(item, tensors) for key, item in value["$dict"]}

@@ -1,0 +1,262 @@
+"""Config: everything a user can choose, checked once, at :func:`infinity.wrap_model`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import logging
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import ConfigError
+from .tiers import parse_nbytes
+
+logger = logging.getLogger(__name__)
+
+HOMES = ("auto", "device", "host", "nvme")
+MASTERS = ("split", "fp32", "none")
+MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}  # -> dtype at rest
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What :func:`infinity.wrap_model` is asked for.
+
+    params, optimizer, activations
+        Home of the weights, of the optimizer's state (master and moments), and of checkpointed activations:
+        ``"auto"``, ``"device"``, ``"host"`` or ``"nvme"``.
+    device_memory, host_memory, nvme_capacity
+        Hard budgets: bytes, or text such as ``"48GiB"``. None: what is measured to be free.
+    nvme_paths
+        Folders for state at home on NVMe; needed when anything is.
+    param_dtype
+        dtype the model computes in (``torch.bfloat16`` or ``"bf16"``); None: the model's own.
+    master
+        For 16-bit parameters: ``"split"`` (an exact fp32 master as the bf16 weight plus its low 16 bits; fp16 keeps a
+        whole fp32 master), ``"fp32"`` (a whole fp32 master), ``"none"`` (no master).
+    moments
+        The optimizer's moments at rest: ``"fp32"``, ``"bf16"``, or ``"int8"``: 8-bit codes with a scale per 64 elements,
+        2.03 bytes per parameter instead of 8, an approximation (README, "8-bit moments").
+    grad_dtype
+        dtype gradients accumulate in; None: the parameter's own.
+    units
+        ``"auto"``, or class names of the modules that move as one.
+    update_threads
+        Threads of the optimizer's kernels; None: as many as torch computes with.
+    micro_batch, max_grad_norm, checksums, weights, trace
+        Samples a unit runs at once; clipping inside the step; whether bytes from disk are verified; a safetensors
+        file or folder for a model on ``meta``; a path for the timeline.
+    """
+
+    params: str = "auto"
+    optimizer: str = "auto"
+    activations: str = "auto"
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+    nvme_capacity: int | str | None = None
+    nvme_paths: tuple[str, ...] | list[str] | str = ()
+    param_dtype: torch.dtype | str | None = None
+    master: str = "split"
+    moments: str = "fp32"
+    grad_dtype: torch.dtype | str | None = None
+    units: str | tuple[str, ...] | list[str] = "auto"
+    update_threads: int | None = None
+    micro_batch: int | None = None
+    max_grad_norm: float | None = None
+    checksums: bool = True
+    weights: str | os.PathLike | None = None
+    trace: str | os.PathLike | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("params", "optimizer", "activations"):
+            self._choose(name, HOMES)
+        self._choose("master", MASTERS)
+        self._choose("moments", MOMENTS)
+        for name in ("device_memory", "host_memory", "nvme_capacity"):
+            self._set(name, parse_nbytes(getattr(self, name), name))
+        for name in ("param_dtype", "grad_dtype"):
+            self._set(name, self._parse_dtype(name))
+        self._set("nvme_paths", tuple(os.fspath(path) for path in self._parse_list("nvme_paths", (str, os.PathLike))))
+        if self.units != "auto":
+            self._set("units", self._parse_list("units", str))
+        for name in ("params", "optimizer", "activations"):
+            if getattr(self, name) == "nvme" and not self.nvme_paths:
+                raise ConfigError(
+                    f"{name}='nvme' needs a folder on the disk to use: Config(nvme_paths=['/path/on/the/disk'])"
+                )
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        for name, what in (("micro_batch", "of samples, or None for all"), ("update_threads", "or None for torch's")):
+            count = getattr(self, name)
+            if count is not None and not (isinstance(count, int) and not isinstance(count, bool) and count > 0):
+                raise ConfigError(f"{name}={count!r} must be a positive number {what}")
+        norm = self.max_grad_norm
+        if norm is not None and not (isinstance(norm, (int, float)) and not isinstance(norm, bool) and norm > 0):
+            raise ConfigError(f"max_grad_norm={norm!r} must be a positive number, or None for no clipping")
+        if not isinstance(self.checksums, bool):
+            raise ConfigError(f"checksums={self.checksums!r} must be True or False")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _choose(self, name: str, allowed: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            near = difflib.get_close_matches(str(value), allowed, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}{hint}")
+
+    def _parse_list(self, name: str, kinds: type | tuple[type, ...]) -> tuple:
+        value = getattr(self, name)
+        values = (value,) if isinstance(value, kinds) else value or ()
+        if not isinstance(values, (list, tuple)) or not all(isinstance(item, kinds) for item in values):
+            raise ConfigError(f"{name}={value!r} must be text, or a list of it")
+        return tuple(values)
+
+    def _parse_dtype(self, name: str) -> torch.dtype | None:
+        value = getattr(self, name)
+        if isinstance(value, str):
+            value = DTYPES.get(value.removeprefix("torch."), value)
+        if value is None or value in DTYPES.values():
+            return value
+        raise ConfigError(f"{name}={value!r} is not one of fp32, bf16, fp16, or None for the model's own")
+
+    @classmethod
+    def make(cls, source: Config | Mapping | str | os.PathLike | None) -> Config:
+        """A Config from a Config, a dict, or the path of a TOML or JSON file. Raises ConfigError."""
+        if source is None:
+            return cls()
+        if isinstance(source, cls):
+            return source
+        if isinstance(source, Mapping):
+            return cls._from_mapping(source)
+        if isinstance(source, (str, os.PathLike)):
+            return cls._from_mapping(_read_mapping(Path(source)))
+        raise ConfigError(f"config is a {type(source).__name__}: give a Config, a dict, or a path to TOML or JSON")
+
+    @classmethod
+    def _from_mapping(cls, mapping: Mapping) -> Config:
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in mapping:
+            if key not in names:
+                near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.4)
+                hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(names)}"
+                raise ConfigError(f"unknown config key {key!r}: {hint}")
+        return cls(**mapping)
+
+    @classmethod
+    def from_deepspeed(cls, source: Mapping | str | os.PathLike) -> Config:
+        """A Config from a DeepSpeed JSON. Logs (as a warning, so that it is seen) what became of every key."""
+        mapping = dict(source) if isinstance(source, Mapping) else _read_mapping(Path(source))
+        config, report = _translate_deepspeed(mapping)
+        logger.warning("DeepSpeed config read:\n  %s", "\n  ".join(report))
+        return config
+
+
+def _read_mapping(path: Path) -> dict:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file {path} is not UTF-8 text: {error}") from error
+    try:
+        mapping = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"config file {path} is neither valid TOML (*.toml) nor JSON: {error}") from error
+    if not isinstance(mapping, dict):
+        raise ConfigError(f"config file {path} holds a {type(mapping).__name__}, not a table of keys")
+    return mapping
+
+
+class _DeepSpeed:
+    """A DeepSpeed config on its way to ours: what was taken, and one line for every key of what became of it."""
+
+    HOMES = {"cpu": "host", "nvme": "nvme", "none": "device", None: "device"}
+
+    def __init__(self, mapping: Mapping):
+        self.mapping = mapping
+        self.fields: dict[str, Any] = {}
+        self.report: list[str] = []
+
+    def section(self, path: str, parent: Mapping, key: str) -> Mapping:
+        """The table ``key`` of ``parent``; empty when absent or null."""
+        value = parent.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"DeepSpeed {path}{key}={value!r} is not a table of keys")
+        return value
+
+    def ignore(self, path: str, table: Mapping, *taken: str) -> None:
+        """Notes every key of ``table`` but the ``taken`` ones as ignored."""
+        self.report += [f"{path}{key} ignored" for key in table if key not in taken]
+
+    def offload(self, zero: Mapping, key: str, field: str) -> None:
+        """One of DeepSpeed's offload tables to the home of ``field``."""
+        path = f"zero_optimization.{key}."
+        table = self.section("zero_optimization.", zero, key)
+        if not table:
+            return
+        device = table.get("device")
+        if device not in self.HOMES:
+            raise ConfigError(f"DeepSpeed {path}device={device!r} is not one of 'cpu', 'nvme', 'none'")
+        self.fields[field] = self.HOMES[device]
+        self.report.append(f"{path}device={device!r} mapped to {field}={self.fields[field]!r}")
+        if folder := table.get("nvme_path"):
+            paths = self.fields.setdefault("nvme_paths", [])
+            if folder not in paths:
+                paths.append(folder)
+            self.report.append(f"{path}nvme_path used as nvme_paths")
+        self.ignore(path, table, "device", "nvme_path")
+
+    def precision(self, key: str) -> None:
+        """``bf16`` or ``fp16`` to the dtype of the parameters."""
+        table = self.section("", self.mapping, key)
+        if table.get("enabled") is True:
+            self.fields["param_dtype"] = key
+            self.report.append(f"{key}.enabled mapped to param_dtype={key!r}")
+        elif "enabled" in table:
+            self.report.append(f"{key}.enabled={table['enabled']!r} ignored: the model's own dtype is kept")
+        self.ignore(f"{key}.", table, "enabled")
+
+    def clipping(self) -> None:
+        """``gradient_clipping`` to ``max_grad_norm``; "auto" and 0 are no clipping."""
+        value = self.mapping.get("gradient_clipping")
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            self.fields["max_grad_norm"] = float(value)
+            self.report.append("gradient_clipping mapped to max_grad_norm")
+        elif value in (None, "auto", 0):
+            self.report += ["gradient_clipping ignored"] if "gradient_clipping" in self.mapping else []
+        else:
+            raise ConfigError(f"DeepSpeed gradient_clipping={value!r} is not a number or 'auto'")
+
+
+def _translate_deepspeed(mapping: Mapping) -> tuple[Config, list[str]]:
+    """DeepSpeed's keys to ours, with a line for every key that says what became of it."""
+    translation = _DeepSpeed(mapping)
+    zero = translation.section("", mapping, "zero_optimization")
+    translation.offload(zero, "offload_param", "params")
+    translation.offload(zero, "offload_optimizer", "optimizer")
+    translation.ignore("zero_optimization.", zero, "offload_param", "offload_optimizer")
+    translation.precision("bf16")
+    translation.precision("fp16")
+    translation.clipping()
+    translation.ignore("", mapping, "zero_optimization", "bf16", "fp16", "gradient_clipping")
+    return Config(**translation.fields), translation.report

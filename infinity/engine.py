@@ -1,0 +1,258 @@
+"""Engine: the parts of one wrapped model, put together, and what the parts ask of each other.
+
+The engine knows parameters and units, not modules: hooks on the modules hold the engine, so that it lives as long as
+the model or its optimizer does, and everything it owns goes when both are gone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+from . import native
+from .config import Config
+from .errors import UsageError
+from .gradients import GradientBank, GradRecord
+from .hooks import Passes
+from .parameter import ParamHandle
+from .plan import SLOT_COUNT, MemoryPlan
+from .prefetch import Prefetcher
+from .schedule import Schedule
+from .shard import ParamShard
+from .store import ShardStore
+from .tiers import Ledger, Reservation, Tier
+from .trace import Traffic
+from .unit import ParamUnit
+
+
+@dataclass
+class StepClock:
+    """When steps ended, and how long the last one took."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    _last: float = field(default_factory=time.perf_counter)
+
+    def tick(self) -> None:
+        now = time.perf_counter()
+        self.step_seconds, self._last = now - self._last, now
+        self.steps += 1
+
+
+class Engine:
+    """One wrapped model's store, units, schedule, gradients and updater."""
+
+    def __init__(self, config: Config, plan: MemoryPlan, units: list[ParamUnit], *, stepping: bool):
+        self.config, self.plan, self.units = config, plan, units
+        self.ledger = Ledger()
+        self.traffic = Traffic()
+        self.schedule = Schedule()
+        self.clock = StepClock()
+        self.step_index = 0
+        self._slots: native.Region | None = None
+        self.group_of: dict[ParamHandle, int] = {}  # index of the optimizer's param group
+        self.tied_copies: dict[ParamHandle, weakref.ref] = {}  # the newest state-dict tensor of a tied parameter
+        self.without_grad: dict[ParamUnit, set[ParamHandle]] = {}  # seen to get none in a backward
+        self.storages: dict[int, tuple[ParamUnit, torch.Tensor]] = {}  # device buffers, by storage
+        self._reservations: list[Reservation] = []
+        for tier, budget in zip(Tier, (config.device_memory, config.host_memory, config.nvme_capacity)):
+            account = self.ledger.accounts[tier]
+            account.budget_nbytes, account.planned_nbytes = budget, plan.planned_nbytes(tier)
+        self.store = ShardStore(
+            config.nvme_paths if Tier.NVME in plan.tiers.values() else (),
+            self.ledger,
+            self.traffic,
+            service_nbytes=plan.service_nbytes,
+            checksums=config.checksums,
+            faults=_faults_from_environment(),
+        )
+        self._finalizer = weakref.finalize(self, _shut_down, self.store, [s for unit in units for s in unit.shards])
+        self.updater: native.Updater | None = None
+        try:
+            self._allocate(stepping)
+        except BaseException:
+            self.shut_down()
+            raise
+        self.passes = Passes(self)
+        self.gradients = GradientBank(self.store, self._grad_staging)
+        self.prefetcher = Prefetcher(
+            units,
+            self.store,
+            self.ledger,
+            self.schedule,
+            window_nbytes=plan.device_window_nbytes,
+            units_ahead=plan.units_ahead,
+            give_way=self.passes.give_way,
+        )
+
+    def _allocate(self, stepping: bool) -> None:
+        """Takes every byte the plan names, and the disk space, before anything is moved."""
+        plan = self.plan
+        for unit in self.units:
+            for shard in unit.shards:
+                shard.allocate(self.store, plan.tiers, f"unit {unit.name}", kept=plan.kept_of(unit.index))
+        regions = []
+
+        def staging(nbytes: int, what: str) -> native.Region | None:
+            if not nbytes:
+                return None
+            self._reservations.append(self.ledger.reserve(Tier.HOST, nbytes, what))
+            regions.append(self.store.make_region(nbytes))
+            return regions[-1]
+
+        weights = staging(plan.staging_nbytes, "staged weights")
+        grads = staging(plan.grad_staging_nbytes, "staged gradients")
+        slots = staging(SLOT_COUNT * plan.slot_nbytes, "optimizer slots")
+        self.store.staging = native.PinnedPool(weights) if weights else None
+        self._grad_staging = native.PinnedPool(grads) if grads else None
+        self._slots = slots  # the updater has its address only
+        checksums = plan.terms[Tier.HOST].get("checksums", 0)
+        self._reservations.append(self.ledger.reserve(Tier.HOST, checksums, "checksums"))
+        self.store.open(regions)
+        if stepping:
+            self.updater = native.Updater(
+                self.store.engine,
+                slots.address if slots else 0,
+                slots.nbytes if slots else 0,
+                SLOT_COUNT if slots else 0,
+                self.config.update_threads or torch.get_num_threads(),
+            )
+
+    def attach(self, names: dict[torch.Tensor, list[str]], group_of: dict[torch.Tensor, int]) -> None:
+        """Makes the parameters managed ones. Their values are at home already: nothing here needs space or the disk."""
+        for unit in self.units:
+            for shard in unit.shards:
+                for index, param in enumerate(shard.params):
+                    handle = ParamHandle(names[param], unit, shard, index, self)
+                    if shard.spec.stepped:
+                        handle.grad = GradRecord()
+                        self.group_of[handle] = group_of[param]
+                    param._infinity = handle
+                    unit.handles.append(handle)
+            unit.attach()
+            for flat in unit.flats:
+                self.storages[flat.untyped_storage()._cdata] = (unit, flat)
+
+    # --- what parameters ask ---
+
+    @property
+    def computing(self) -> bool:
+        """Whether a forward or backward of the model is running."""
+        return self.passes.computing
+
+    def touch(self, handle: ParamHandle, operation: str) -> None:
+        """A parameter at home is used: inside a forward or backward it is gathered, elsewhere that is refused."""
+        self.store.check_process()
+        if not self.computing:
+            raise self.refusal(handle, operation)
+        self.passes.hold_for_frame(handle.unit)
+
+    @staticmethod
+    def refusal(handle: ParamHandle, operation: str) -> UsageError:
+        """The error for touching a parameter at home."""
+        return UsageError(
+            f"{operation} on parameter {handle.name}, which is at home on {handle.shard.weight.tier}. "
+            f"Read or change it inside `with infinity.full_params(model, [{handle.name!r}]) as params:`."
+        )
+
+    def saving_tensors(self) -> AbstractContextManager:
+        """Weights that autograd saves inside are saved as references."""
+        return self.passes.saving()
+
+    def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """``p.copy_(value)`` outside a forward: the value goes home, master and all."""
+        shape = tuple(handle.shard.layout.placements[handle.index].shape)
+        value = value.detach().expand(shape)
+        self.prefetcher.release_all([handle.unit])
+        handle.changed()
+        handle.shard.write_value(self.store, handle.index, value, version=self.step_index)
+
+    def write_edit(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """Elements of ``value`` that differ from the parameter's go home; the others keep their master's bits."""
+        self.prefetcher.release_all([handle.unit])
+        handle.changed()
+        handle.shard.write_changes(self.store, handle.index, value, version=self.step_index)
+
+    # --- what passes ask ---
+
+    def begin_pass(self, *, training: bool) -> None:
+        """A root forward starts."""
+        self.schedule.begin("train" if training else "infer")
+
+    def end_passes(self) -> None:
+        """Outside forwards and backwards: lets go what a backward that failed half-way still holds."""
+        if not self.computing:
+            self.passes.abandon()
+
+    def end_backward(self) -> None:
+        """The outermost backward ended: every gradient is on its way home."""
+        self.gradients.close_all([shard for unit in self.units for shard in unit.shards])
+        if not self.passes.frames:
+            self.prefetcher.release_idle()
+
+    # --- what the optimizer asks ---
+
+    def check_alive(self) -> None:
+        """Raises UsageError after :func:`infinity.unwrap_model`."""
+        if not self._finalizer.alive:
+            raise UsageError("this optimizer's model was unwrapped: use the optimizer that unwrap_model returned")
+
+    def begin_step(self) -> None:
+        """An optimizer step starts: its updates carry the next version."""
+        self.passes.abandon()
+        self.step_index += 1
+
+    def end_step(self) -> None:
+        """The updates are submitted: the next forward's first units follow them from the disk."""
+        self.prefetcher.fetch_ahead(self.schedule.first())
+        self.clock.tick()
+
+    # --- everything ---
+
+    def settle(self) -> None:
+        """Waits until every byte is at home. Raises what went wrong."""
+        for unit in self.units:
+            for shard in unit.shards:
+                shard.settle()
+
+    def shut_down(self) -> None:
+        """Gives everything back: memory, descriptors, files."""
+        self._finalizer()
+        self.updater = self._slots = None
+
+
+def _shut_down(store: ShardStore, shards: list[ParamShard]) -> None:
+    if store.pid != os.getpid():
+        return  # a forked child ends (a data loader's worker): everything is the parent's
+    for shard in shards:
+        try:
+            shard.settle()
+        except Exception:  # noqa: BLE001 - whoever needed these bytes was told; here they are thrown away
+            shard.update = None
+    store.close()
+    for shard in shards:
+        shard.arrays.clear()  # units and their handles refer to each other: the memory must not wait for them
+
+
+def _faults_from_environment() -> native.FaultPlan | None:
+    """``INFINITY_FAULTS="seed=1,short_transfer=0.5"``: seeded faults under the I/O engine, for tests."""
+    text = os.environ.get("INFINITY_FAULTS")
+    if not text:
+        return None
+    plan = native.FaultPlan()
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if not hasattr(plan, name):
+            raise UsageError(f"INFINITY_FAULTS: no fault {name!r}")
+        kind = type(getattr(plan, name))
+        try:
+            setattr(plan, name, kind(value))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"INFINITY_FAULTS: {part!r} is not {name}=<{kind.__name__}>") from error
+    return plan
+

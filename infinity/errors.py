@@ -1,0 +1,27 @@
+"""The typed errors. Each message says what happened, with the numbers, and what to do next."""
+
+from __future__ import annotations
+
+
+class InfinityError(Exception):
+    """Base of every error the engine raises on purpose."""
+
+
+class ConfigError(InfinityError, ValueError):
+    """The configuration, model or optimizer cannot be used as given; nothing was changed."""
+
+
+class CapacityError(InfinityError, MemoryError):
+    """A budget or a disk is too small; the message has the numbers and what to change."""
+
+
+class StorageError(InfinityError, OSError):
+    """The disk or the kernel refused. Has ``errno`` and, as ``filename``, the path."""
+
+
+class CorruptionError(InfinityError):
+    """Bytes came back that are not the bytes that were written."""
+
+
+class UsageError(InfinityError, RuntimeError):
+    """A call at the wrong time or on the wrong object; the message names the right one."""

@@ -1,0 +1,342 @@
+"""GradientBank: gradients at home, and the light stand-ins that ``p.grad`` is.
+
+    ABSENT     None in torch's words; the next gradient is copied
+    LANDED     at home: the next gradient is added, the next step applies it
+    CONSUMED   applied by a step; only reading and zeroing are left
+
+opened     a shard's gradients lie in memory: always where their home is memory, in a slot of the gradient staging pool
+           while one from disk is being written or read
+factor     a multiplication of the gradient that was asked for and not done yet: the optimizer kernel does it, rounding
+           as the in-place multiplication would have
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from . import native
+from .errors import UsageError
+from .parameter import ParamHandle
+from .shard import ParamShard
+from .store import ShardStore
+from .tiers import Tier
+
+aten = torch.ops.aten
+
+
+class GradState(Enum):
+    """What a parameter's gradient is."""
+
+    ABSENT = auto()
+    LANDED = auto()
+    CONSUMED = auto()
+
+
+@dataclass(eq=False)
+class GradRecord:
+    """One parameter's gradient."""
+
+    state: GradState = GradState.ABSENT
+    factors: list[float] = field(default_factory=list)
+    stand_in: LandedGrad | None = None
+
+
+@dataclass(eq=False)
+class OpenedShard:
+    """A shard's gradients in a staging slot."""
+
+    slot: native.Lease
+    flat: torch.Tensor
+    dirty: bool = False
+
+
+class GradientBank:
+    """Lands, lends and consumes gradients. Used from the thread that runs backward or the step."""
+
+    def __init__(self, store: ShardStore, staging: native.PinnedPool | None):
+        self._store, self._staging = store, staging
+        self._opened: dict[ParamShard, OpenedShard] = {}  # least recently used first
+        self._writes: dict[ParamShard, tuple[native.Ticket, native.Lease]] = {}
+
+    # --- what autograd and torch.nn.utils see ---
+
+    def get(self, handle: ParamHandle) -> LandedGrad | None:
+        """``p.grad``."""
+        record = handle.grad
+        if record.state is GradState.ABSENT:
+            return None
+        if record.stand_in is None:
+            record.stand_in = LandedGrad(handle)
+        return record.stand_in
+
+    def set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
+        """``p.grad = value``."""
+        record = handle.grad
+        if value is None:
+            self.clear(handle)
+        elif value is not record.stand_in:
+            wanted = handle.shard.spec.grad_dtype
+            if not isinstance(value, torch.Tensor) or value.dtype not in (wanted, handle.shard.spec.dtype):
+                found = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+                raise UsageError(f"{handle.name}.grad must be None or a tensor of {wanted}, not {found}")
+            if tuple(value.shape) != tuple(handle.shard.layout.placements[handle.index].shape):
+                raise UsageError(f"{handle.name}.grad: a gradient of shape {tuple(value.shape)} for another shape")
+            value = value.detach().clone()
+            self.clear(handle)
+            self.land(handle, value)
+
+    def clear(self, handle: ParamHandle) -> None:
+        """``p.grad = None``."""
+        handle.grad = GradRecord()
+
+    def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        """Adds ``grad`` to what has landed. Raises UsageError when a step has consumed that already."""
+        record, shard = handle.grad, handle.shard
+        if record.state is GradState.CONSUMED:
+            raise UsageError(
+                f"a second backward through {handle.name} after optimizer.step(): its gradient was consumed by the "
+                "step. Call optimizer.zero_grad() between step() and the next backward()."
+            )
+        if grad.is_sparse:
+            raise UsageError(f"{handle.name} got a sparse gradient; build the embedding with sparse=False")
+        with self._store.traffic.copying("device->host", grad.numel() * shard.spec.grad_dtype.itemsize):
+            shard.settle()
+            home = self._view(handle, write=True)
+            if record.state is GradState.ABSENT:
+                home.copy_(grad)
+            else:
+                self._apply_factors(record, home)
+                home.add_(grad)
+        record.state = GradState.LANDED
+
+    def zero(self, handle: ParamHandle) -> None:
+        """Leaves zeros, which the next step applies."""
+        record = handle.grad
+        handle.shard.settle()
+        self._view(handle, write=True).zero_()
+        record.factors.clear()
+        record.state = GradState.LANDED
+
+    def scale(self, handle: ParamHandle, factor: float) -> None:
+        """Multiplies the gradient: noted, and done by the step's kernel."""
+        record = handle.grad
+        if factor == 1.0:
+            return
+        if len(record.factors) == native.MAX_GRAD_FACTORS:
+            self._apply_factors(record, self._view(handle, write=True))
+        record.factors.append(factor)
+
+    def value(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
+        """The gradient as a tensor over its home, with every factor applied."""
+        record = handle.grad
+        with self._store.guarding():
+            handle.shard.settle()
+            if record.state is GradState.CONSUMED:
+                view = self._view(handle, write=False)
+                return self._with_factors(record.factors, view.clone()) if record.factors else view
+            view = self._view(handle, write=write or bool(record.factors))
+            self._apply_factors(record, view)
+            return view
+
+    # --- what the optimizer sees ---
+
+    def close_shard(self, shard: ParamShard) -> native.Ticket | None:
+        """Sends an opened shard's gradients to disk. The ticket of the write, or None when none is under way."""
+        opened = self._opened.pop(shard, None)
+        if opened is not None:
+            if opened.dirty:
+                array = shard.arrays["grad"]
+                write = self._store.engine.write(array.extent, 0, opened.slot.address, array.nbytes)
+                self._writes[shard] = (write, opened.slot)
+            else:
+                opened.slot.release()
+        return self._writes[shard][0] if shard in self._writes else None
+
+    def close_all(self, shards: Iterable[ParamShard]) -> None:
+        """Sends what is opened of ``shards`` to disk."""
+        for shard in [shard for shard in shards if shard in self._opened]:
+            self.close_shard(shard)
+
+    # --- homes ---
+
+    def _view(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
+        shard = handle.shard
+        array = shard.arrays["grad"]
+        flat = array.flat if array.tier is not Tier.NVME else self._open(shard, write=write).flat
+        return shard.layout.placements[handle.index].view(flat)
+
+    def _open(self, shard: ParamShard, *, write: bool) -> OpenedShard:
+        opened = self._opened.pop(shard, None)
+        if opened is None:
+            array = shard.arrays["grad"]
+            self._settle_write(shard)
+            slot = self._slot(array.nbytes)
+            # Read even when nothing landed yet: parameters without a gradient keep defined bytes beside the others.
+            with self._store.traffic.stalled("nvme->host"):
+                self._store.engine.read(array.extent, 0, slot.address, array.nbytes).wait()
+            self._store.verify(array, slot.address, array.nbytes)
+            flat = native.tensor_at(self._staging.region, slot.address, array.numel, array.dtype)
+            opened = OpenedShard(slot, flat)
+        opened.dirty |= write
+        self._opened[shard] = opened
+        return opened
+
+    def _slot(self, nbytes: int) -> native.Lease:
+        while (slot := self._staging.try_lease(nbytes)) is None:
+            if self._writes:
+                self._settle_write(next(iter(self._writes)))
+            elif self._opened:
+                self.close_shard(next(iter(self._opened)))
+            else:
+                raise UsageError("the gradient staging pool is smaller than its plan")
+        return slot
+
+    def _settle_write(self, shard: ParamShard) -> None:
+        if shard in self._writes:
+            ticket, slot = self._writes.pop(shard)
+            try:
+                with self._store.traffic.stalled("host->nvme"):
+                    ticket.wait()
+            finally:
+                slot.release()
+
+    @classmethod
+    def _apply_factors(cls, record: GradRecord, home: torch.Tensor) -> None:
+        cls._with_factors(record.factors, home)
+        record.factors.clear()
+
+    @staticmethod
+    def _with_factors(factors: list[float], grad: torch.Tensor) -> torch.Tensor:
+        for factor in factors:
+            grad.mul_(factor)
+        return grad
+
+
+class LandedGrad(torch.Tensor):
+    """What ``p.grad`` is: shape, dtype and place of the landed gradient; operations run on the bytes at home.
+
+    Reads, in-place writes, norms, clipping and ``GradScaler.unscale_`` act exactly as on a plain gradient. After the
+    step has consumed it, writes other than zeroing raise UsageError.
+    """
+
+    @staticmethod
+    def __new__(cls, handle: ParamHandle):
+        place = handle.shard.layout.placements[handle.index]
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, place.shape, strides=place.stride, dtype=handle.shard.spec.grad_dtype, device="cpu"
+        )
+        tensor._infinity_grad = handle
+        return tensor
+
+    def __repr__(self, *, tensor_contents=None):
+        return f"LandedGrad({self._infinity_grad.name}, {self.detach().clone()!r})"
+
+    def __deepcopy__(self, memo):
+        return self.clone()
+
+    def tolist(self):
+        """The values, as nested lists."""
+        return self.clone().tolist()
+
+    def numpy(self, *, force: bool = False):
+        """Refused: an array would share memory that the engine reuses."""
+        raise UsageError(f"{self._infinity_grad.name}.grad.numpy(): take .clone().numpy()")
+
+    def __array__(self, *args, **kwargs):
+        return self.numpy()
+
+    @property
+    def _bank(self) -> GradientBank:
+        handle = self._infinity_grad
+        if not handle.shard.arrays:
+            raise UsageError(f"the gradient of {handle.name} went with its model")
+        if handle.grad.stand_in is not self:
+            raise UsageError(f"a gradient of {handle.name} from before zero_grad() was used: read {handle.name}.grad anew")
+        return handle.engine.gradients
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        subject = args[0] if args and isinstance(args[0], LandedGrad) else None
+        if subject is not None and (result := _shortcut(func, subject, args)) is not None:
+            return result
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            for grad in args[0]:  # one at a time: they need not fit in memory together
+                func([grad._bank.value(_writable(grad), write=True)] if isinstance(grad, LandedGrad) else [grad], *args[1:])
+            return None
+        grads = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, LandedGrad)]
+        mutated = _mutated_arguments(func, args, kwargs)
+        for grad in grads:
+            grad._bank  # noqa: B018 - raises for a stale one
+            if func.is_view:
+                _writable(grad)  # nobody hears of a write through the view
+        # One from disk is lent in its staging slot. Several may not fit there at once: copies are lent then.
+        from_disk = [grad for grad in grads if grad._infinity_grad.shard.arrays["grad"].tier is Tier.NVME]
+        if from_disk and func.is_view:
+            raise UsageError(
+                f"{func} of {from_disk[0]._infinity_grad.name}.grad, which is at home on nvme: a view would outlive its "
+                "staging memory. Take .clone() first."
+            )
+        lent: dict[int, torch.Tensor] = {}
+
+        def lend(grad: LandedGrad) -> torch.Tensor:
+            if id(grad) not in lent:
+                write = any(grad is other for other in mutated)
+                handle = _writable(grad) if write else grad._infinity_grad
+                value = grad._bank.value(handle, write=write)
+                lent[id(grad)] = value.clone() if len(from_disk) > 1 else value
+            return lent[id(grad)]
+
+        lent_args, lent_kwargs = tree_map_only(LandedGrad, lend, (args, kwargs))
+        result = func(*lent_args, **lent_kwargs)
+        if len(from_disk) > 1:
+            for grad in mutated:
+                if isinstance(grad, LandedGrad):
+                    grad._bank.value(grad._infinity_grad, write=True).copy_(lent[id(grad)])
+        if mutated and isinstance(result, torch.Tensor):
+            return next((grad for grad in mutated if isinstance(grad, LandedGrad)), result)
+        return result
+
+
+def _shortcut(func, subject: LandedGrad, args: tuple):
+    """Operations that need no bytes: multiplying by a number, zeroing, detaching. None for any other."""
+    if func in (aten.detach.default, aten.alias.default):
+        return subject
+    handle = subject._infinity_grad
+    if func is aten.zero_.default:
+        subject._bank.zero(handle)
+        return subject
+    if func in (aten.mul_.Tensor, aten.mul_.Scalar):
+        factor = args[1]
+        if isinstance(factor, torch.Tensor) and factor.dim() == 0 and not isinstance(factor, LandedGrad):
+            factor = factor.item()
+        if isinstance(factor, (int, float)):
+            # torch, too, multiplies by the number's fp32 value, in gradients of every dtype.
+            subject._bank.scale(_writable(subject), torch.tensor(factor, dtype=torch.float32, device="cpu").item())
+            return subject
+    return None
+
+
+def _writable(grad: LandedGrad) -> ParamHandle:
+    handle = grad._infinity_grad
+    if handle.grad.state is GradState.CONSUMED:
+        raise UsageError(
+            f"{handle.name}.grad was consumed by optimizer.step(): it can be read (a view of it: of .clone()), but "
+            "changing it has no effect. Change gradients before step(), or call zero_grad() first."
+        )
+    return handle
+
+
+def _mutated_arguments(func, args: tuple, kwargs: dict) -> list:
+    """The tensors among the arguments that ``func`` writes to, by its schema."""
+    mutated = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            mutated += list(value) if isinstance(value, (list, tuple)) else [value]
+    return mutated

@@ -1,0 +1,82 @@
+"""Storage guards: a storage without bytes that says so instead of reading address zero.
+
+What goes around ``__torch_function__`` (``torch.func``, ``torch.tensor(p)``, DLPack, a view kept from a forward, a C++
+extension) reaches a parameter's storage directly, and torch's kernels do not check whether anything is there. A
+StorageImpl has a flag that makes every access to its data pointer raise RuntimeError; CUDA graphs use it. Python can
+set its two neighbours but not this one, so their positions are found first, by setting them on a storage of our own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+_NBYTES = 80  # of a StorageImpl, up to the flags in every torch that is supported; the object is larger than that
+
+
+def is_available() -> bool:
+    """Whether this torch's storages can be guarded."""
+    return _flags() is not None
+
+
+def close(storage: torch.UntypedStorage) -> None:
+    """Makes every access to the bytes of ``storage`` raise RuntimeError, until :func:`open`."""
+    _set(storage, 1)
+
+
+def open(storage: torch.UntypedStorage) -> None:
+    """Makes the bytes of ``storage`` accessible again."""
+    _set(storage, 0)
+
+
+def _set(storage: torch.UntypedStorage, value: int) -> None:
+    if (flags := _flags()) is not None:
+        image = _image(storage)
+        for flag in flags:
+            image[flag] = value
+
+
+def _image(storage: torch.UntypedStorage) -> ctypes.Array:
+    """The first bytes of the C++ object."""
+    return (ctypes.c_ubyte * _NBYTES).from_address(storage._cdata)
+
+
+@cache
+def _flags() -> tuple[int, int] | None:
+    """Positions of "there is something to check" and of "reading raises"; None where torch has neither as expected.
+
+    The object has, in this order: any check, throw when writing, throw when reading, warn when writing.
+    """
+    probe = torch.empty(1, device="cpu")
+    image = _image(probe.untyped_storage())
+    states = [bytes(image)]
+    for set_flag in (torch._C._set_throw_on_mutable_data_ptr, torch._C._set_warn_deprecated_on_mutable_data_ptr):
+        set_flag(probe)
+        states.append(bytes(image))
+    (*throws,), (*warns,) = (
+        [i for i, (before, after) in enumerate(zip(old, new)) if (before, after) == (0, 1)]
+        for old, new in zip(states, states[1:])
+    )
+    if len(throws) != 2 or throws[1] != throws[0] + 1 or warns != [throws[1] + 2]:
+        return None
+    flags = throws[0], throws[1] + 1
+    return flags if _works(flags) else None
+
+
+def _works(flags: tuple[int, int]) -> bool:
+    probe = torch.ones(1, device="cpu")
+    image = _image(probe.untyped_storage())
+    if any(image[flag] for flag in flags):
+        return False
+    for flag in flags:
+        image[flag] = 1
+    try:
+        probe.clone()
+        refused = False
+    except RuntimeError:
+        refused = True
+    for flag in flags:
+        image[flag] = 0
+    return refused and probe.item() == 1

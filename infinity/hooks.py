@@ -1,0 +1,349 @@
+"""Hooks: what the engine hears of a forward and a backward.
+
+owner       a module whose forward needs a unit: it holds some of its parameters
+frame       one running forward of an owner (or of the root), with the units it holds
+task        one run of autograd; a reentrant checkpoint nests them
+
+Forward holds a unit from its owner's pre-hook to its post-hook. Backward holds it from the first time a tensor saved
+from it is asked for (or a gradient reaches its owner's output) until all its gradients have landed, and what is held
+at the end of the outermost task is let go: unused parameters get no gradient, and nothing else would tell.
+
+Every weight that autograd saves inside an owner is saved as a reference to its unit and made resident when it is
+unpacked, whatever the module returned and however it is checkpointed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_map_only
+
+from .errors import UsageError
+from .parameter import ParamHandle, handle_of, raw_grad, set_raw_grad
+from .unit import ParamUnit
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+@dataclass(eq=False)
+class Frame:
+    """One running forward."""
+
+    module: torch.nn.Module
+    units: list[ParamUnit]
+    saves: bool = False  # whether it pushed saved-tensor hooks
+
+
+@dataclass(eq=False)
+class SavedWeight:
+    """A saved tensor that lies in a unit's device buffer: where, instead of the bytes."""
+
+    unit: ParamUnit
+    version: int  # of the unit's values, when it was saved
+    flat: torch.Tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class Passes:
+    """The forwards and backwards that are running."""
+
+    def __init__(self, engine: Engine):
+        self._engine = weakref.ref(engine)  # the engine holds this object
+        self.frames: list[Frame] = []
+        self.awaited: dict[ParamUnit, set[ParamHandle]] = {}  # held by the backward; least recently used first
+        self.tasks: set[int] = set()
+        self.reached: set[ParamUnit] = set()  # units that got a gradient in this backward
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine()
+
+    @property
+    def computing(self) -> bool:
+        """Whether a forward or backward of the model is running."""
+        return bool(self.frames) or torch._C._current_graph_task_id() != -1
+
+    # --- forward ---
+
+    def enter(self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool) -> None:
+        """A forward of ``module`` starts."""
+        self.engine.store.check_process()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not self.frames and not in_backward:
+            self.abandon()
+            if is_root:
+                self.engine.begin_pass(training=torch.is_grad_enabled())
+        held: list[ParamUnit] = []
+        try:
+            with self.engine.store.guarding():
+                for unit in units:
+                    self.engine.prefetcher.hold(unit, backward=in_backward)
+                    held.append(unit)
+        except BaseException:
+            for unit in held:
+                self.engine.prefetcher.unhold(unit)
+            raise
+        frame = Frame(module, held)
+        if units and torch.is_grad_enabled():
+            torch._C._autograd._push_saved_tensors_default_hooks(*self._saving_hooks())
+            frame.saves = True
+        self.frames.append(frame)
+
+    def leave(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        """The forward of ``module`` ended, with an output or with an exception (then it is None).
+
+        Returns the output, with copies of what in it was a view of a weight: the weight may be gone before it is used.
+        """
+        if not self.frames or self.frames[-1].module is not module:
+            return output  # its pre-hook failed before it entered
+        frame = self.frames.pop()
+        if frame.units and any(self._is_weight_view(tensor) for tensor in _tensors(output)):
+            output = tree_map_only(torch.Tensor, lambda t: t.clone() if self._is_weight_view(t) else t, output)
+        if frame.saves:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        if torch.is_grad_enabled() and output is not None:
+            self._watch_backward(frame, args, kwargs, output)
+        for unit in frame.units:
+            self.engine.prefetcher.unhold(unit)
+        if not self.frames and not torch.is_grad_enabled():
+            self.engine.prefetcher.release_idle()
+        return output
+
+    def _is_weight_view(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided or type(tensor) in _OPAQUE or handle_of(tensor) is not None:
+            return False
+        return tensor.untyped_storage()._cdata in self.engine.storages
+
+    def hold_for_frame(self, unit: ParamUnit) -> None:
+        """Holds a unit that is used outside its owners, until the outermost forward (or the backward) ends."""
+        if torch._C._current_graph_task_id() != -1:
+            self.hold_for_backward(unit)
+        elif unit not in self.frames[0].units:
+            self.engine.prefetcher.hold(unit)
+            self.frames[0].units.append(unit)
+
+    def _watch_backward(self, frame: Frame, args: tuple, kwargs: dict, output: Any) -> None:
+        """Has the backward tell when it reaches ``frame``'s units, and for frozen ones when it leaves them."""
+        me = weakref.ref(self)
+        units = frame.units
+        if units and next(frame.module.children(), None) is not None:
+            # Only for modules with children: a checkpoint inside this forward saves weights out of our sight. What
+            # autograd saves of a leaf's own weights says itself when it is needed (an embedding's never is).
+            def arrive(_grad: torch.Tensor) -> None:
+                if passes := me():
+                    for unit in units:
+                        passes.hold_for_backward(unit)
+
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(arrive)
+        frozen = [unit for unit in units if not any(p.requires_grad for shard in unit.shards for p in shard.params)]
+        inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad and handle_of(t) is None] if frozen else []
+        if inputs:
+            def depart(_grads: Any) -> None:
+                if passes := me():
+                    for unit in frozen:
+                        passes.let_go(unit)
+
+            register_multi_grad_hook(inputs, depart, mode="all")
+
+    # --- what autograd saves ---
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Weights saved inside the block are saved as references to their units."""
+        torch._C._autograd._push_saved_tensors_default_hooks(*self._saving_hooks())
+        try:
+            yield
+        finally:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _saving_hooks(self):
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer_pack, outer_unpack = outer if outer is not None else (None, None)
+        storages = self.engine.storages
+        # A checkpoint counts what is saved, and must count the same in its forward and in its recomputation, in which
+        # the same weight may be saved with or without these hooks.
+        counted = outer_pack is not None and outer_pack.__module__ == "torch.utils.checkpoint"
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if tensor.layout is torch.strided and type(tensor) not in _OPAQUE:
+                entry = storages.get(tensor.untyped_storage()._cdata)
+                if entry is not None:
+                    if counted:
+                        outer_pack(tensor)
+                    unit, flat = entry
+                    return SavedWeight(
+                        unit, unit.version, flat, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
+                    )
+            return outer_pack(tensor) if outer_pack else tensor
+
+        me = weakref.ref(self)
+
+        def unpack(saved: Any) -> torch.Tensor:
+            if not isinstance(saved, SavedWeight):
+                return outer_unpack(saved) if outer_unpack else saved
+            if saved.version != saved.unit.version:
+                raise UsageError(
+                    f"this backward needs weights of unit {saved.unit.name} as they were in its forward, but they were "
+                    "changed since (by optimizer.step() or load_state_dict()). Run backward before the step."
+                )
+            if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and not saved.unit.stays:
+                raise UsageError(
+                    f"create_graph=True: the graph of this backward would need the weights of unit {saved.unit.name} "
+                    "after they have gone home. Second-order gradients need Config(params='device')."
+                )
+            if passes := me():
+                passes.hold_for_backward(saved.unit)
+            bare = torch.empty(0, dtype=saved.dtype, device=saved.flat.device)
+            return bare.set_(saved.flat.untyped_storage(), saved.offset, saved.size, saved.stride)
+
+        return pack, unpack
+
+    # --- backward ---
+
+    def hold_for_backward(self, unit: ParamUnit) -> None:
+        """The running backward needs ``unit``."""
+        self._join_task()
+        if unit in self.awaited:
+            self.awaited[unit] = self.awaited.pop(unit)
+            return
+        trained = zip(unit.handles, (param for shard in unit.shards for param in shard.params))
+        expected = {h for h, p in trained if h.grad is not None and p.requires_grad} - self.engine.without_grad.get(unit, set())
+        with self.engine.store.guarding():
+            self.engine.prefetcher.hold(unit, backward=True)
+        self.awaited[unit] = expected
+
+    def landed(self, param: torch.Tensor) -> None:
+        """Autograd accumulated a gradient of ``param``: it goes home."""
+        handle = handle_of(param)
+        self._join_task()
+        grad = raw_grad(param)
+        set_raw_grad(param, None)
+        with self.engine.store.guarding():
+            self.engine.gradients.land(handle, grad)
+        self.reached.add(handle.unit)
+        self.engine.without_grad.get(handle.unit, set()).discard(handle)
+        awaited = self.awaited.get(handle.unit)
+        if awaited is not None:
+            awaited.discard(handle)
+            if not awaited:
+                self.let_go(handle.unit)
+
+    def let_go(self, unit: ParamUnit) -> None:
+        """The backward is done with ``unit``."""
+        if unit in self.awaited:
+            del self.awaited[unit]
+            self.engine.prefetcher.unhold(unit)
+            self.engine.gradients.close_all(unit.shards)
+
+    def give_way(self) -> bool:
+        """Lets the unit go that the backward has not used for longest: the device window is full.
+
+        It comes back when it is needed after all. What waits that long is mostly a unit with a parameter that gets no
+        gradient, or a tied one whose other use is yet to come. False when there is none.
+        """
+        for unit in self.awaited:
+            if not any(unit in frame.units for frame in self.frames):
+                self.let_go(unit)
+                return True
+        return False
+
+    def _join_task(self) -> None:
+        """Asks autograd to call when the task that is running ends."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task in self.tasks:
+            return
+        self.tasks.add(task)
+        me = weakref.ref(self)
+
+        def end() -> None:
+            if passes := me():
+                passes.tasks.discard(task)
+                if not passes.tasks:
+                    passes.sweep()
+
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def sweep(self) -> None:
+        """The outermost backward has ended: what is still held got no gradient for some of its parameters."""
+        for unit, missing in list(self.awaited.items()):
+            if unit in self.reached:  # else this was torch.autograd.grad, which accumulates nothing
+                self.engine.without_grad[unit] = self.engine.without_grad.get(unit, set()) | missing
+            self.let_go(unit)
+        self.reached.clear()
+        self.engine.end_backward()
+
+    def abandon(self) -> None:
+        """A new forward starts: whatever a backward that failed half-way left held is let go."""
+        self.tasks.clear()
+        self.reached.clear()
+        for unit in list(self.awaited):
+            self.let_go(unit)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors inside nested containers, dataclasses and simple objects (caches, model outputs)."""
+    pending, seen = [value], set()
+    while pending:
+        item = pending.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, (list, tuple, set)):
+            pending += item
+        elif is_dataclass(item) and not isinstance(item, type):
+            pending += vars(item).values() if hasattr(item, "__dict__") else []
+
+
+_OPAQUE: set[type] = set()
+try:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    _OPAQUE.add(FakeTensor)
+except ImportError:  # pragma: no cover
+    pass
+
+
+def install(engine: Engine, root: torch.nn.Module, owners: dict[torch.nn.Module, list[ParamUnit]]) -> list:
+    """Hooks ``root``, every owner, and every stepped parameter. Returns the handles that remove them."""
+    removers = []
+    for module in dict.fromkeys([root, *owners]):
+        units, is_root = owners.get(module, []), module is root
+
+        def before(module, args, kwargs, units=units, is_root=is_root):
+            engine.passes.enter(module, units, is_root=is_root)
+
+        def after(module, args, kwargs, output):
+            return engine.passes.leave(module, args, kwargs, output)
+
+        removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+    passes = weakref.ref(engine.passes)
+
+    def landed(param: torch.Tensor) -> None:
+        if running := passes():
+            running.landed(param)
+
+    for unit in engine.units:
+        for handle, param in zip(unit.handles, (p for shard in unit.shards for p in shard.params)):
+            if handle.grad is not None:
+                wanted = param.requires_grad
+                param.requires_grad_(True)  # torch takes hooks of such parameters only; this one may be unfrozen later
+                removers.append(param.register_post_accumulate_grad_hook(landed))
+                param.requires_grad_(wanted)
+    return removers

@@ -1,0 +1,72 @@
+"""FlatLayout: where each parameter of a shard lies in its one flat buffer.
+
+Offsets are multiples of 64 elements, so that every parameter starts as aligned as torch would have allocated it and
+at a block of 8-bit moments, and
+the whole is padded to 4096 elements, so that its arrays of any element size are whole disk blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+PARAM_ALIGNMENT = 64  # elements
+SHARD_ALIGNMENT = 4096  # elements
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether the strides visit ``numel`` consecutive elements once each, in any order of dimensions."""
+    expected = 1
+    for extent, step in sorted(((n, s) for n, s in zip(shape, stride) if n != 1), key=lambda pair: pair[1]):
+        if step != expected:
+            return False
+        expected *= extent
+    return True
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One parameter's place in the flat buffer, in elements; the strides are the parameter's own."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The parameter's view of ``flat``."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The placements of a shard's parameters, in order, and the padded length of the whole."""
+
+    placements: tuple[Placement, ...]
+    numel: int
+
+    @classmethod
+    def of(cls, params: Sequence[torch.Tensor]) -> FlatLayout:
+        """Lays ``params`` out one after the other."""
+        placements, offset = [], 0
+        for param in params:
+            stride = tuple(param.stride())
+            if not is_dense(param.shape, stride):
+                stride = torch.empty(param.shape, device="meta").stride()
+            placements.append(Placement(offset, param.shape, tuple(stride)))
+            offset = round_up(offset + param.numel(), PARAM_ALIGNMENT)
+        return cls(tuple(placements), max(SHARD_ALIGNMENT, round_up(offset, SHARD_ALIGNMENT)))

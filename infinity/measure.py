@@ -1,0 +1,111 @@
+"""Stats: what moved, what it cost, how full the tiers are, and how far the last step is from its bound.
+
+bound   no step can be faster than its slowest resource: the compute, the disk's reads and writes at their measured
+        rates, or the optimizer's bytes at the measured memory bandwidth (they can all overlap)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+
+from . import disks, native
+from .engine import Engine
+from .tiers import Tier
+from .trace import EdgeTraffic
+from .wrap import wrapped
+
+PROBE_NBYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """Bytes of one tier: the most that was charged, what was planned, and the budget (None: none was given)."""
+
+    peak_nbytes: int
+    planned_nbytes: int
+    budget_nbytes: int | None
+
+
+@dataclass(frozen=True)
+class Stats:
+    """See the module. ``edges``: "nvme->host", "host->nvme", "host->device", "device->host". ``tiers``: "device",
+    "host", "nvme". ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence."""
+
+    edges: dict[str, EdgeTraffic]
+    tiers: dict[str, TierStats]
+    steps: int
+    step_seconds: float
+    bound_seconds: float
+    bottleneck: str
+
+    def as_dict(self) -> dict:
+        """Plain dicts and numbers, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+def stats(model: nn.Module) -> Stats:
+    """What the engine of a wrapped ``model`` has done so far.
+
+    The bound goes by the disk's measured rates (:mod:`infinity.disks`).
+    """
+    engine = wrapped(model).engine
+    edges = {name: dataclasses.replace(edge) for name, edge in engine.traffic.edges.items()}
+    for name, op in (("nvme->host", native.Op.READ), ("host->nvme", native.Op.WRITE)):
+        edges[name].nbytes = engine.store.engine.nbytes(op)
+        edges[name].busy_seconds = engine.store.engine.busy_seconds(op)
+    tiers = {
+        str(tier): TierStats(account.peak_nbytes, account.planned_nbytes, account.budget_nbytes)
+        for tier, account in engine.ledger.accounts.items()
+    }
+    bounds = _bounds(engine, edges)
+    step_seconds = engine.clock.step_seconds if engine.clock.steps else 0.0
+    slowest = max(bounds, key=bounds.get)
+    bound = bounds[slowest]
+    if not engine.clock.steps:
+        sentence = "No step has been taken yet."
+    else:
+        sentence = (
+            f"The last step took {step_seconds:.3f} s; {slowest} alone needs {bound:.3f} s "
+            f"({100 * bound / step_seconds if step_seconds else 0:.0f} % of it) and is the bottleneck."
+        )
+    return Stats(edges, tiers, engine.clock.steps, step_seconds, bound, sentence)
+
+
+def _bounds(engine: Engine, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
+    """Seconds that each resource alone needs for one step, by what the steps so far moved on average."""
+    steps = max(1, engine.clock.steps)
+    stalls = sum(edge.stall_seconds for edge in edges.values()) / steps
+    bounds = {"compute": max(0.0, engine.clock.step_seconds - stalls)}
+    if engine.plan.planned_nbytes(Tier.NVME):
+        read, write, both = disks.rates(engine.config.nvme_paths)
+        moved_in, moved_out = (edges[edge].nbytes / steps for edge in ("nvme->host", "host->nvme"))
+        bounds["the disk"] = max(moved_in / read, moved_out / write, (moved_in + moved_out) / both)
+    moved = sum(
+        2 * sum(spec.nbytes_per_element().values()) - spec.nbytes_per_element()["grad"]
+        for spec in (shard.spec for unit in engine.units for shard in unit.shards)
+        if spec.stepped
+    )
+    elements = engine.updater.elements / steps if engine.updater is not None else 0
+    if moved and elements:
+        shards = sum(shard.spec.stepped for unit in engine.units for shard in unit.shards)
+        bounds["memory traffic of the optimizer"] = elements * moved / shards / memory_rate()
+    return bounds
+
+
+@cache
+def memory_rate() -> float:
+    """Bytes per second that a copy reads and writes in memory, measured once per process."""
+    source = torch.ones(PROBE_NBYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        target.copy_(source)
+        best = min(best, time.perf_counter() - start)
+    return 2 * PROBE_NBYTES / best

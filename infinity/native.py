@@ -1,0 +1,136 @@
+"""The only importer of the native core: checks tensors, then passes addresses and lengths.
+
+Everything below runs without the GIL where it waits or computes. The core keeps no Python state.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+try:
+    from . import _C
+except ImportError as error:  # pragma: no cover - depends on the installation
+    raise ImportError(
+        "Infinity's native core is not built: run `pip install .` (or `make setup`) in the repository. " f"({error})"
+    ) from error
+
+from .errors import UsageError
+
+BLOCK_NBYTES = 4096  # O_DIRECT's unit
+CHECKSUM_NBYTES = _C.CHECKSUM_NBYTES
+MAX_GRAD_FACTORS = _C.MAX_GRAD_FACTORS
+
+DType = _C.DType
+Extent = _C.Extent
+FaultPlan = _C.FaultPlan
+Hyperparameters = _C.Hyperparameters
+IoEngine = _C.IoEngine
+Layout = _C.Layout
+Lease = _C.Lease
+Master = _C.Master
+Op = _C.Op
+PinnedPool = _C.PinnedPool
+Region = _C.Region
+Rule = _C.Rule
+Run = _C.Run
+Ticket = _C.Ticket
+UnitUpdate = _C.UnitUpdate
+Updater = _C.Updater
+
+move_streams = _C.move_streams
+simd_unit = _C.simd_unit
+simd_units = _C.simd_units
+uring_refusal = _C.uring_refusal
+
+IO_KINDS = ("auto", "uring", "threads")
+MOMENT_BLOCK = _C.MOMENT_BLOCK  # elements with one scale, where moments are 8-bit
+DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, torch.float16: DType.FLOAT16}
+MOMENT_DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, torch.uint8: DType.INT8}
+
+
+def io_kind() -> str:
+    """The kind of I/O engine that ``INFINITY_IO`` names: auto, uring or threads."""
+    kind = os.environ.get("INFINITY_IO") or "auto"
+    if kind not in IO_KINDS:
+        raise UsageError(f"INFINITY_IO={kind} is not one of {', '.join(IO_KINDS)}")
+    return kind
+
+
+def make_io_engine(
+    faults: FaultPlan | None = None, *, kind: str | None = None, block_nbytes: int = 1 << 20, depth: int = 64
+) -> IoEngine:
+    """An I/O engine of ``kind`` (None: the one ``INFINITY_IO`` names). A device that does not answer for
+    ``INFINITY_IO_TIMEOUT`` seconds (120) is an error."""
+    text = os.environ.get("INFINITY_IO_TIMEOUT") or "120"
+    try:
+        timeout = float(text)
+    except ValueError:
+        timeout = 0.0
+    if not 0 < timeout < float("inf"):
+        raise UsageError(f"INFINITY_IO_TIMEOUT={text} is not a number of seconds above 0")
+    return IoEngine(kind=kind or io_kind(), block_nbytes=block_nbytes, depth=depth, faults=faults, timeout_seconds=timeout)
+
+
+def tensor_at(region: Region, address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor over ``count`` elements at ``address`` inside ``region``; it keeps the region alive."""
+    return torch.frombuffer(region, dtype=dtype, count=count, offset=address - region.address)
+
+
+def address_of(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Address of a contiguous CPU tensor of ``dtype``. Raises UsageError otherwise."""
+    if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise UsageError(
+            f"expected a contiguous CPU tensor of {dtype}, got {tensor.dtype} on {tensor.device}, "
+            f"strides {tuple(tensor.stride())}"
+        )
+    return tensor.data_ptr()
+
+
+def _check_same_length(*tensors: torch.Tensor) -> None:
+    if len({tensor.numel() for tensor in tensors}) > 1:
+        raise UsageError(f"tensors of {', '.join(str(t.numel()) for t in tensors)} elements: they must be equally long")
+
+
+def encode_moments(values: torch.Tensor, *, sq: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flat fp32 values -> uint8 codes and uint8 scales, one per MOMENT_BLOCK, rounded to the nearest."""
+    values = values.to(torch.float32).contiguous()
+    codes = torch.empty(values.numel(), dtype=torch.uint8, device="cpu")
+    scales = torch.empty(-(-values.numel() // MOMENT_BLOCK), dtype=torch.uint8, device="cpu")
+    _C.encode_moments(values.data_ptr(), codes.data_ptr(), scales.data_ptr(), values.numel(), sq)
+    return codes, scales
+
+
+def decode_moments(codes: torch.Tensor, scales: torch.Tensor, *, sq: bool) -> torch.Tensor:
+    """The fp32 values of codes and scales. Encoding them again gives the same codes and scales."""
+    if scales.numel() != -(-codes.numel() // MOMENT_BLOCK):
+        raise UsageError(f"{codes.numel()} codes with {scales.numel()} scales: there is one for every {MOMENT_BLOCK}")
+    values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
+    addresses = (address_of(codes, torch.uint8), address_of(scales, torch.uint8), values.data_ptr())
+    _C.decode_moments(*addresses, codes.numel(), sq)
+    return values
+
+
+def split_master(master: torch.Tensor, weight: torch.Tensor, low: torch.Tensor) -> None:
+    """fp32 ``master`` -> bf16 ``weight`` (nearest, ties away from zero) and its low 16 bits, int16 ``low``."""
+    _check_same_length(master, weight, low)
+    _C.split_master(
+        address_of(master, torch.float32), address_of(weight, torch.bfloat16), address_of(low, torch.int16),
+        master.numel(),
+    )  # fmt: skip
+
+
+def join_master(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The exact fp32 master of a bf16 ``weight`` and its low 16 bits: a new tensor."""
+    _check_same_length(weight, low)
+    master = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+    _C.join_master(
+        address_of(weight, torch.bfloat16), address_of(low, torch.int16), master.data_ptr(), weight.numel()
+    )
+    return master
+
+
+def crc32c(tensor: torch.Tensor, seed: int = 0) -> int:
+    """CRC-32C of a contiguous CPU tensor's bytes; ``seed`` continues an earlier call."""
+    return _C.crc32c(address_of(tensor, tensor.dtype), tensor.numel() * tensor.element_size(), seed)

@@ -1,0 +1,259 @@
+"""InfinityOptimizer: a ``torch.optim.Optimizer`` whose state is at home and whose step runs behind the next forward.
+
+rule   the formula, recognised from the optimizer that was wrapped
+run    consecutive parameters of a shard with the same hyperparameters and step count: one kernel call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import native
+from .errors import ConfigError, UsageError
+from .gradients import GradState
+from .parameter import ParamHandle, handle_of
+from .shard import ParamShard
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+SUPPORTED = "torch.optim.AdamW, Adam, SGD (with or without momentum), and Lion (lr, betas, weight_decay)"
+
+
+def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
+    """The rule of ``optimizer``, by type, or for Lion by class name and hyperparameters. Raises ConfigError."""
+    groups = optimizer.param_groups
+    if isinstance(optimizer, torch.optim.AdamW):
+        rule = native.Rule.ADAMW
+    elif isinstance(optimizer, torch.optim.Adam):
+        decoupled = {bool(group.get("decoupled_weight_decay")) for group in groups}
+        if len(decoupled) > 1:
+            raise ConfigError("the optimizer's groups mix Adam and AdamW (decoupled_weight_decay): use one of them")
+        rule = native.Rule.ADAMW if decoupled == {True} else native.Rule.ADAM
+    elif isinstance(optimizer, torch.optim.SGD):
+        rule = native.Rule.SGD
+    elif "lion" in type(optimizer).__name__.lower() and all({"lr", "betas"} <= set(group) for group in groups):
+        rule = native.Rule.LION
+    else:
+        raise ConfigError(f"optimizer {type(optimizer).__name__} is not supported. Supported are {SUPPORTED}.")
+    for flag in ("amsgrad", "differentiable", "capturable"):
+        if any(group.get(flag) for group in groups):
+            raise ConfigError(f"{type(optimizer).__name__}({flag}=True) is not supported: set {flag}=False")
+    return rule
+
+
+def moment_names(rule: native.Rule, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """torch's name of each moment the optimizer keeps -> the shard's array for it."""
+    if rule == native.Rule.SGD:
+        moving = any(group["momentum"] != 0 for group in optimizer.param_groups)
+        return {"momentum_buffer": "exp_avg"} if moving else {}
+    if rule == native.Rule.LION:
+        return {"exp_avg": "exp_avg"}
+    return {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+def saved_step(state: dict[str, Any]) -> int:
+    """Steps taken, by torch's state of one parameter. SGD counts none: that its buffer exists means the first is past."""
+    started = any(value is not None for name, value in state.items() if name != "step")
+    return int(state.get("step", started))
+
+
+class InfinityOptimizer(torch.optim.Optimizer):
+    """What :func:`infinity.wrap_model` gives back. Shares the wrapped optimizer's ``param_groups``."""
+
+    def __init__(self, engine: Engine, wrapped: torch.optim.Optimizer, rule: native.Rule):
+        self._engine, self.wrapped, self._rule = engine, wrapped, rule
+        self._ready = False
+        super().__init__(wrapped.param_groups, dict(wrapped.defaults))
+        self._ready = True
+        for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(self, kind, getattr(wrapped, kind))
+        wrapped.param_groups = self.param_groups  # a scheduler made for the wrapped one steers this one
+        self._moments = moment_names(rule, wrapped)
+
+    @property
+    def rule_name(self) -> str:
+        """Which formula: ADAMW, ADAM, SGD or LION."""
+        return self._rule.name
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after wrapping: the new parameters have no home."""
+        if self._ready:
+            raise UsageError("add_param_group after wrap_model: unwrap_model first, add the group, and wrap again")
+        super().add_param_group(param_group)
+
+    # --- the step ---
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Applies what has landed, as torch's step does, and returns while the updates are still under way.
+
+        A unit's update ends before its weights or its gradients are used next; nothing else waits for it. An error of
+        an earlier update is raised here or where the unit is used. ``closure`` is called first, with gradients on.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        engine = self._engine
+        engine.check_alive()
+        self._check_unconsumed()
+        self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
+        if engine.config.max_grad_norm is not None:
+            params = [param for group in self.param_groups for param in group["params"]]
+            torch.nn.utils.clip_grad_norm_(params, engine.config.max_grad_norm)
+        engine.begin_step()
+        order = list(engine.schedule.first())
+        order += [unit.index for unit in engine.units if unit.index not in set(order)]
+        with engine.store.guarding():
+            for index in order:
+                unit = engine.units[index]
+                landed = [shard for shard in unit.shards if shard.spec.stepped and self._has_landed(unit, shard)]
+                if landed:
+                    engine.prefetcher.release_all([unit])
+                for shard in landed:
+                    self._submit(shard)
+        engine.end_step()
+        return loss
+
+    def _check_unconsumed(self) -> None:
+        for handle in self._engine.group_of:
+            if handle.grad.state is GradState.CONSUMED:
+                raise UsageError(
+                    f"step() without a new gradient: the one of {handle.name} was consumed by the last step. "
+                    "Call zero_grad() and run backward before the next step()."
+                )
+
+    @staticmethod
+    def _has_landed(unit, shard: ParamShard) -> bool:
+        return any(h.shard is shard and h.grad.state is GradState.LANDED for h in unit.handles)
+
+    def _submit(self, shard: ParamShard) -> None:
+        handles = [handle_of(param) for param in shard.params]
+        shard.settle()
+        runs = list(self._runs(shard, handles))
+        after = self._engine.gradients.close_shard(shard)
+        extents = {name: array.extent for name, array in shard.arrays.items()}
+        shard.update = self._engine.updater.submit(
+            native.UnitUpdate(
+                layout=shard.native_layout(self._rule),
+                count=shard.layout.numel,
+                weight=extents["weight"],
+                master=extents.get("master"),
+                exp_avg=extents.get("exp_avg"),
+                exp_avg_sq=extents.get("exp_avg_sq"),
+                grad=extents["grad"],
+                runs=runs,
+                version=self._engine.step_index,
+                after=after,
+                exp_avg_scale=extents.get("exp_avg_scale"),
+                exp_avg_sq_scale=extents.get("exp_avg_sq_scale"),
+            )
+        )
+        for handle in handles:
+            if handle.grad.state is GradState.LANDED:
+                handle.step += 1
+                handle.changed()
+                handle.grad.state = GradState.CONSUMED
+
+    def _runs(self, shard: ParamShard, handles: list[ParamHandle]) -> Iterator[native.Run]:
+        """The runs of what has landed: neighbours with the same hyperparameters, step and factors are one."""
+        key, begin, end = None, 0, 0
+        for handle, place in zip(handles, shard.layout.placements):
+            record = handle.grad
+            landed = record.state is GradState.LANDED and place.numel > 0
+            group = self._engine.group_of[handle]
+            current = (group, handle.step + 1, tuple(record.factors)) if landed else None
+            if current != key:
+                if key is not None:
+                    yield native.Run(begin, end, self._hyperparameters(*key))
+                key, begin = current, place.offset
+            end = place.end
+        if key is not None:
+            yield native.Run(begin, end, self._hyperparameters(*key))
+
+    def _hyperparameters(self, group_index: int, step: int, factors: tuple[float, ...]) -> native.Hyperparameters:
+        group = self.param_groups[group_index]
+        hyper = native.Hyperparameters()
+        hyper.lr = float(group["lr"])
+        hyper.weight_decay = float(group.get("weight_decay", 0))
+        hyper.maximize = bool(group.get("maximize", False))
+        if self._rule == native.Rule.SGD:
+            hyper.momentum, hyper.dampening = float(group["momentum"]), float(group["dampening"])
+            hyper.nesterov = bool(group["nesterov"])
+        else:
+            hyper.beta1, hyper.beta2 = (float(beta) for beta in group["betas"])
+            hyper.eps = float(group.get("eps", 0))
+        hyper.step = step
+        hyper.grad_factors = list(factors)
+        return hyper
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's: gradients become None, or zeros which the next step applies."""
+        self._engine.end_passes()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if set_to_none:
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.zero_()
+
+    # --- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the wrapped optimizer's: plain torch loads it. Moments are full tensors, in fp32 or their dtype at rest."""
+        store = self._engine.store
+        groups, indices = [], {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                indices.setdefault(param, len(indices))
+            packed = {key: value for key, value in group.items() if key != "params"}
+            groups.append(packed | {"params": [indices[param] for param in group["params"]]})
+        state = {}
+        for param, index in indices.items():
+            handle = handle_of(param)
+            if handle.step and self._moments:
+                moments = {
+                    name: handle.shard.read_moment(store, array, handle.index) for name, array in self._moments.items()
+                }
+                counted = self._rule in (native.Rule.ADAMW, native.Rule.ADAM)
+                step = {} if not counted else {"step": torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")}
+                state[index] = step | moments
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a state dict of this or of the plain optimizer. Raises UsageError before anything is changed."""
+        saved_groups = state_dict["param_groups"]
+        ours = [len(group["params"]) for group in self.param_groups]
+        theirs = [len(group["params"]) for group in saved_groups]
+        if ours != theirs:
+            raise UsageError(f"the state dict has groups of {theirs} parameters, this optimizer of {ours}")
+        params = {}
+        for group, saved in zip(self.param_groups, saved_groups):
+            params |= dict(zip(saved["params"], group["params"]))
+        for index, state in state_dict["state"].items():
+            handle = handle_of(params[index])
+            for name in self._moments:
+                value = state.get(name)
+                if value is not None and tuple(value.shape) != tuple(params[index].shape):
+                    raise UsageError(
+                        f"{name} of {handle.name} has shape {tuple(value.shape)}, the parameter {tuple(params[index].shape)}"
+                    )
+        for group, saved in zip(self.param_groups, saved_groups):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        for index, param in params.items():
+            self._adopt(param, state_dict["state"].get(index, {}))
+
+    def _adopt(self, param: torch.Tensor, state: dict[str, Any]) -> None:
+        """Makes ``state``, as torch's optimizers keep it per parameter, the state at home; empty is a fresh start."""
+        handle, engine = handle_of(param), self._engine
+        step = saved_step(state)
+        if step or handle.step:
+            for name, array in self._moments.items():
+                value = state.get(name)
+                value = torch.zeros(param.shape, dtype=torch.float32, device="cpu") if value is None else value
+                handle.shard.write_moment(engine.store, array, handle.index, value, version=engine.step_index)
+        handle.step = step

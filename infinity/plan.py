@@ -1,0 +1,252 @@
+"""MemoryPlan: which array lives on which tier, and how much every part of the engine may hold, before anything moves.
+
+A plan is made from sizes alone. It is the sum of its terms, each with a reason; the ledger then holds every part to
+it. When a budget is too small for the most generous plan, smaller ones are tried in order, and when none fits the
+error says what the least workable budget is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import psutil
+
+from . import native
+from .config import Config
+from .errors import CapacityError, ConfigError
+from .layout import round_up
+from .shard import ARRAYS, ShardSpec, home_of
+from .tiers import BUDGETS, Tier, format_nbytes
+
+MIB = 1024 * 1024
+MIN_CHUNK = native.CHECKSUM_NBYTES // 2  # elements: whole checksum blocks at every element size
+CHECKSUMMED = 5  # arrays of a shard that can be on disk, each with a last block of its own
+SLOT_COUNT = 4  # one stepping, one saving, two loading: the disk never waits for a slot
+
+
+@dataclass(frozen=True)
+class ShardSize:
+    """What a plan needs to know of one shard."""
+
+    spec: ShardSpec
+    numel: int
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of array ``name``; 0 when the shard has none."""
+        return round_up(int(self.numel * self.spec.nbytes_per_element().get(name, 0)), native.BLOCK_NBYTES)
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """What a plan needs to know of one unit."""
+
+    name: str
+    shards: tuple[ShardSize, ...]
+
+    @property
+    def weight_nbytes(self) -> int:
+        return sum(shard.nbytes("weight") for shard in self.shards)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One rung of the ladder from generous to least workable."""
+
+    units_ahead: int  # staged before they are needed
+    chunk: int  # elements of one optimizer slot
+    service_nbytes: int
+
+
+LADDER = (
+    Choice(3, 1024 * 1024, 4 * MIB),
+    Choice(2, 512 * 1024, 4 * MIB),
+    Choice(2, 256 * 1024, 2 * MIB),
+    Choice(1, 256 * 1024, MIB),
+    Choice(1, 128 * 1024, MIB),
+    Choice(1, 64 * 1024, MIB // 2),
+    Choice(0, MIN_CHUNK, native.CHECKSUM_NBYTES),
+)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Tiers of the arrays, sizes of the engine's own buffers, and the planned peak of every tier."""
+
+    tiers: dict[str, Tier]
+    units_ahead: int
+    staging_nbytes: int  # weights on their way from disk; 0 without any
+    grad_staging_nbytes: int  # gradients on their way to disk; 0 without any
+    slot_nbytes: int  # one optimizer slot; 0 when all state is in memory
+    service_nbytes: int
+    device_window_nbytes: int  # weights gathered at once
+    terms: dict[Tier, dict[str, int]] = field(default_factory=dict)
+    kept: dict[str, frozenset[int]] = field(default_factory=dict)  # array -> units whose NVMe home is cached on the host
+
+    def kept_of(self, unit: int) -> set[str]:
+        """The arrays of the unit with this index that are cached."""
+        return {name for name, units in self.kept.items() if unit in units}
+
+    def planned_nbytes(self, tier: Tier) -> int:
+        """The most that ``tier`` will be charged."""
+        return sum(self.terms[tier].values())
+
+
+def make_plan(units: Sequence[UnitSize], config: Config, *, held_nbytes: int) -> MemoryPlan:
+    """The fastest plan within the budgets. ``held_nbytes``: the most weights one moment holds.
+
+    Raises CapacityError with the least workable budget, ConfigError when a home has no folder.
+    """
+    for path in config.nvme_paths:
+        if not os.path.isdir(path):
+            raise ConfigError(f"nvme_paths: there is no folder {path}. Create it, or name another.")
+    budgets = {tier: _budget(tier, config) for tier in Tier}
+    least: MemoryPlan | None = None
+    for params, optimizer in _homes(config):
+        grads = [Tier.DEVICE] if optimizer is Tier.DEVICE else [Tier.HOST]
+        grads += [Tier.NVME] if config.nvme_paths else []
+        for grad, choice in itertools.product(grads, LADDER):
+            plan = _plan(units, config, params, optimizer, grad, choice, held_nbytes)
+            if all(plan.planned_nbytes(tier) <= budgets[tier] for tier in Tier):
+                return plan if config.host_memory is None else _keep_on_host(plan, units, budgets[Tier.HOST])
+            if least is None or _excess(plan, budgets) < _excess(least, budgets):
+                least = plan
+    if least.planned_nbytes(Tier.NVME) and not config.nvme_paths:
+        raise ConfigError("something has its home on NVMe, but nvme_paths is empty: name a folder on the disk to use")
+    tight = max(Tier, key=lambda tier: least.planned_nbytes(tier) - budgets[tier])
+    raise _too_small(least, tight, budgets[tight], config)
+
+
+# Arrays that are cached together. A step moves each byte of the weights four times, of the state twice.
+CACHED = {"weights": ("weight",), "optimizer state": ("master", "exp_avg", "exp_avg_sq")}
+
+
+def _keep_on_host(plan: MemoryPlan, units: Sequence[UnitSize], budget: int) -> MemoryPlan:
+    """What of the NVMe homes fits into the rest of a host budget that was given stays there: a step then moves only
+    what does not fit. It is always the same part, so it is there at every step. The largest unit stays on disk, and
+    the places of the others there stay reserved."""
+    spare = budget - plan.planned_nbytes(Tier.HOST)
+    terms = {tier: dict(of_tier) for tier, of_tier in plan.terms.items()}
+    kept: dict[str, frozenset[int]] = {}
+    for what, names in CACHED.items():
+        if plan.tiers[names[0]] is not Tier.NVME:
+            continue
+        sizes = [sum(shard.nbytes(name) for shard in unit.shards for name in names) for unit in units]
+        chosen = []
+        for index in sorted(range(len(units)), key=sizes.__getitem__)[:-1]:
+            if 0 < sizes[index] <= spare:
+                spare -= sizes[index]
+                chosen.append(index)
+        if chosen:
+            nbytes = sum(sizes[index] for index in chosen)
+            terms[Tier.HOST][f"{what} kept from NVMe"] = nbytes
+            kept |= dict.fromkeys(names, frozenset(chosen))
+    return replace(plan, terms=terms, kept=kept)
+
+
+def _homes(config: Config) -> list[tuple[Tier, Tier]]:
+    """Homes of (weights, optimizer state) that the configuration allows, fastest first."""
+    everywhere = [tier for tier in Tier if tier is not Tier.NVME or config.nvme_paths]
+    params = everywhere if config.params == "auto" else [Tier(config.params)]
+    optimizer = everywhere if config.optimizer == "auto" else [Tier(config.optimizer)]
+    speed = list(Tier).index
+    # Weights are moved twice a step and state once each way, but state is several times as large.
+    return sorted(itertools.product(params, optimizer), key=lambda homes: (speed(homes[0]) + speed(homes[1]), homes))
+
+
+def _excess(plan: MemoryPlan, budgets: dict[Tier, int]) -> tuple[int, int]:
+    """How far a plan is from fitting: budgets that are too small, then bytes. The nearest one is worth an error."""
+    short = [plan.planned_nbytes(tier) - budgets[tier] for tier in Tier if plan.planned_nbytes(tier) > budgets[tier]]
+    return len(short), sum(short)
+
+
+def _budget(tier: Tier, config: Config) -> int:
+    given = getattr(config, BUDGETS[tier])
+    return given if given is not None else measured_free(tier, config)
+
+
+def measured_free(tier: Tier, config: Config) -> int:
+    """Bytes free on ``tier`` now. Without a GPU the device is this machine's memory."""
+    if tier is not Tier.NVME:
+        return int(psutil.virtual_memory().available * 0.9)
+    return sum(shutil.disk_usage(path).free for path in config.nvme_paths)
+
+
+def _plan(
+    units: Sequence[UnitSize], config: Config, params: Tier, optimizer: Tier, grad: Tier, choice: Choice, held: int
+) -> MemoryPlan:
+    tiers = {name: home_of(name, params, optimizer, grad) for name in ARRAYS}
+    shards = [shard for unit in units for shard in unit.shards]
+    terms: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
+
+    def add(tier: Tier, what: str, nbytes: int) -> None:
+        if nbytes:
+            terms[tier][what] = terms[tier].get(what, 0) + nbytes
+
+    for name, tier in tiers.items():
+        add(tier, {"weight": "weights", "grad": "gradients"}.get(name, "optimizer state"),
+            sum(shard.nbytes(name) for shard in shards))  # fmt: skip
+
+    sizes = sorted((unit.weight_nbytes for unit in units), reverse=True)
+    largest = sizes[0] if sizes else 0
+    staging = sum(sizes[: 1 + choice.units_ahead]) if params is Tier.NVME else 0
+    grad_sizes = sorted((shard.nbytes("grad") for shard in shards), reverse=True)
+    grad_staging = sum(grad_sizes[:3]) if grad is Tier.NVME else 0
+    if choice is LADDER[-1] and grad is Tier.NVME:
+        grad_staging = sum(grad_sizes[:1])
+    slot = _slot_nbytes(shards, tiers, choice.chunk)
+    service = choice.service_nbytes if Tier.NVME in tiers.values() else native.BLOCK_NBYTES
+    checksums = 4 * (sum(terms[Tier.NVME].values()) // native.CHECKSUM_NBYTES + len(shards) * CHECKSUMMED)
+
+    add(Tier.HOST, "staged weights", staging)
+    add(Tier.HOST, "staged gradients", grad_staging)
+    add(Tier.HOST, "optimizer slots", SLOT_COUNT * slot)
+    add(Tier.HOST, "service buffer", service)
+    add(Tier.HOST, "checksums", checksums if terms[Tier.NVME] else 0)
+
+    window = 0
+    if params is not Tier.DEVICE:
+        # What one moment holds, and one unit more: in backward the next unit arrives while the last one's gradients
+        # are still landing.
+        least = held + largest
+        total = sum(sizes)
+        window = min(least, total)
+        if config.device_memory is not None:
+            window = min(total, max(window, config.device_memory - sum(terms[Tier.DEVICE].values())))
+    add(Tier.DEVICE, "gathered weights", window)
+    return MemoryPlan(tiers, choice.units_ahead, staging, grad_staging, slot, service, window, terms)
+
+
+def _slot_nbytes(shards: Sequence[ShardSize], tiers: dict[str, Tier], chunk: int) -> int:
+    """Bytes of one optimizer slot: the file-homed arrays of ``chunk`` elements, of the shard that needs most."""
+    needed = 0
+    for shard in shards:
+        if shard.spec.stepped:
+            sizes = shard.spec.nbytes_per_element()
+            per_element = sum(int(size) for name, size in sizes.items() if tiers[name] is Tier.NVME)
+            # A chunk of bytes, too, is whole checksum blocks.
+            least = native.CHECKSUM_NBYTES if 1 in sizes.values() else 0
+            needed = max(needed, per_element * min(max(chunk, least), shard.numel))
+    return round_up(needed, native.BLOCK_NBYTES)
+
+
+REMEDIES = {
+    Tier.DEVICE: "or give the weights a lower home: Config(params='host')",
+    Tier.HOST: "or move more to disk: Config(params='nvme', optimizer='nvme', nvme_paths=[...])",
+    Tier.NVME: "or keep more on the host: Config(optimizer='host')",
+}
+
+
+def _too_small(plan: MemoryPlan, tier: Tier, budget: int, config: Config) -> CapacityError:
+    needed = plan.planned_nbytes(tier)
+    terms = ", ".join(f"{what} {format_nbytes(nbytes)}" for what, nbytes in plan.terms[tier].items())
+    name = BUDGETS[tier]
+    given = f"{name} is" if getattr(config, name) is not None else f"{name} was not given and what is free is"
+    where = f" at {', '.join(config.nvme_paths)}" if tier is Tier.NVME else ""
+    return CapacityError(
+        f"{given} {format_nbytes(budget)} ({budget} bytes){where}, but the least that works here is {format_nbytes(needed)} "
+        f"({needed} bytes): {terms}. Raise {name} by {format_nbytes(needed - budget)}, {REMEDIES[tier]}."
+    )

@@ -1,0 +1,174 @@
+"""Prefetcher: makes units resident in time and keeps the device window and the staging pool within their plan.
+
+hold      a reason why a unit must stay resident: a forward that runs in it, a backward that will need it
+idle      resident without a hold; the least recently used idle units make room when the window is full
+window    device bytes for gathered weights
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from . import native
+from .errors import CapacityError
+from .schedule import Schedule
+from .store import ShardStore
+from .tiers import Ledger, Tier, format_nbytes
+from .unit import ParamUnit, Residency
+
+
+class Prefetcher:
+    """Moves units between home and device, on demand and ahead of it."""
+
+    def __init__(
+        self,
+        units: Sequence[ParamUnit],
+        store: ShardStore,
+        ledger: Ledger,
+        schedule: Schedule,
+        *,
+        window_nbytes: int,
+        units_ahead: int,
+        give_way: Callable[[], bool],
+    ):
+        self.units, self.schedule = units, schedule
+        self._store, self._ledger = store, ledger
+        self._window_nbytes, self._units_ahead = window_nbytes, units_ahead
+        self._give_way = give_way  # asks the backward to let a unit go; False when it cannot
+        self._resident: dict[ParamUnit, None] = {}  # least recently used first
+        self._holds: Counter[ParamUnit] = Counter()
+        self.misses = 0  # units waited for that nobody had fetched ahead
+
+    # --- holds ---
+
+    def hold(self, unit: ParamUnit, *, backward: bool = False) -> None:
+        """Makes ``unit`` resident and keeps it so until :meth:`unhold`."""
+        self._holds[unit] += 1
+        try:
+            self.ensure(unit, backward=backward)
+        except BaseException:
+            self.unhold(unit)
+            raise
+        if self._holds[unit] == 1:
+            unit.expose()
+
+    def unhold(self, unit: ParamUnit) -> None:
+        """Takes one hold off; without any the unit is idle."""
+        self._holds[unit] -= 1
+        if self._holds[unit] <= 0:
+            del self._holds[unit]
+            if unit.residency is Residency.RESIDENT:
+                try:
+                    unit.write_edits(self._store)
+                finally:
+                    unit.conceal()
+
+    def release_all(self, units: Iterable[ParamUnit]) -> None:
+        """Sends ``units`` home, whatever stage they are in: their bytes there are about to change, or did."""
+        for unit in units:
+            if unit.residency in (Residency.FETCHING, Residency.STAGED):
+                unit.drop(self._store)
+            elif unit.residency is Residency.RESIDENT and not unit.stays:
+                self._evict(unit)
+
+    def release_idle(self) -> None:
+        """Sends every idle unit home: the pass is over, and at rest a parameter holds no storage."""
+        for unit in [unit for unit in self._resident if unit not in self._holds]:
+            self._evict(unit)
+
+    # --- residency ---
+
+    def ensure(self, unit: ParamUnit, *, backward: bool = False) -> None:
+        """Makes ``unit`` resident now, then starts fetching what the schedule expects next."""
+        if unit.residency is not Residency.RESIDENT:
+            self._bring(unit)
+        elif unit in self._resident:
+            self._resident[unit] = self._resident.pop(unit)  # most recently used
+        for shard in unit.shards:
+            if shard.update is not None:
+                with self._store.traffic.stalled("nvme->host"):
+                    shard.settle()
+        self.schedule.use(unit.index)
+        self.fetch_ahead(self.schedule.upcoming(backward=backward))
+
+    def fetch_ahead(self, upcoming: Iterable[int]) -> None:
+        """Starts reading the next units that come from disk, as far as the staging pool reaches."""
+        ahead = 0
+        for index in upcoming:
+            unit = self.units[index]
+            if ahead == self._units_ahead:
+                return
+            if not unit.is_staged_from_disk or unit.residency is Residency.RESIDENT:
+                continue
+            ahead += 1
+            if unit.residency is Residency.STORED:
+                slots = self._try_slots(unit)
+                if slots is None:
+                    return
+                unit.fetch(self._store, slots)
+
+    def _bring(self, unit: ParamUnit) -> None:
+        if unit.is_staged_from_disk:
+            if unit.residency is Residency.STORED:
+                self.misses += 1
+                unit.fetch(self._store, self._slots(unit))
+            if unit.residency is Residency.FETCHING:
+                with self._store.traffic.stalled("nvme->host"):
+                    unit.stage()
+        else:
+            for shard in unit.shards:
+                shard.settle()
+        self._make_room(unit)
+        unit.gather(self._store, self._ledger)
+        self._resident[unit] = None
+
+    def _make_room(self, unit: ParamUnit) -> None:
+        """Evicts idle units, then ones that the backward can do without for now, until ``unit`` fits the window."""
+        while self._resident_nbytes() + unit.weight_nbytes > self._window_nbytes:
+            idle = next((other for other in self._resident if other not in self._holds), None)
+            if idle is not None:
+                self._evict(idle)
+            elif not self._give_way():
+                break
+        over = self._resident_nbytes() + unit.weight_nbytes - self._window_nbytes
+        if over > 0 and self._ledger.accounts[Tier.DEVICE].budget_nbytes is not None:
+            held = ", ".join(other.name for other in self._resident)
+            raise CapacityError(
+                f"unit {unit.name} ({format_nbytes(unit.weight_nbytes)}) does not fit the device window of "
+                f"{format_nbytes(self._window_nbytes)} beside the units in use ({held}). Raise "
+                f"Config(device_memory=...) by {format_nbytes(over)}."
+            )
+
+    def _resident_nbytes(self) -> int:
+        return sum(unit.weight_nbytes for unit in self._resident)
+
+    def _evict(self, unit: ParamUnit) -> None:
+        unit.release()
+        self._resident.pop(unit, None)
+
+    # --- staging slots ---
+
+    def _try_slots(self, unit: ParamUnit) -> list[native.Lease] | None:
+        slots = []
+        for shard in unit.shards:
+            slot = self._store.staging.try_lease(shard.weight_nbytes)
+            if slot is None:
+                for taken in slots:
+                    taken.release()
+                return None
+            slots.append(slot)
+        return slots
+
+    def _slots(self, unit: ParamUnit) -> list[native.Lease]:
+        """Slots for a unit that is needed now: units fetched ahead of their use give theirs up, if need be."""
+        ahead = [other for other in self.units if other.residency in (Residency.FETCHING, Residency.STAGED)]
+        while (slots := self._try_slots(unit)) is None:
+            if not ahead:
+                raise CapacityError(
+                    f"unit {unit.name} needs {format_nbytes(unit.weight_nbytes)} of staging memory, but the pool of "
+                    f"{format_nbytes(self._store.staging.capacity_nbytes)} has "
+                    f"{format_nbytes(self._store.staging.leased_nbytes)} leased"
+                )
+            self.release_all([ahead.pop()])
+        return slots

@@ -1,0 +1,62 @@
+"""Schedule: the order in which units are used, recorded as it happens, and what it says comes next.
+
+pass    one root forward with all that follows until the next one: its backward too
+trace   the units of a pass in the order of their first use after another unit
+
+Prediction is a pure function of the last pass of the same kind and the position in it. A pass that goes another way
+costs on-demand fetches, finds its place again where it can, and is the next pass's trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+RESYNC_DISTANCE = 64  # how far ahead of the expected place a unit is looked for
+
+
+class Schedule:
+    """Records uses and predicts the next ones. Units are their indices."""
+
+    def __init__(self) -> None:
+        self._traces: dict[str, list[int]] = {}
+        self._kind = ""
+        self._current: list[int] = []
+        self._position = 0  # in the expected trace: the next use
+
+    def begin(self, kind: str) -> None:
+        """A new pass of ``kind`` ("train" or "infer") starts; the one before becomes its kind's trace."""
+        if self._current:
+            self._traces[self._kind] = self._current
+        self._kind, self._current, self._position = kind, [], 0
+
+    def use(self, unit: int) -> None:
+        """Records that ``unit`` is used now."""
+        if self._current and self._current[-1] == unit:
+            return
+        self._current.append(unit)
+        expected = self._traces.get(self._kind, [])
+        try:
+            found = expected.index(unit, self._position, self._position + RESYNC_DISTANCE)
+        except ValueError:
+            return  # another way than last time: keep the place, later uses may meet it again
+        self._position = found + 1
+
+    def upcoming(self, *, backward: bool) -> Iterator[int]:
+        """The units expected next, in order, each once."""
+        seen = {self._current[-1]} if self._current else set()
+        for unit in self._expected(backward):
+            if unit not in seen:
+                seen.add(unit)
+                yield unit
+
+    def first(self) -> Iterator[int]:
+        """The units a training pass begins with, in order, each once: what a step's end can already fetch."""
+        trace = self._current if self._kind == "train" and self._current else self._traces.get("train", [])
+        return iter(dict.fromkeys(trace))
+
+    def _expected(self, backward: bool) -> Iterator[int]:
+        expected = self._traces.get(self._kind)
+        if expected is not None:
+            yield from expected[self._position :]
+        elif backward:  # the first backward: the forward, reversed
+            yield from reversed(self._current)

@@ -1,0 +1,220 @@
+"""ParamShard: the parameters of one dtype in one unit, as flat arrays at their homes.
+
+weight      what the model computes with, in the compute dtype
+master      what the optimizer updates where that is not the weight itself: the low 16 bits (split) or fp32
+moments     exp_avg and exp_avg_sq, or whatever of them the optimizer has
+scales      of 8-bit moments: one byte for each block of 64 elements, always in memory
+gradient    what backward landed, until the step consumes it
+stepped     whether the optimizer updates these parameters; a shard that is not has weights only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from . import native
+from .layout import FlatLayout
+from .store import ShardStore, StateArray
+from .tiers import Tier
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SCALES = {name: name + "_scale" for name in MOMENTS}
+ARRAYS = ("weight", "master", *MOMENTS, *SCALES.values(), "grad")
+MASTER_DTYPES = {native.Master.SPLIT: torch.int16, native.Master.FLOAT32: torch.float32}
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """What the parameters of one shard have in common: it decides which arrays they need."""
+
+    wrapped_dtype: torch.dtype  # when the model was wrapped: what state_dict gives back
+    dtype: torch.dtype  # what the model computes with
+    master: native.Master
+    grad_dtype: torch.dtype
+    moment_dtype: torch.dtype
+    moment_count: int
+    stepped: bool
+
+    def array_dtypes(self) -> dict[str, torch.dtype]:
+        """Name -> dtype of every array of such a shard."""
+        dtypes = {"weight": self.dtype}
+        if self.stepped:
+            if self.master != native.Master.OWN:
+                dtypes["master"] = MASTER_DTYPES[self.master]
+            moments = MOMENTS[: self.moment_count]
+            dtypes |= {name: self.moment_dtype for name in moments}
+            if self.moment_dtype == torch.uint8:
+                dtypes |= {SCALES[name]: torch.uint8 for name in moments}
+            dtypes["grad"] = self.grad_dtype
+        return dtypes
+
+    def nbytes_per_element(self) -> dict[str, float]:
+        """Name -> bytes of every array, per parameter element."""
+        return {name: dtype.itemsize / elements_each(name) for name, dtype in self.array_dtypes().items()}
+
+
+def elements_each(name: str) -> int:
+    """Parameter elements to one element of array ``name``."""
+    return native.MOMENT_BLOCK if name in SCALES.values() else 1
+
+
+def home_of(name: str, weights: Tier, optimizer: Tier, grad: Tier) -> Tier:
+    """The tier of array ``name``. Scales of a state on disk stay on the host: they are too small for blocks of it."""
+    if name in SCALES.values():
+        return Tier.HOST if optimizer is Tier.NVME else optimizer
+    return {"weight": weights, "grad": grad}.get(name, optimizer)
+
+
+class ParamShard:
+    """The arrays of one shard and exact conversion between them and parameter values."""
+
+    def __init__(self, spec: ShardSpec, params: Sequence[torch.nn.Parameter]):
+        self.spec, self.params = spec, tuple(params)
+        self.layout = FlatLayout.of(params)
+        self.arrays: dict[str, StateArray] = {}
+        self._reserved: list[StateArray] = []  # places on disk of what is cached on the host
+        self.update: native.Ticket | None = None  # the last submitted step; its bytes are at home once it is done
+
+    @property
+    def weight(self) -> StateArray:
+        return self.arrays["weight"]
+
+    @property
+    def weight_nbytes(self) -> int:
+        return self.layout.numel * self.spec.dtype.itemsize
+
+    def allocate(self, store: ShardStore, tiers: dict[str, Tier], what: str, *, kept: Collection[str] = ()) -> None:
+        """Allocates every array at the tier that ``tiers`` gives its name; those in ``kept`` are cached on the host."""
+        for name, dtype in self.spec.array_dtypes().items():
+            numel = self.layout.numel // elements_each(name)
+            array = store.allocate(tiers[name], dtype, numel, f"{name} of {what}")
+            if name in kept:
+                self._reserved.append(array)
+                array = store.allocate(Tier.HOST, dtype, numel, f"{name} of {what}, kept from NVMe")
+            self.arrays[name] = array
+
+    def settle(self) -> None:
+        """Waits until the last step's bytes are at home. Raises what went wrong with it."""
+        if self.update is not None:
+            self.update.wait()
+            self.update = None
+
+    def native_layout(self, rule: native.Rule) -> native.Layout:
+        """The kernel's description of this shard."""
+        spec = self.spec
+        return native.Layout(
+            rule=rule,
+            weight=native.DTYPES[spec.dtype],
+            master=spec.master,
+            grad=native.DTYPES[spec.grad_dtype],
+            moments=native.MOMENT_DTYPES[spec.moment_dtype],
+        )
+
+    # --- parameter values ---
+
+    def read_value(self, store: ShardStore, index: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Parameter ``index`` as a new tensor of ``dtype`` (default: as wrapped), from the master where it is wider."""
+        with store.guarding():
+            self.settle()
+        dtype = dtype or self.spec.wrapped_dtype
+        place = self.layout.placements[index]
+        weight = store.read(self.weight, place.offset, place.end)
+        if dtype != self.spec.dtype and "master" in self.arrays:
+            master = store.read(self.arrays["master"], place.offset, place.end)
+            weight = native.join_master(weight, master) if self.spec.master == native.Master.SPLIT else master
+        return self._shaped(weight.to(dtype), index)
+
+    def write_value(self, store: ShardStore, index: int, value: torch.Tensor, *, version: int) -> None:
+        """Sets parameter ``index``: master and weight become ``value``."""
+        self.settle()
+        place = self.layout.placements[index]
+        for name, part in self.encode(self._flattened(value, index)).items():
+            store.write(self.arrays[name], place.offset, part, version=version)
+
+    def write_changes(
+        self, store: ShardStore, index: int, weight: torch.Tensor, *, version: int, before: torch.Tensor | None = None
+    ) -> None:
+        """Sets the elements of parameter ``index`` whose compute-dtype value differs from ``before`` (None: from the
+        one at home). The masters of the others keep the bits below the weight's precision.
+        """
+        self.settle()
+        place = self.layout.placements[index]
+        flat = self._flattened(weight, index)
+        home = store.read(self.weight, place.offset, place.end) if before is None else self._flattened(before, index)
+        changed = ~same_bits(flat, home)
+        if not changed.any():
+            return
+        for name, part in self.encode(flat).items():
+            current = store.read(self.arrays[name], place.offset, place.end)
+            store.write(self.arrays[name], place.offset, torch.where(changed, part, current), version=version)
+
+    def encode(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Flat values of any float dtype -> the bytes of weight and, where there is one, master."""
+        dtype = self.spec.dtype
+        if not self.spec.stepped or self.spec.master == native.Master.OWN:
+            return {"weight": value.to(dtype)}
+        master = value.to(torch.float32)
+        if self.spec.master == native.Master.FLOAT32:
+            return {"weight": master.to(dtype), "master": master}
+        weight, low = torch.empty_like(master, dtype=dtype), torch.empty_like(master, dtype=torch.int16)
+        native.split_master(master.contiguous(), weight, low)
+        return {"weight": weight, "master": low}
+
+    # --- moments ---
+
+    def read_moment(self, store: ShardStore, name: str, index: int) -> torch.Tensor:
+        """Moment ``name`` of parameter ``index`` as a new tensor in its dtype at rest; fp32 where that is 8-bit."""
+        self.settle()
+        values = self.read_part(store, name, index)
+        if name in MOMENTS and self.spec.moment_dtype == torch.uint8:
+            scales = self.read_part(store, SCALES[name], index)
+            values = native.decode_moments(values, scales, sq=name == "exp_avg_sq")
+        return self._shaped(values, index)
+
+    def read_part(self, store: ShardStore, name: str, index: int) -> torch.Tensor:
+        """Parameter ``index``'s part of array ``name`` as it lies there."""
+        return store.read(self.arrays[name], *self.part(name, index))
+
+    def write_part(self, store: ShardStore, name: str, index: int, part: torch.Tensor, *, version: int) -> None:
+        """Puts ``part`` where :meth:`read_part` reads it."""
+        store.write(self.arrays[name], self.part(name, index)[0], part, version=version)
+
+    def part(self, name: str, index: int) -> tuple[int, int]:
+        """Elements of array ``name`` that are parameter ``index``'s: first and behind the last."""
+        place, each = self.layout.placements[index], elements_each(name)
+        return place.offset // each, -(-place.end // each)
+
+    def write_moment(self, store: ShardStore, name: str, index: int, value: torch.Tensor, *, version: int) -> None:
+        """Sets moment ``name`` of parameter ``index``."""
+        self.settle()
+        if self.spec.moment_dtype != torch.uint8:
+            self.write_flat(store, name, index, value, version=version)
+            return
+        codes, scales = native.encode_moments(self._flattened(value, index), sq=name == "exp_avg_sq")
+        self.write_part(store, name, index, codes, version=version)
+        self.write_part(store, SCALES[name], index, scales, version=version)
+
+    def write_flat(self, store: ShardStore, name: str, index: int, value: torch.Tensor, *, version: int) -> None:
+        """Writes ``value`` as it is (cast to the array's dtype) to parameter ``index``'s part of array ``name``."""
+        self.write_part(store, name, index, self._flattened(value, index).to(self.arrays[name].dtype), version=version)
+
+    # --- shape: a parameter's elements lie in the order of its strides ---
+
+    def _shaped(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        place = self.layout.placements[index]
+        return flat.as_strided(place.shape, place.stride)
+
+    def _flattened(self, value: torch.Tensor, index: int) -> torch.Tensor:
+        place = self.layout.placements[index]
+        flat = torch.empty(place.numel, dtype=value.dtype, device="cpu")
+        flat.as_strided(place.shape, place.stride).copy_(value.detach())
+        return flat
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Elementwise equality of representation: NaN equals itself, and 0.0 differs from -0.0."""
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+    return a.view(integer) == b.view(integer)

@@ -1,0 +1,280 @@
+"""ShardStore: the homes of flat arrays, in memory or in swap files.
+
+array       one flat array of one shard (its weights, its moments, ...), with its tier and its extent
+job folder  ``.infinity-<pid>-<random>`` inside a folder of ``nvme_paths``: this job's swap file, mode 0600, held by a
+            lock on the folder itself; a folder whose lock is free is a killed job's leftover and is removed
+service     a small staging buffer of the store's own, for reads and writes outside the training loop
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from . import disks, native
+from .errors import CapacityError, ConfigError, CorruptionError, StorageError, UsageError
+from .layout import round_up
+from .tiers import Ledger, Reservation, Tier, format_nbytes
+from .trace import Traffic
+
+JOB_PREFIX = ".infinity-"
+SWAP_NAME = "swap"
+MIB = 1024 * 1024
+MAX_DEPTH = 256  # transfers in flight over all disks
+
+
+@dataclass(eq=False)
+class StateArray:
+    """One flat array at home. ``flat`` is a tensor over it where the home is memory, None on NVMe."""
+
+    tier: Tier
+    dtype: torch.dtype
+    numel: int
+    extent: native.Extent
+    flat: torch.Tensor | None = None
+    reservation: Reservation | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class JobFolder:
+    """A locked folder for one job's swap file; removed by :meth:`remove`."""
+
+    def __init__(self, parent: str):
+        if not os.path.isdir(parent):
+            raise ConfigError(f"nvme_paths: there is no folder {parent}. Create it, or name another.")
+        try:
+            parent_descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                # Held while leftovers are looked for and until our own folder is locked, so that no other job takes
+                # it for one.
+                fcntl.flock(parent_descriptor, fcntl.LOCK_EX)
+                remove_leftovers(parent)
+                self.path = Path(parent, f"{JOB_PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
+                self.path.mkdir(mode=0o700)
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            finally:
+                os.close(parent_descriptor)
+        except OSError as error:
+            raise StorageError(
+                error.errno, f"cannot make a job folder in {parent}: {os.strerror(error.errno)}. It must be writable; "
+                "name another folder in nvme_paths", parent,
+            ) from error  # fmt: skip
+
+    def remove(self) -> None:
+        """Deletes the folder and frees its lock."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._descriptor)
+
+
+def remove_leftovers(parent: str) -> list[Path]:
+    """Removes the folders of jobs that are gone (their lock is free) and returns them."""
+    removed = []
+    for path in Path(parent).glob(JOB_PREFIX + "*"):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            continue  # not a folder, or another job just removed it
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path)
+        except BlockingIOError:
+            pass  # a living job's
+        finally:
+            os.close(descriptor)
+    return removed
+
+
+class ShardStore:
+    """Allocates arrays at their homes, then moves parts of them for everything outside the training loop."""
+
+    def __init__(
+        self,
+        nvme_paths: Sequence[str],
+        ledger: Ledger,
+        traffic: Traffic,
+        *,
+        service_nbytes: int,
+        checksums: bool = True,
+        faults: native.FaultPlan | None = None,
+    ):
+        self.ledger, self.traffic, self.checksums = ledger, traffic, checksums
+        self.pid = os.getpid()
+        self.failure: Callable[[], StorageError | CorruptionError] | None = None
+        self._paths = tuple(nvme_paths)
+        self._shares = disks.shares(self._paths)
+        profiles = [disks.disk_profile(path) for path in self._paths]
+        self.engine = native.make_io_engine(
+            faults,
+            block_nbytes=max((profile.block_nbytes for profile in profiles), default=MIB),
+            depth=min(MAX_DEPTH, sum(profile.depth for profile in profiles) or 1),
+        )
+        self._file_nbytes = [0] * len(self._paths)
+        self._reservations: list[Reservation] = []
+        self._jobs: list[JobFolder] = []
+        self._service_nbytes = service_nbytes
+        self._service: native.Region | None = None
+        self.staging: native.PinnedPool | None = None  # weights on their way to the device
+
+    # --- allocation ---
+
+    def allocate(self, tier: Tier, dtype: torch.dtype, numel: int, what: str) -> StateArray:
+        """A zeroed array of ``numel`` elements at home on ``tier``. Raises CapacityError over the tier's budget."""
+        nbytes = numel * dtype.itemsize
+        reservation = self.ledger.reserve(tier, round_up(nbytes, native.BLOCK_NBYTES), what)  # memory comes in pages
+        if tier is Tier.NVME:
+            file = self._next_file(nbytes)
+            extent = native.Extent.in_file(file, self._file_nbytes[file], nbytes)
+            self._file_nbytes[file] += nbytes
+            return StateArray(tier, dtype, numel, extent, None, reservation)
+        region = self.make_region(nbytes)
+        flat = native.tensor_at(region, region.address, numel, dtype)
+        return StateArray(tier, dtype, numel, native.Extent.in_memory(region.address, nbytes), flat, reservation)
+
+    def _next_file(self, nbytes: int) -> int:
+        """The file that would be done first with its bytes and these, at the measured rate of its disk."""
+        usable = [index for index, share in enumerate(self._shares) if share]
+        return min(usable, key=lambda index: (self._file_nbytes[index] + nbytes) / self._shares[index])
+
+    @staticmethod
+    def make_region(nbytes: int) -> native.Region:
+        """Page-aligned memory, every page present before this returns."""
+        return native.Region(nbytes, huge_pages=True, touch_threads=os.cpu_count() or 1)
+
+    def open(self, staging: Sequence[native.Region]) -> None:
+        """Creates the swap files at full size and tells the I/O engine about them and the staging memory.
+
+        Raises CapacityError when a disk has too little room, StorageError when it refuses.
+        """
+        self._service = self.make_region(self._service_nbytes)
+        self._reservations.append(self.ledger.reserve(Tier.HOST, self._service_nbytes, "the store's service buffer"))
+        for path, nbytes in zip(self._paths, self._file_nbytes):
+            job = JobFolder(path)
+            self._jobs.append(job)
+            # Extents refer to files by position, so a folder without bytes still gets a (smallest) file.
+            self._create(job.path / SWAP_NAME, max(nbytes, native.BLOCK_NBYTES))
+        regions = [*staging, self._service]
+        self.engine.register([(region.address, region.nbytes) for region in regions])
+
+    def _create(self, path: Path, nbytes: int) -> None:
+        free = shutil.disk_usage(path.parent).free
+        if nbytes > free:
+            raise CapacityError(
+                f"NVMe home needs {format_nbytes(nbytes)} at {path.parent.parent} but {format_nbytes(free)} is free. "
+                f"Free {format_nbytes(nbytes - free)}, name more folders in nvme_paths, or keep more on the host: "
+                "Config(optimizer='host')."
+            )
+        try:
+            self.engine.create_file(str(path), nbytes)
+        except StorageError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise CapacityError(
+                f"NVMe home needs {format_nbytes(nbytes)} at {path.parent.parent}, and the disk filled up while it was "
+                "being reserved. Free that much, or name more folders in nvme_paths."
+            ) from error
+
+    # --- moving parts of arrays, synchronously ---
+
+    def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
+        """Elements ``begin`` to ``end`` as a new CPU tensor. Checksums are verified on the way from the disk."""
+        self.check_process()
+        out = torch.empty(end - begin, dtype=array.dtype, device="cpu")
+        with self.guarding():
+            if array.tier is not Tier.NVME:
+                return out.copy_(array.flat[begin:end])
+            for offset, block, inner, outer in self._blocks(array, begin, end):
+                self._read_block(array, offset, block)
+                out[outer] = block.view(array.dtype)[inner]
+            return out
+
+    def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
+        """Writes the flat CPU tensor ``source`` at element ``begin``; its blocks carry ``version`` from then on."""
+        self.check_process()
+        end = begin + source.numel()
+        if array.tier is not Tier.NVME:
+            array.flat[begin:end] = source
+        else:
+            with self.guarding():
+                for offset, block, inner, outer in self._blocks(array, begin, end):
+                    if inner.stop - inner.start < block.numel() // array.dtype.itemsize:
+                        self._read_block(array, offset, block)
+                    block.view(array.dtype)[inner] = source[outer]
+                    self.engine.write(array.extent, offset, block.data_ptr(), block.numel()).wait()
+        array.extent.version = version
+
+    def _read_block(self, array: StateArray, offset: int, block: torch.Tensor) -> None:
+        self.engine.read(array.extent, offset, block.data_ptr(), block.numel()).wait()
+        self.verify(array, block.data_ptr(), block.numel(), offset=offset)
+
+    def verify(self, array: StateArray, address: int, nbytes: int, *, offset: int = 0) -> None:
+        """Raises CorruptionError when bytes read from ``offset`` of ``array`` are not those last written there."""
+        if self.checksums:
+            self.engine.verify(array.extent, offset, address, nbytes)
+
+    def _blocks(self, array: StateArray, begin: int, end: int):
+        """The service-buffer-sized, checksum-aligned pieces that cover elements ``begin`` to ``end``.
+
+        Yields (byte offset in the extent, uint8 tensor over the service buffer, elements inside it, elements of the
+        caller's tensor).
+        """
+        size = array.dtype.itemsize
+        step = self._service.nbytes // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
+        offset = begin * size // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
+        while offset < end * size:
+            covered = min(step, -(-(end * size - offset) // native.CHECKSUM_NBYTES) * native.CHECKSUM_NBYTES)
+            nbytes = min(covered, array.nbytes - offset)
+            block = native.tensor_at(self._service, self._service.address, nbytes, torch.uint8)
+            first, last = offset // size, (offset + nbytes) // size
+            low, high = max(begin, first), min(end, last)
+            yield offset, block, slice(low - first, high - first), slice(low - begin, high - begin)
+            offset += nbytes
+
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """The disk's first error inside any such block ends all of them: what it left half done must not be trained
+        on, read or saved."""
+        if self.failure is not None:
+            raise self.failure()
+        try:
+            yield
+        except StorageError as error:
+            self.failure = partial(StorageError, error.errno, error.strerror, error.filename)
+            raise
+        except CorruptionError as error:
+            # Made anew each time: the error itself would keep its traceback, and with it the model, alive.
+            self.failure = partial(CorruptionError, *error.args)
+            raise
+
+    def check_process(self) -> None:
+        """Raises UsageError in a forked child, which has neither the engine's threads nor a ring of its own."""
+        if os.getpid() != self.pid:
+            raise UsageError(
+                f"this model was wrapped in process {self.pid} and cannot be used in its forked child {os.getpid()}: "
+                "wrap a model in the child, or start it with the spawn method"
+            )
+
+    def close(self) -> None:
+        """Closes and removes the swap files and gives the memory back."""
+        self.engine = None  # waits for what is in flight and closes the descriptors
+        self._service = self.staging = None
+        for job in self._jobs:
+            job.remove()
+        self._jobs.clear()
+        for reservation in self._reservations:
+            reservation.release()
+        self._reservations.clear()

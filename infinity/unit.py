@@ -1,0 +1,240 @@
+"""ParamUnit: the parameters that move together, and what of them is where.
+
+    STORED     home only; costs nothing above it
+    FETCHING   home -> staging slots in flight; slots charged
+    STAGED     bytes in staging slots, verified when gathered; slots charged
+    GATHERING  slots (or a memory home) -> device
+    RESIDENT   parameters usable; device bytes charged
+
+A parameter's storage is one view of its shard's device buffer, whose storage is resized to zero and back and never
+replaced: views that autograd saved stay valid.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from enum import Enum, auto
+
+import torch
+
+from . import guard, native
+from .errors import InfinityError, StorageError, UsageError
+from .parameter import ParamHandle, ResidentParameter, StoredParameter
+from .shard import ParamShard
+from .store import ShardStore
+from .tiers import Ledger, Reservation, Tier
+
+
+class Residency(Enum):
+    """Where a unit's weights are, beyond their home."""
+
+    STORED = auto()
+    FETCHING = auto()
+    STAGED = auto()
+    GATHERING = auto()
+    RESIDENT = auto()
+
+
+MOVES = {
+    Residency.STORED: {Residency.FETCHING, Residency.GATHERING},
+    Residency.FETCHING: {Residency.STAGED, Residency.STORED},
+    Residency.STAGED: {Residency.GATHERING, Residency.STORED},
+    Residency.GATHERING: {Residency.RESIDENT, Residency.STORED},
+    Residency.RESIDENT: {Residency.STORED},
+}
+
+
+class ParamUnit:
+    """One unit: its shards, its state, and the moves between states."""
+
+    def __init__(self, index: int, name: str, shards: list[ParamShard]):
+        self.index, self.name, self.shards = index, name, shards
+        self.residency = Residency.STORED
+        self.version = 0  # counts changes of the values at home
+        self.flats: list[torch.Tensor] = []
+        self.handles: list[ParamHandle] = []
+        self._history: deque[str] = deque(maxlen=6)
+        self._slots: list[native.Lease] = []
+        self._reads: list[native.Ticket] = []
+        self._charge: Reservation | None = None
+        self._versions: list[int] = []  # torch's change counters when the parameters were exposed
+        self._watched: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # whose .data was handed out -> value before
+
+    @property
+    def weight_nbytes(self) -> int:
+        """Bytes on the device while resident, and in staging while staged."""
+        return sum(shard.weight_nbytes for shard in self.shards)
+
+    @property
+    def stays(self) -> bool:
+        """Whether the unit's home is the device: it is resident always."""
+        return all(shard.weight.tier is Tier.DEVICE for shard in self.shards)
+
+    @property
+    def is_staged_from_disk(self) -> bool:
+        return any(shard.weight.tier is Tier.NVME for shard in self.shards)
+
+    def attach(self) -> None:
+        """Makes every parameter a view of its shard's device buffer. The values must already be at home."""
+        for shard in self.shards:
+            if shard.weight.tier is Tier.DEVICE:
+                flat = shard.weight.flat
+            else:
+                flat = torch.empty(shard.layout.numel, dtype=shard.spec.dtype, device="cpu")
+            self.flats.append(flat)
+            for param, place in zip(shard.params, shard.layout.placements):
+                param.data = place.view(flat)  # before the switch of classes: torch's own setter
+        if self.stays:
+            self.residency = Residency.RESIDENT
+        else:
+            self._empty_storages()
+        self.conceal()
+
+    # --- moves ---
+
+    def fetch(self, store: ShardStore, slots: list[native.Lease]) -> None:
+        """STORED -> FETCHING: starts reading into ``slots``, one per shard, once the last step's bytes are at home."""
+        self._move(Residency.FETCHING)
+        self._slots = slots
+        self._reads = [
+            store.engine.read(shard.weight.extent, 0, slot.address, shard.weight_nbytes, after=shard.update)
+            for shard, slot in zip(self.shards, slots)
+        ]
+
+    def stage(self) -> None:
+        """FETCHING -> STAGED: waits for the reads. When one failed the slots are given back and the error is raised."""
+        error: Exception | None = None
+        for read in self._reads:  # all of them: a slot must not be given back with a read under way into it
+            try:
+                read.wait()
+            except InfinityError as failure:
+                error = error or failure
+        self._move(Residency.STAGED if error is None else Residency.STORED)
+        if error is not None:
+            self._release_slots()
+            raise error
+
+    def drop(self, store: ShardStore) -> None:
+        """FETCHING or STAGED -> STORED without using the bytes. Reads that have not started are taken back."""
+        if self.residency not in (Residency.FETCHING, Residency.STAGED):
+            raise self._illegal("be dropped")
+        error: Exception | None = None
+        for read in self._reads:
+            store.engine.cancel(read)
+        for read in self._reads:
+            try:
+                read.wait()
+            except InfinityError as failure:
+                cancelled = isinstance(failure, StorageError) and failure.errno == errno.ECANCELED
+                error = error or (None if cancelled else failure)
+        self._move(Residency.STORED)
+        self._release_slots()
+        if error is not None:
+            raise error
+
+    def gather(self, store: ShardStore, ledger: Ledger) -> None:
+        """STAGED (or STORED, for a memory home) -> RESIDENT: verifies and copies onto the device."""
+        from_disk = self.is_staged_from_disk
+        if self.residency is not (Residency.STAGED if from_disk else Residency.STORED):
+            raise self._illegal("be gathered")
+        charge = ledger.reserve(Tier.DEVICE, self.weight_nbytes, f"unit {self.name}")
+        self._move(Residency.GATHERING)
+        try:
+            with store.traffic.copying("host->device", self.weight_nbytes):
+                for i, (shard, flat) in enumerate(zip(self.shards, self.flats)):
+                    source = self._staged_bytes(store, i) if from_disk else shard.weight.flat
+                    guard.open(flat.untyped_storage())
+                    flat.untyped_storage().resize_(shard.weight_nbytes)
+                    flat.copy_(source)
+        except BaseException:
+            self._move(Residency.STORED)
+            self._empty(charge)
+            raise
+        self._release_slots()
+        self._charge = charge
+        self._move(Residency.RESIDENT)
+
+    def _staged_bytes(self, store: ShardStore, i: int) -> torch.Tensor:
+        shard, slot = self.shards[i], self._slots[i]
+        store.verify(shard.weight, slot.address, shard.weight_nbytes)
+        return native.tensor_at(store.staging.region, slot.address, shard.layout.numel, shard.spec.dtype)
+
+    def release(self) -> None:
+        """RESIDENT -> STORED. The home still has the bytes: weights change only in the optimizer's step."""
+        if self.residency is not Residency.RESIDENT or self.stays:
+            raise self._illegal("be released")
+        self._move(Residency.STORED)
+        self._empty(self._charge)
+
+    def _empty(self, charge: Reservation) -> None:
+        self._empty_storages()
+        self._release_slots()
+        charge.release()
+        self._charge = None
+
+    def _empty_storages(self) -> None:
+        for flat in self.flats:
+            storage = flat.untyped_storage()
+            guard.open(storage)  # where gathering failed before this one
+            storage.resize_(0)
+            guard.close(storage)
+
+    def _release_slots(self) -> None:
+        for slot in self._slots:
+            slot.release()
+        self._slots, self._reads = [], []
+
+    def expose(self) -> None:
+        """Makes the parameters ordinary ones: something is about to compute with them."""
+        self._switch(ResidentParameter)
+        self._watched.clear()
+        self._versions = [param._version for shard in self.shards for param in shard.params]
+
+    def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
+        """``param.data`` was handed out, through which torch does not count changes."""
+        if param not in self._watched:
+            # At home on the device there is no other copy to tell a change by.
+            self._watched[param] = data.clone() if self.stays else None
+
+    def write_edits(self, store: ShardStore) -> None:
+        """Sends home what a forward changed in its own parameters (a clamp of a weight, say).
+
+        Raises UsageError where the change cannot be told from the value before.
+        """
+        params = [(shard, i, param) for shard in self.shards for i, param in enumerate(shard.params)]
+        for (shard, index, param), version in zip(params, self._versions):
+            changed, watched = param._version != version, param in self._watched
+            if not changed and not watched:
+                continue
+            before = self._watched.get(param)
+            if self.stays and before is None:
+                if "master" not in shard.arrays:
+                    continue  # the device's bytes are the master
+                raise UsageError(
+                    f"{param._infinity.name} was changed in place inside a forward, and its master cannot follow. "
+                    "Change it through .data, or inside infinity.full_params(..., writeback=True)."
+                )
+            shard.write_changes(store, index, param.detach(), before=before, version=shard.weight.extent.version)
+
+    def conceal(self) -> None:
+        """Makes touching a parameter come by the engine, whether its bytes are still on the device or not.
+
+        A write would otherwise change a copy that is about to be dropped, and be lost without a word.
+        """
+        self._switch(StoredParameter)
+
+    def _switch(self, cls: type) -> None:
+        for shard in self.shards:
+            for param in shard.params:
+                param.__class__ = cls
+
+    def _move(self, to: Residency) -> None:
+        if to not in MOVES[self.residency]:
+            raise self._illegal(f"go to {to.name}")
+        self._history.append(f"{self.residency.name}->{to.name}")
+        self.residency = to
+
+    def _illegal(self, what: str) -> UsageError:
+        moves = ", ".join(self._history) or "none"
+        return UsageError(f"unit {self.name} is {self.residency.name} and cannot {what}; its last moves: {moves}")

@@ -1,0 +1,412 @@
+"""wrap_model and its counterparts: from plain torch objects to managed ones and back.
+
+A wrap checks everything first, then takes all memory and disk space, then copies every value home, and only then
+changes the model: whatever fails before leaves model and optimizer as they were.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import hooks, native
+from .config import MOMENTS, Config
+from .engine import Engine
+from .errors import ConfigError, UsageError
+from .gradients import GradState
+from .materialize import Materialized
+from .optimizer import InfinityOptimizer, moment_names, recognise, saved_step
+from .parameter import handle_of, raw_grad, set_raw_grad
+from .partition import Group, held_nbytes, is_managed, parameter_names, partition
+from .plan import ShardSize, UnitSize, make_plan
+from .shard import ParamShard, ShardSpec
+from .tiers import Tier
+from .unit import ParamUnit
+
+_wrapped: weakref.WeakKeyDictionary[nn.Module, Wrapped] = weakref.WeakKeyDictionary()
+
+
+class Wrapped:
+    """What is known of one wrapped model: its engine, and how to take the hooks off again."""
+
+    def __init__(self, engine: Engine, removers: list, optimizer: InfinityOptimizer | None):
+        self.engine, self.removers = engine, removers
+        self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
+
+    @property
+    def optimizer(self) -> InfinityOptimizer | None:
+        return self._optimizer()
+
+
+def wrapped(model: nn.Module) -> Wrapped:
+    """The record of a wrapped model. Raises UsageError for any other."""
+    record = _wrapped.get(model)
+    if record is None:
+        raise UsageError(f"this {type(model).__name__} is not wrapped: call infinity.wrap_model(model, ...) first")
+    return record
+
+
+@torch.inference_mode(False)  # what is made here is trained on, whatever mode the caller is in
+def wrap_model(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: Config | Mapping[str, Any] | str | os.PathLike | None = None,
+    *,
+    mesh: Any = None,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Gives ``model``'s parameters and ``optimizer``'s state their homes, and returns both, ready for a usual loop.
+
+    model
+        Any module on the CPU or on ``meta``. The same object comes back, hooked.
+    optimizer
+        ``torch.optim`` AdamW, Adam, SGD, or a Lion; its groups, hyperparameters and state are taken over. None: the
+        weights stream and nothing is updated.
+    config
+        A :class:`Config`, a dict of its fields, or the path of a TOML or JSON file.
+
+    Raises ConfigError, CapacityError or StorageError with model and optimizer as they were.
+    """
+    config = Config.make(config)
+    _check(model, optimizer, config, mesh)
+    rule = recognise(optimizer) if optimizer is not None else None
+    groups = partition(model, config.units)
+    group_of = _groups_of_optimizer(optimizer)
+    shards = [_make_shards(group, group_of, rule, optimizer, config) for group in groups]
+    sizes = [
+        UnitSize(group.name, tuple(ShardSize(shard.spec, shard.layout.numel) for shard in unit_shards))
+        for group, unit_shards in zip(groups, shards)
+    ]
+    held = held_nbytes(model, groups, {id(group): size.weight_nbytes for group, size in zip(groups, sizes)})
+    plan = make_plan(sizes, config, held_nbytes=held)
+    units = [ParamUnit(i, group.name, s) for i, (group, s) in enumerate(zip(groups, shards))]
+    engine = Engine(config, plan, units, stepping=optimizer is not None)
+    materialized = Materialized(model, config.weights)  # meta tensors become real; undone if anything fails
+    try:
+        materialized.fill()
+        for unit in units:
+            for shard in unit.shards:
+                _send_home(engine, shard, optimizer, rule)
+        managed = InfinityOptimizer.__new__(InfinityOptimizer) if optimizer is not None else None
+    except BaseException:
+        materialized.undo()
+        engine.shut_down()
+        raise
+    return _commit(model, optimizer, managed, rule, engine, groups, group_of)
+
+
+def _commit(model, optimizer, managed, rule, engine: Engine, groups: list[Group], group_of: dict) -> tuple:
+    """Changes the model. Everything that can fail for want of space or for bad input is behind us."""
+    engine.attach(parameter_names(model), group_of)
+    owners: dict[nn.Module, list[ParamUnit]] = {}
+    for group, unit in zip(groups, engine.units):
+        for owner in group.owners:
+            owners.setdefault(owner, []).append(unit)
+    removers = hooks.install(engine, model, owners) + _install_state_dict(engine, model)
+    if managed is not None:
+        managed.__init__(engine, optimizer, rule)
+        for param in group_of:
+            handle = handle_of(param)
+            handle.step = saved_step(optimizer.state.get(param, {}))
+            if raw_grad(param) is not None:
+                set_raw_grad(param, None)
+                handle.grad.state = GradState.LANDED
+        optimizer.state.clear()
+    _wrapped[model] = Wrapped(engine, removers, managed)
+    return model, managed
+
+
+# --- checks ---
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, mesh: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+    if isinstance(optimizer, InfinityOptimizer):
+        raise UsageError("this optimizer is wrapped already: give wrap_model the plain one, or unwrap_model first")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    _check_not_yet(config, mesh)
+    native.simd_unit()  # raises for an unknown INFINITY_SIMD
+    names = parameter_names(model)
+    for param, param_names in names.items():
+        if handle_of(param) is not None:
+            raise UsageError(
+                f"this model is wrapped already (parameter {param_names[0]} is managed): unwrap_model it first"
+            )
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"parameter {param_names[0]} is not initialised yet: run one forward before wrap_model")
+        if param.device.type not in ("cpu", "meta"):
+            raise ConfigError(
+                f"parameter {param_names[0]} is on {param.device}: this version computes on the CPU; model.to('cpu')"
+            )
+    _check_storages(names)
+    if optimizer is not None:
+        _check_optimizer(optimizer, names, config)
+
+
+def _check_storages(names: dict[torch.Tensor, list[str]]) -> None:
+    """Two Parameters over the same bytes would part when each gets a home of its own."""
+    spans = sorted(
+        (param.data_ptr(), param.data_ptr() + param.untyped_storage().nbytes() - param.storage_offset() * param.itemsize
+         if not param.is_contiguous() else param.data_ptr() + param.nbytes, names[param][0])
+        for param in names if not param.is_meta and param.numel()
+    )  # fmt: skip
+    for (_, end, name), (begin, _, other) in zip(spans, spans[1:]):
+        if begin < end:
+            raise ConfigError(
+                f"parameters {name} and {other} share memory without being one Parameter. Tie them properly "
+                f"(module.weight = other.weight), or give one of them a copy."
+            )
+
+
+def _check_not_yet(config: Config, mesh: Any) -> None:
+    missing = {
+        "micro_batch": config.micro_batch is not None,
+        f"activations={config.activations!r}": config.activations not in ("auto", "device"),
+        "trace": config.trace is not None,
+        "mesh": mesh is not None,
+    }
+    for what, asked in missing.items():
+        if asked:
+            raise ConfigError(f"{what} is not available in this version: leave it at its default")
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, names: dict, config: Config) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param not in names:
+                raise ConfigError(
+                    f"the optimizer has a parameter of shape {tuple(param.shape)} that is not one of the model's "
+                    f"{len(names)}: build the optimizer from model.parameters() of this very model"
+                )
+            dtype = config.param_dtype or param.dtype
+            if param.dtype not in native.DTYPES or dtype not in native.DTYPES or not is_managed(param):
+                raise ConfigError(
+                    f"parameter {names[param][0]} ({type(param).__name__}, {param.dtype}) cannot be trained: "
+                    "fp32, bf16 and fp16 Parameters can. Freeze it, or convert the model."
+                )
+            grad = config.grad_dtype
+            if grad is not None and grad not in (torch.float32, dtype):
+                raise ConfigError(f"grad_dtype={grad} with {dtype} parameters: use {dtype} or torch.float32")
+
+
+def _groups_of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, int]:
+    groups = optimizer.param_groups if optimizer is not None else []
+    return {param: index for index, group in enumerate(groups) for param in group["params"]}
+
+
+# --- building ---
+
+
+def _make_shards(group: Group, group_of: dict, rule, optimizer, config: Config) -> list[ParamShard]:
+    """One shard per kind of parameter in the group; inside one, parameters of an optimizer group are neighbours."""
+    by_spec: dict[ShardSpec, list[nn.Parameter]] = {}
+    for param in group.params:
+        spec = _spec(param, param in group_of, rule, optimizer, config)
+        by_spec.setdefault(spec, []).append(param)
+    return [
+        ParamShard(spec, sorted(params, key=lambda param: group_of.get(param, 0))) for spec, params in by_spec.items()
+    ]
+
+
+def _spec(param: nn.Parameter, stepped: bool, rule, optimizer, config: Config) -> ShardSpec:
+    dtype = config.param_dtype if config.param_dtype and param.is_floating_point() else param.dtype
+    master = native.Master.OWN
+    if stepped and dtype != torch.float32 and config.master != "none":
+        split = config.master == "split" and dtype == torch.bfloat16
+        master = native.Master.SPLIT if split else native.Master.FLOAT32
+    return ShardSpec(
+        wrapped_dtype=param.dtype,
+        dtype=dtype,
+        master=master,
+        grad_dtype=config.grad_dtype or dtype,
+        moment_dtype=MOMENTS[config.moments],
+        moment_count=len(moment_names(rule, optimizer)) if stepped else 0,
+        stepped=stepped,
+    )
+
+
+@torch.no_grad()
+def _send_home(engine: Engine, shard: ParamShard, optimizer: torch.optim.Optimizer | None, rule) -> None:
+    """Copies values, moments and gradients to the shard's homes, parameter by parameter."""
+    for index, param in enumerate(shard.params):
+        if not param.numel():
+            continue
+        shard.write_value(engine.store, index, param, version=0)
+        if not shard.spec.stepped:
+            continue
+        state = optimizer.state.get(param, {})
+        for name, array in moment_names(rule, optimizer).items():
+            if state.get(name) is not None:
+                shard.write_moment(engine.store, array, index, state[name], version=0)
+        if (grad := raw_grad(param)) is not None:
+            shard.write_flat(engine.store, "grad", index, grad, version=0)
+
+
+# --- state dicts of the model ---
+
+
+def _install_state_dict(engine: Engine, model: nn.Module) -> list:
+    """Hooks that put full tensors into state dicts, and refuse a load that would replace the parameters."""
+    removers = []
+
+    def fill(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+        engine.end_passes()
+        for name, param in module._parameters.items():
+            value = state.get(prefix + name)
+            # With keep_vars the value is the Parameter itself, and stays it.
+            if value is not None and handle_of(param) is not None and not isinstance(value, nn.Parameter):
+                state[prefix + name] = _full_value(engine, handle_of(param), state)
+
+    def before_load(module, state, prefix, metadata, strict, missing, unexpected, errors) -> None:
+        engine.end_passes()
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError("load_state_dict(assign=True) would replace managed parameters: load without assign")
+
+    for module in model.modules():
+        if any(handle_of(param) is not None for param in module.parameters(recurse=False)):
+            removers.append(module._register_state_dict_hook(fill))
+            removers.append(module.register_load_state_dict_pre_hook(before_load))
+    return removers
+
+
+def _full_value(engine: Engine, handle, state: dict) -> torch.Tensor:
+    """The value of a parameter. A tied one is one tensor under all its names in one state dict, as torch has it."""
+    known = engine.tied_copies.get(handle, lambda: None)()
+    if known is not None and any(value is known for value in state.values()):
+        return known
+    value = handle.shard.read_value(engine.store, handle.index)
+    if len(handle.names) > 1:
+        engine.tied_copies[handle] = weakref.ref(value)
+    return value
+
+
+# --- the other public functions ---
+
+
+@contextmanager
+def full_params(
+    model: nn.Module, names: str | list[str] | None = None, writeback: bool = False
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Gathers parameters for reading or editing: yields ``{name: tensor}``.
+
+    names
+        Parameter names or module prefixes; None: all. The tensors are copies in the dtype the model computes in, tied
+        parameters one under all their names. They stay valid afterwards, charged to ``device_memory`` only inside.
+    writeback
+        Writes edits to the master when the block ends. Elements that were not edited keep their master's bits.
+
+    Raises UsageError at the end when something was edited without ``writeback``; the old values stand then, as they do
+    when the block raises. Raises CapacityError when the parameters exceed a given ``device_memory``.
+    """
+    engine = wrapped(model).engine
+    selected = _select(model, names)
+    nbytes = sum(param.numel() * param.itemsize for param in set(selected.values()))
+    charge = engine.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
+    try:
+        copies: dict[nn.Parameter, _Copy] = {}
+        for param in selected.values():
+            if param not in copies:
+                copies[param] = _Copy(engine, param)
+        yield {name: copies[param].tensor for name, param in selected.items()}
+    finally:
+        charge.release()
+    edited = {name: copies[param] for name, param in selected.items() if copies[param].is_edited()}
+    if edited and not writeback:
+        raise UsageError(
+            f"full_params: {', '.join(list(edited)[:5])} was edited without writeback=True; the old values stand. "
+            "Use `with infinity.full_params(model, names, writeback=True)`."
+        )
+    for copy in edited.values():
+        copy.check_unchanged_at_home()
+    for copy in dict.fromkeys(edited.values()):
+        engine.write_edit(copy.handle, copy.tensor)
+
+
+class _Copy:
+    """One gathered parameter: the copy that the user has, and what it was."""
+
+    def __init__(self, engine: Engine, param: nn.Parameter):
+        self.handle = handle_of(param)
+        self._version = self.handle.version
+        self.tensor = self.handle.shard.read_value(engine.store, self.handle.index, self.handle.shard.spec.dtype)
+        self._digest = self._hash()
+
+    def _hash(self) -> bytes:
+        flat = self.tensor.detach().contiguous().view(-1)
+        return hashlib.blake2b(flat.view(torch.uint8).numpy() if flat.numel() else b"").digest()
+
+    def is_edited(self) -> bool:
+        return self._hash() != self._digest
+
+    def check_unchanged_at_home(self) -> None:
+        if self.handle.version != self._version:
+            raise UsageError(
+                f"full_params: {self.handle.name} was edited, but a step, a load or another full_params changed it "
+                "meanwhile. End the block before that."
+            )
+
+
+def _select(model: nn.Module, names: str | list[str] | None) -> dict[str, nn.Parameter]:
+    managed = {n: p for n, p in model.named_parameters(remove_duplicate=False) if handle_of(p) is not None}
+    if names is None:
+        return managed
+    selected = {}
+    for wanted in [names] if isinstance(names, str) else names:
+        found = {n: p for n, p in managed.items() if n == wanted or n.startswith(wanted + ".") or wanted == ""}
+        if not found:
+            near = difflib.get_close_matches(wanted, managed, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"full_params: no parameter or module {wanted!r}{hint}")
+        selected |= found
+    return selected
+
+
+@torch.no_grad()
+def unwrap_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Gives plain torch objects back: parameters with their bytes in memory, in the dtypes they were wrapped with, and
+    the optimizer that was wrapped, with its state. The homes are closed and removed.
+
+    Raises UsageError when ``model`` is not wrapped, or its optimizer is not given.
+    """
+    record = wrapped(model)
+    engine = record.engine
+    managed = optimizer if optimizer is not None else record.optimizer
+    if managed is not None and (not isinstance(managed, InfinityOptimizer) or managed._engine is not engine):
+        raise UsageError("this optimizer is not the one that wrap_model returned with this model")
+    engine.settle()
+    engine.passes.abandon()
+    state = managed.state_dict() if managed is not None else None
+    grads = {}
+    values = {}
+    for unit in engine.units:
+        for shard in unit.shards:
+            for index, param in enumerate(shard.params):
+                values[param] = shard.read_value(engine.store, index)
+                grad = param.grad
+                grads[param] = grad.clone().to(shard.spec.wrapped_dtype) if grad is not None else None
+    for remover in record.removers:
+        remover.remove()
+    engine.prefetcher.release_all(engine.units)
+    for param, value in values.items():
+        param.__class__ = nn.Parameter
+        del param._infinity
+        param.data = value
+        param.grad = grads[param]
+    del _wrapped[model]
+    plain = None
+    if managed is not None:
+        plain = managed.wrapped
+        plain.load_state_dict(state)
+    engine.shut_down()
+    return model, plain
