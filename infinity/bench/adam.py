@@ -1,0 +1,156 @@
+"""adam: the optimizer kernels over memory, beside a loop that only moves their bytes, and beside the peers' whole job.
+
+whole job   bf16 gradients in, unscaled and clipped, an fp32 master stepped, bf16 weights out. Ours is one pass; peers
+            take passes of their own for the casts and the scaling
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+
+from infinity import native
+
+from . import peers
+from .results import Measured, Row, row
+from .rounds import alternate, paired
+from .settings import Settings
+
+PARAMETERS = 100 * 1000 * 1000
+GRAD_FACTOR = 0.37  # of the unscaling and the clipping together
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One layout that users choose."""
+
+    name: str
+    layout: dict
+    nbytes: dict[str, int]  # per element
+
+
+FP32 = dict(master=native.Master.OWN, grad=native.DType.FLOAT32, weight=native.DType.FLOAT32)
+SPLIT = dict(master=native.Master.SPLIT, grad=native.DType.BFLOAT16, weight=native.DType.BFLOAT16)
+VARIANTS = (
+    Variant("split", SPLIT | {"moments": native.DType.FLOAT32},
+            {"weight": 2, "master": 2, "exp_avg": 4, "exp_avg_sq": 4, "grad": 2}),
+    Variant("int8", SPLIT | {"moments": native.DType.INT8},
+            {"weight": 2, "master": 2, "exp_avg": 1, "exp_avg_sq": 1, "grad": 2}),
+    Variant("fp32", FP32 | {"moments": native.DType.FLOAT32},
+            {"weight": 4, "exp_avg": 4, "exp_avg_sq": 4, "grad": 4}),
+)  # fmt: skip
+
+
+class Ours:
+    """One variant's arrays in memory, stepped as the engine steps them, or only moved."""
+
+    def __init__(self, variant: Variant, count: int, threads: int):
+        self.variant, self.count, self.threads = variant, count, threads
+        self.regions = {name: native.Region(count * size, True, threads) for name, size in variant.nbytes.items()}
+        if variant.name == "int8":
+            self.regions |= {
+                f"{name}_scale": native.Region(count // native.MOMENT_BLOCK, True, 1) for name in ("exp_avg", "exp_avg_sq")
+            }
+        fill = {"weight": 0.02, "grad": 1e-3}
+        for name, scale in fill.items():
+            dtype = {2: torch.bfloat16, 4: torch.float32}[variant.nbytes[name]]
+            self.tensor(name, dtype).normal_(std=scale)
+        self.extents = {
+            name: native.Extent.in_memory(region.address, region.nbytes) for name, region in self.regions.items()
+        }
+        self.updater = native.Updater(native.IoEngine(kind="threads"), 0, 0, 0, threads)
+        self.steps = 0
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """One of the arrays."""
+        return native.tensor_at(self.regions[name], self.regions[name].address, self.count, dtype)
+
+    def master(self) -> torch.Tensor:
+        """The fp32 masters, where they are split."""
+        return native.join_master(self.tensor("weight", torch.bfloat16), self.tensor("master", torch.int16))
+
+    def step(self) -> None:
+        self.steps += 1
+        hyper = native.Hyperparameters()
+        hyper.step, hyper.weight_decay = self.steps, 0.01
+        hyper.grad_factors = [GRAD_FACTOR] if self.variant.name != "fp32" else []
+        arrays = dict.fromkeys(("master", "exp_avg", "exp_avg_sq")) | self.extents
+        update = native.UnitUpdate(
+            layout=native.Layout(rule=native.Rule.ADAMW, **self.variant.layout), count=self.count, **arrays,
+            runs=[native.Run(0, self.count, hyper)], version=self.steps,
+        )  # fmt: skip
+        self.updater.submit(update).wait()
+
+    def move(self) -> None:
+        """The same bytes in the same pattern, and nothing else: they are written back as they were."""
+        sizes = self.variant.nbytes.items()
+        streams = [(self.regions[name].address, size, True, name != "grad") for name, size in sizes]
+        native.move_streams(streams, self.count, self.threads)
+
+
+def measure(settings: Settings) -> Measured:
+    """Rows adam.split, adam.int8, adam.fp32, on all threads and on one; and notes on absent peers."""
+    count = settings.scaled(PARAMETERS, 64 * 1024)
+    found = Measured([])
+    for variant in VARIANTS:
+        for threads in dict.fromkeys((settings.threads, 1)):
+            found.add(_measure(variant, count, threads, settings))
+    found.rows.append(_int8_error())
+    found.series["adam.threads"] = _by_threads(count, settings)
+    return found
+
+
+def _int8_error() -> Row:
+    """How far one step with 8-bit moments is from the step with fp32 ones over the same gradients: the root mean square
+    of the difference over that of the step, for steps 101 to 300. Gradients are normal, with scales over four decades."""
+    count, steps, settled = 64 * 1024, 300, 100
+    runs = {name: Ours(next(v for v in VARIANTS if v.name == name), count, 1) for name in ("int8", "split")}
+    generator = torch.Generator().manual_seed(0)
+    scales = 10 ** (4 * torch.rand(count, generator=generator) - 6)
+    errors = []
+    for step in range(steps):
+        grad = (scales * torch.randn(count, generator=generator)).to(torch.bfloat16)
+        moved = {}
+        for name, run in runs.items():
+            run.tensor("grad", torch.bfloat16).copy_(grad)
+            before = run.master()
+            run.step()
+            moved[name] = run.master() - before
+        if step >= settled:
+            errors.append(((moved["int8"] - moved["split"]).norm() / moved["split"].norm()).item())
+    return row("adam.int8.error", "of the step", errors)
+
+
+def _by_threads(count: int, settings: Settings) -> list[dict]:
+    """The split kernel and the loop that only moves, at one thread, two, four ... and all."""
+    points = []
+    for threads in sorted({min(2**power, settings.threads) for power in range(10)}):
+        ours = Ours(VARIANTS[0], count, threads)
+        times = alternate({"split": ours.step, "moving": ours.move}, settings.rounds)
+        rates = {who: count / statistics.median(of_one.wall) / 1e9 for who, of_one in times.items()}
+        points.append({"threads": threads, **rates})
+    return points
+
+
+def _measure(variant: Variant, count: int, threads: int, settings: Settings) -> Measured:
+    ours = Ours(variant, count, threads)
+    jobs = {"ours": ours.step, "moving": ours.move}
+    notes = []
+    if settings.peers:
+        for peer in peers.OPTIMIZER_PEERS:
+            found = peer.find(count, whole_job=variant.name != "fp32", factor=GRAD_FACTOR)
+            if isinstance(found, str):
+                notes.append(f"{peer.NAME}: {found}")
+            else:
+                jobs[peer.NAME] = found
+    with peers.openmp_threads(threads):
+        times = alternate(jobs, settings.rounds)
+    rates = {who: [count / seconds / 1e9 for seconds in of_one.wall] for who, of_one in times.items()}
+    ratios = {
+        who: paired(times["ours"].wall, of_one.wall) for who, of_one in times.items() if who not in ("ours", "moving")
+    }
+    name = f"adam.{variant.name}" + ("" if threads == settings.threads else f".{threads}thread")
+    ceiling = ("moving the same bytes", rates["moving"])
+    return Measured([row(name, "G parameters/s", rates["ours"], ceiling=ceiling, ratios=ratios)], notes)

@@ -1,0 +1,183 @@
+"""io: reading, writing and both at once, on one file, O_DIRECT, beside fio and DeepSpeed's async I/O.
+
+The disk alone is the ceiling: the best of fio and of a few threads that only call preadv and pwritev. Every job moves
+the same file, so that all of them meet the same part of the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from infinity import native
+from infinity.disks import disk_profile
+
+from . import peers
+from .results import Measured, Row, row
+from .rounds import Times, alternate, paired
+from .settings import Settings
+
+MIB = 1024 * 1024
+FILE_NBYTES = 2048 * MIB
+REQUEST_NBYTES = 8 * MIB
+REQUESTS_AHEAD = 16
+SWEPT_BLOCKS = (64 * 1024, 256 * 1024, MIB, 4 * MIB)
+SWEPT_DEPTHS = (4, 16, 64)
+RAW_BLOCK, RAW_THREADS = 4 * MIB, 8
+DIRECTIONS = ("read", "write", "mixed")
+
+
+@dataclass
+class TestFile:
+    """The file that everybody moves."""
+
+    path: str
+    nbytes: int
+
+
+class Ours:
+    """Our engine: large requests, some of them ahead, into registered memory."""
+
+    def __init__(self, file: TestFile, kind: str, *, block_nbytes: int, depth: int):
+        self.file = file
+        self.engine = native.make_io_engine(kind=kind, block_nbytes=block_nbytes, depth=depth)
+        index = self.engine.open_file(file.path)
+        self.extent = native.Extent.in_file(index, 0, file.nbytes)
+        self.memory = native.Region(REQUESTS_AHEAD * REQUEST_NBYTES, True, 2)
+        self.engine.register([(self.memory.address, self.memory.nbytes)])
+
+    def run(self, direction: str) -> None:
+        """Moves the file once: in one direction, or one half in each."""
+        self._run(list(self._requests(direction)))
+
+    def _requests(self, direction: str) -> Iterator[tuple[Callable, int]]:
+        offsets = range(0, self.file.nbytes, REQUEST_NBYTES)
+        if direction == "mixed":
+            half = len(offsets) // 2
+            for first, second in zip(offsets[:half], offsets[half:]):
+                yield self.engine.read, first
+                yield self._write, second
+        else:
+            for offset in offsets:
+                yield (self.engine.read if direction == "read" else self._write), offset
+
+    def _write(self, extent, offset: int, address: int, nbytes: int) -> native.Ticket:
+        return self.engine.write(extent, offset, address, nbytes, checksum=False)  # peers take none
+
+    def _run(self, requests: list) -> None:
+        pending: list[native.Ticket | None] = [None] * REQUESTS_AHEAD
+        for turn, (operation, offset) in enumerate(requests):
+            slot = turn % REQUESTS_AHEAD
+            if pending[slot] is not None:
+                pending[slot].wait()
+            nbytes = min(REQUEST_NBYTES, self.file.nbytes - offset)
+            pending[slot] = operation(self.extent, offset, self.memory.address + slot * REQUEST_NBYTES, nbytes)
+        for ticket in pending:
+            if ticket is not None:
+                ticket.wait()
+
+
+class Raw:
+    """The disk and nothing else: a few threads, one system call per block."""
+
+    def __init__(self, file: TestFile):
+        self.file = file
+        self.descriptor = os.open(file.path, os.O_RDWR | os.O_DIRECT)
+        self.memory = native.Region(RAW_THREADS * RAW_BLOCK, True, 2)
+        self.threads = ThreadPoolExecutor(RAW_THREADS)
+
+    def close(self) -> None:
+        self.threads.shutdown()
+        os.close(self.descriptor)
+
+    def run(self, direction: str) -> None:
+        list(self.threads.map(lambda thread: self._share(thread, direction), range(RAW_THREADS)))
+
+    def _share(self, thread: int, direction: str) -> None:
+        block = memoryview(self.memory)[thread * RAW_BLOCK : (thread + 1) * RAW_BLOCK]
+        writes = direction == "write" or (direction == "mixed" and thread % 2)
+        move = os.pwritev if writes else os.preadv
+        for offset in range(thread * RAW_BLOCK, self.file.nbytes - RAW_BLOCK + 1, RAW_THREADS * RAW_BLOCK):
+            move(self.descriptor, [block], offset)
+
+
+def measure(settings: Settings) -> Measured:
+    """Rows io.read, io.write, io.mixed, io.read.cpu, io.threads.read; and notes on absent peers."""
+    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder, ExitStack() as stack:
+        file = _make_file(folder, settings.scaled(FILE_NBYTES, RAW_THREADS * RAW_BLOCK))
+        ours, threads = (_as_used(file, kind, folder) for kind in ("auto", "threads"))
+        raw = Raw(file)
+        stack.callback(raw.close)
+        systems = {"ours": ours.run, "raw disk": raw.run}
+        notes = []
+        if settings.peers:
+            for peer in peers.DISK_PEERS:
+                found = peer.find(file.path, file.nbytes)
+                notes += [f"{peer.NAME}: {found}"] if isinstance(found, str) else []
+                if not isinstance(found, str):
+                    stack.callback(found.close)
+                    systems[peer.NAME] = found.run
+        jobs = {(who, way): (lambda run=run, way=way: run(way)) for way in DIRECTIONS for who, run in systems.items()}
+        jobs["threads", "read"] = lambda: threads.run("read")
+        times = alternate(jobs, settings.rounds)
+        rows = _rows(times, file.nbytes, [who for who in systems if who not in ("ours", "raw disk")])
+        return Measured(rows, notes, {"io.sweep": _sweep(file)})
+
+
+def _as_used(file: TestFile, kind: str, folder: str) -> Ours:
+    """With the block size and depth that the product has measured for this disk."""
+    profile = disk_profile(folder, kind)
+    return Ours(file, kind, block_nbytes=profile.block_nbytes, depth=profile.depth)
+
+
+def _sweep(file: TestFile) -> list[dict]:
+    """Reading at every block size and depth, once each."""
+    points = []
+    for block_nbytes in SWEPT_BLOCKS:
+        for depth in SWEPT_DEPTHS:
+            ours = Ours(file, "auto", block_nbytes=block_nbytes, depth=depth)
+            start = time.perf_counter()
+            ours.run("read")
+            rate = file.nbytes / (time.perf_counter() - start) / 1e9
+            points.append({"block_nbytes": block_nbytes, "depth": depth, "GB/s": rate})
+    return points
+
+
+def _make_file(folder: str, nbytes: int) -> TestFile:
+    """Written once, so that its blocks exist and hold something."""
+    engine = native.make_io_engine()
+    path = os.path.join(folder, "file")
+    extent = native.Extent.in_file(engine.create_file(path, nbytes), 0, nbytes)
+    memory = native.Region(64 * MIB, True, 2)
+    native.tensor_at(memory, memory.address, memory.nbytes, torch.uint8).random_()
+    for offset in range(0, nbytes, memory.nbytes):
+        engine.write(extent, offset, memory.address, min(memory.nbytes, nbytes - offset)).wait()
+    return TestFile(path, nbytes)
+
+
+def _rows(times: dict[tuple[str, str], Times], nbytes: int, present: list[str]) -> list[Row]:
+    def rates(who: str, way: str) -> list[float]:
+        return [nbytes / seconds / 1e9 for seconds in times[who, way].wall]
+
+    rows = []
+    for way in DIRECTIONS:
+        tools = [who for who in ("raw disk", "fio") if who in (*present, "raw disk")]
+        limit = max(tools, key=lambda who: statistics.median(rates(who, way)))
+        wall = times["ours", way].wall
+        ratios = {who: paired(wall, times[who, way].wall) for who in present}
+        rows.append(row(f"io.{way}", "GB/s", rates("ours", way), ceiling=(limit, rates(limit, way)), ratios=ratios))
+    gib = nbytes / 2**30
+    cpu = [seconds / gib for seconds in times["ours", "read"].cpu]
+    ratios = {who: paired(cpu, [seconds / gib for seconds in times[who, "read"].cpu]) for who in present}
+    rows.append(row("io.read.cpu", "CPU s/GiB", cpu, ratios=ratios))
+    both = paired(times["threads", "read"].wall, times["ours", "read"].wall)
+    rows.append(row("io.threads.read", "GB/s", rates("threads", "read"), ratios={"uring": both}))
+    return rows

@@ -1,0 +1,82 @@
+"""The peers' AdamW over fp32 masters: the fused step alone, or the whole job with the casts and the scaling."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+
+class AdamWJob:
+    """A callable: one step. ``whole_job``: bf16 gradients in, scaled by ``factor``, fp32 master kept, bf16 weights out.
+
+    Passes are in-place where they can be and reuse their memory, as a careful user of these optimizers would have it.
+    """
+
+    def __init__(self, make_optimizer: Callable, count: int, *, whole_job: bool, factor: float):
+        self.factor, self.whole_job = factor, whole_job
+        self.master = torch.empty(count).normal_(std=0.02).requires_grad_()
+        self.master.grad = torch.empty(count).normal_(std=1e-3)
+        if whole_job:
+            self.weight = self.master.detach().to(torch.bfloat16)
+            self.grad = self.master.grad.to(torch.bfloat16)
+        self.optimizer = make_optimizer([self.master])
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        if self.whole_job:
+            self.master.grad.copy_(self.grad)
+            self.master.grad.mul_(self.factor)
+        self.optimizer.step()
+        if self.whole_job:
+            self.weight.copy_(self.master)
+
+
+def _find_torch(count: int, *, whole_job: bool, factor: float) -> AdamWJob | str:
+    def make(params):
+        return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.01, fused=True)
+
+    return AdamWJob(make, count, whole_job=whole_job, factor=factor)
+
+
+def _find_deepspeed(count: int, *, whole_job: bool, factor: float) -> AdamWJob | str:
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        def make(params):
+            return DeepSpeedCPUAdam(params, lr=1e-3, weight_decay=0.01, adamw_mode=True)
+
+        return AdamWJob(make, count, whole_job=whole_job, factor=factor)
+    except ImportError:
+        return "not installed (pip install 'infinity[peers]')"
+    except Exception as error:  # its build fails in many ways
+        return f"its CPU Adam does not build here ({str(error)[:100]!r})"
+
+
+OPTIMIZER_PEERS = (
+    SimpleNamespace(NAME="deepspeed", find=_find_deepspeed),
+    SimpleNamespace(NAME="torch", find=_find_torch),
+)
+
+
+@contextmanager
+def openmp_threads(count: int) -> Iterator[None]:
+    """``count`` threads for every OpenMP runtime in this process: torch and DeepSpeed may each have one."""
+    before = torch.get_num_threads()
+    _set_openmp_threads(count)
+    try:
+        yield
+    finally:
+        _set_openmp_threads(before)
+
+
+def _set_openmp_threads(count: int) -> None:
+    torch.set_num_threads(count)
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+    for path in mapped:
+        if path.startswith("/") and (setter := getattr(ctypes.CDLL(path), "omp_set_num_threads", None)):
+            setter(count)

@@ -1,0 +1,108 @@
+"""Results: rows, their table, and result files, one per theme, machine and day, in ``bench/results``.
+
+row       one figure: median of several runs with the lowest and highest, its ceiling, and its ratios to peers
+ceiling   what the hardware allowed in the same run
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import re
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class Row:
+    """One figure. ``ceiling`` is {"name", "value"}; a ratio above 1 means ours is better."""
+
+    name: str
+    unit: str
+    median: float
+    low: float
+    high: float
+    ceiling: dict | None = None
+    share_of_ceiling: float | None = None
+    ratios: dict[str, float] = field(default_factory=dict)
+
+
+def row(
+    name: str,
+    unit: str,
+    values: Sequence[float],
+    *,
+    ceiling: tuple[str, Sequence[float]] | None = None,
+    ratios: dict[str, float] | None = None,
+) -> Row:
+    """A row from the rounds' values. A ceiling has a value for every round; the share is the median of the pairs'."""
+    made = Row(name, unit, statistics.median(values), min(values), max(values), ratios=ratios or {})
+    if ceiling is not None:
+        what, limits = ceiling
+        made.ceiling = {"name": what, "value": statistics.median(limits)}
+        made.share_of_ceiling = statistics.median(value / limit for value, limit in zip(values, limits))
+    return made
+
+
+@dataclass
+class Measured:
+    """What a theme found. ``notes`` name what was absent, and why; ``series`` are points for the report's plots."""
+
+    rows: list[Row]
+    notes: list[str] = field(default_factory=list)
+    series: dict[str, list[dict]] = field(default_factory=dict)
+
+    def add(self, other: Measured) -> None:
+        """Takes over what another theme found."""
+        self.rows += other.rows
+        self.notes += [note for note in other.notes if note not in self.notes]
+        self.series |= other.series
+
+
+def hardware() -> str:
+    """A name for this machine, fit for a file name: the processor and the number of cores."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists() and (match := re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())):
+        model = match.group(1)
+    import psutil
+
+    return re.sub(r"[^a-z0-9]+", "-", f"{model} {psutil.cpu_count()} cores".lower()).strip("-")
+
+
+def result(theme: str, measured: Measured) -> dict:
+    """What a result file holds."""
+    query = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=7"]
+    try:
+        commit = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        commit = ""
+    return {
+        "theme": theme,
+        "hardware": hardware(),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit or "unknown",
+        **asdict(measured),
+    }
+
+
+def save(found: dict, folder: Path) -> Path:
+    """Writes ``<theme>_<hardware>_<date>.json`` into ``folder``; one that is there is replaced."""
+    path = folder / f"{found['theme']}_{found['hardware']}_{found['date']}.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    return path
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text: median, spread, share of the ceiling, ratio to each peer."""
+    lines = [f"{'':<24}{'median':>10}  {'low - high':^19}  unit"]
+    for entry in rows:
+        share = f"   {100 * entry.share_of_ceiling:.0f} % of {entry.ceiling['name']}" if entry.ceiling else ""
+        ratios = "".join(f"   {value:.2f} x {name}" for name, value in entry.ratios.items())
+        spread = f"{entry.low:.3f} - {entry.high:.3f}"
+        lines.append(f"{entry.name:<24}{entry.median:>10.3f}  {spread:^19}  {entry.unit}{share}{ratios}")
+    return "\n".join(lines)

@@ -1,0 +1,61 @@
+"""The command line: `infinity <subcommand>`, also `python -m infinity <subcommand>`.
+
+Each subcommand is one module of this package with two functions:
+
+  add_parser(subparsers)  registers the subcommand and its options
+  run(args) -> int        does the work; the result is the exit status
+
+A module imports torch and transformers inside `run` only, so that `--help` answers at once.
+
+Exit status: 0 done; 2 bad input or a world that refused (one message on stderr, no traceback);
+130 and 143 interrupted by SIGINT and SIGTERM. INFINITY_TRACEBACK=1 shows the traceback instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from ..errors import InfinityError
+
+SUBCOMMANDS = ("bench", "env", "train")
+BAD_INPUT_STATUS = 2
+INTERRUPTED_STATUS = 128 + signal.SIGINT
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="infinity",
+        description="Train PyTorch models with all the memory a machine has: GPU, CPU and NVMe.",
+    )
+    subparsers = parser.add_subparsers(dest="subcommand", metavar="<subcommand>", required=True)
+    for name in SUBCOMMANDS:
+        _module(name).add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand and returns its exit status; never raises for what the user can mend."""
+    try:
+        args = build_parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed help (0) or its message (2)
+        return stop.code
+    try:
+        return _module(args.subcommand).run(args)
+    except (InfinityError, OSError) as error:
+        if os.environ.get("INFINITY_TRACEBACK") == "1":
+            raise
+        print(f"infinity {args.subcommand}: {error}", file=sys.stderr)
+        return BAD_INPUT_STATUS
+    except KeyboardInterrupt:
+        print(f"infinity {args.subcommand}: interrupted", file=sys.stderr)
+        return INTERRUPTED_STATUS

@@ -1,0 +1,158 @@
+"""``infinity env``: what was found and chosen on this machine, and what to do where it is worse than it could be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``remedy`` is empty where nothing could be better."""
+
+    name: str
+    value: str
+    remedy: str = ""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Registers the command."""
+    parser = subparsers.add_parser("env", help="what was found and chosen on this machine, and what would be better")
+    parser.add_argument("--nvme-path", action="append", default=[], metavar="DIR", help="folder to look at (repeatable)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the findings."""
+    findings = find(args.nvme_path or [os.getcwd()])
+    if args.json:
+        print(json.dumps({finding.name: asdict(finding) for finding in findings}))
+        return 0
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"{finding.name:<{width}}  {finding.value}")
+        if finding.remedy:
+            print(f"{'':<{width}}  -> {finding.remedy}")
+    return 0
+
+
+def find(folders: list[str]) -> list[Finding]:
+    """Looks at the processor, the kernel, the memory, the GPU and ``folders``."""
+    import torch
+
+    findings = [
+        Finding("python", f"{platform.python_version()}, torch {torch.__version__}"),
+        _simd(),
+        _io(),
+        _memlock(),
+        _huge_pages(),
+        _cuda(torch),
+        _memory(),
+        _guard(torch),
+    ]
+    for folder in folders:
+        findings += _disk(folder)
+    return findings
+
+
+def _simd() -> Finding:
+    from infinity import native
+
+    units, chosen = native.simd_units(), native.simd_unit()
+    if chosen != units[0]:
+        return Finding("simd", f"{chosen} (of {', '.join(units)})", "unset INFINITY_SIMD to use the best one")
+    remedy = "" if chosen == "avx512" else "the optimizer runs faster on a processor with AVX-512"
+    return Finding("simd", f"{chosen} (of {', '.join(units)})", remedy)
+
+
+def _io() -> Finding:
+    from infinity import native
+
+    engine = native.make_io_engine()
+    if engine.backend == "uring":
+        return Finding("io", "io_uring, registered files")
+    reason = native.uring_refusal()
+    if not reason:
+        return Finding("io", "threads (INFINITY_IO=threads)", "unset INFINITY_IO: io_uring works here")
+    return Finding("io", "threads", reason)
+
+
+def _memlock() -> Finding:
+    """Registers a buffer of 64 MiB, which an ordinary memlock limit does not allow."""
+    from infinity import native
+
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
+    engine = native.make_io_engine()
+    if engine.backend != "uring":
+        return Finding("fixed buffers", "none: they need io_uring", "see io")
+    region = native.Region(64 * 1024 * 1024, True, 1)
+    engine.register([(region.address, region.nbytes)])
+    refusals = [note for note in engine.notes if "buffers" in note]
+    if refusals:
+        return Finding("fixed buffers", f"refused (memlock limit {text})", refusals[0])
+    return Finding("fixed buffers", f"registered with the kernel (memlock limit {text})")
+
+
+def _huge_pages() -> Finding:
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    setting = path.read_text().strip() if path.exists() else "not offered by this kernel"
+    chosen = setting[setting.find("[") + 1 : setting.find("]")] if "[" in setting else setting
+    if chosen in ("always", "madvise"):
+        return Finding("huge pages", f"{chosen}: used for staging and homes in memory")
+    return Finding("huge pages", chosen, f"echo madvise > {path} (as root) makes large copies cheaper")
+
+
+def _cuda(torch) -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("cuda", "none: the device is the CPU", "" if not torch.version.cuda else "check nvidia-smi")
+    name = torch.cuda.get_device_name(0)
+    return Finding("cuda", f"{name} (not used: this version computes on the CPU)")
+
+
+def _memory() -> Finding:
+    import psutil
+
+    from infinity.tiers import format_nbytes
+
+    memory = psutil.virtual_memory()
+    return Finding("memory", f"{format_nbytes(memory.available)} free of {format_nbytes(memory.total)}, "
+                             f"{os.cpu_count()} processors")  # fmt: skip
+
+
+def _guard(torch) -> Finding:
+    from infinity import guard
+
+    if guard.is_available():
+        return Finding("storage guard", "on: a parameter at rest cannot be read past torch's functions")
+    return Finding("storage guard", f"off: torch {torch.__version__} is not known here",
+                   "torch.func or DLPack on a parameter at rest would crash: use torch 2.10 to 2.13")  # fmt: skip
+
+
+def _disk(folder: str) -> list[Finding]:
+    from infinity import native
+    from infinity.errors import InfinityError
+    from infinity.tiers import format_nbytes
+
+    name = f"disk {folder}"
+    try:
+        usage = shutil.disk_usage(folder)
+        with tempfile.TemporaryDirectory(prefix="infinity-probe-", dir=folder) as probe:
+            engine = native.make_io_engine()
+            file = engine.create_file(os.path.join(probe, "probe"), native.BLOCK_NBYTES)
+            direct = engine.is_direct(file)
+    except (OSError, InfinityError) as error:
+        return [Finding(name, f"cannot be used: {error}", "name a folder that exists and is writable")]
+    free = f"{format_nbytes(usage.free)} free of {format_nbytes(usage.total)}"
+    if direct:
+        return [Finding(name, f"{free}, O_DIRECT")]
+    return [Finding(name, f"{free}, no O_DIRECT: transfers go through the page cache",
+                    "a folder on ext4 or xfs avoids the extra copy")]  # fmt: skip

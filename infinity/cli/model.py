@@ -1,0 +1,136 @@
+"""The model of `infinity train`, as transformers has it: configuration, tokenizer, weights. The engine comes later.
+
+  positions        the tokens that one sequence may have
+  byte-level text  what a model without a tokenizer reads: a token is a byte
+  cache            keys and values of past tokens, which only generation uses
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from .options import DEFAULT_SEQUENCE_LENGTH
+from .text import BYTE_VOCABULARY, SEPARATOR_BYTE
+
+if TYPE_CHECKING:
+    from torch import nn
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def read_model_config(path: Path | None) -> Any:
+    """The `transformers` configuration of a folder, of a config.json, or the built-in one."""
+    import transformers
+
+    if path is None:
+        return built_in_model_config()
+    try:
+        return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigError(f"transformers cannot read {path}: {_first_line(error)}") from None
+
+
+def built_in_model_config() -> Any:
+    """50.8 M parameters. The fused form of GELU: the one GPT-2 was written with takes a sixth longer per step."""
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        vocab_size=BYTE_VOCABULARY,
+        n_positions=512,
+        n_embd=512,
+        n_layer=16,
+        n_head=8,
+        activation_function="gelu_pytorch_tanh",
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        bos_token_id=SEPARATOR_BYTE,
+        eos_token_id=SEPARATOR_BYTE,
+    )
+
+
+def max_positions(model_config: Any) -> int:
+    """The longest sequence the model takes; one without positions takes any."""
+    return getattr(model_config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+def choose_sequence_length(wanted: int | None, model_config: Any) -> int:
+    limit = max_positions(model_config)
+    if wanted is None:
+        return min(DEFAULT_SEQUENCE_LENGTH, limit)
+    if wanted > limit:
+        raise ConfigError(f"--sequence-length {wanted} exceeds the model's {limit} positions. Give {limit} or less.")
+    return wanted
+
+
+def read_tokenizer(path: Path | None) -> Any:
+    """The folder's tokenizer, or `None`: then a token is a byte."""
+    import transformers
+
+    if path is None or not any((path / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise ConfigError(f"transformers cannot read the tokenizer in {path}: {_first_line(error)}") from None
+
+
+def check_vocabulary(model_config: Any, tokenizer: Any) -> None:
+    needed = BYTE_VOCABULARY if tokenizer is None else len(tokenizer)
+    what = "byte-level text" if tokenizer is None else "its tokenizer"
+    size = model_config.get_text_config().vocab_size
+    if size < needed:
+        raise ConfigError(f"The model's vocabulary has {size} entries but {what} needs {needed}. Give another --model.")
+
+
+def build_model(
+    path: Path | None, model_config: Any, *, dtype: str, seed: int, say: Callable[[str], None]
+) -> nn.Module:
+    """Weights of the folder, or fresh ones from the seed. A weight that the folder lacks comes from the seed too."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    torch.manual_seed(seed)
+    try:
+        if path is None or path.is_file():
+            return AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, config=model_config, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        raise ConfigError(f"transformers cannot build a causal LM from {path}: {_first_line(error)}") from None
+    if missing := sorted(found["missing_keys"]):
+        say(f"{len(missing)} weights are not in {path} and start from the seed: {', '.join(missing[:4])}")
+    return model
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(f"{type(model).__name__} has no gradient checkpointing. Leave out --gradient-checkpointing.")
+    # transformers renamed it on the way to version 6
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+@contextlib.contextmanager
+def no_cache(model: nn.Module) -> Iterator[None]:
+    """A cache of keys and values serves generation; in training it would only hold memory."""
+    config, used = model.config, getattr(model.config, "use_cache", None)
+    if used is not None:
+        config.use_cache = False
+    del model
+    try:
+        yield
+    finally:
+        if used is not None:
+            config.use_cache = used
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,163 @@
+"""`infinity train`: trains a `transformers` causal language model whose state may exceed the memory it is given.
+
+Here is the order of things; each noun has its file. Every module imports only those above it:
+
+  text, options, interrupt    what is learned from; what the command line takes; a signal, until a step is complete
+  settings, model             the engine's options; the model as transformers has it
+  job                         the loop and its checkpoints
+  progress, report, sample    what is shown: during the job, of its numbers, of its result
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+import infinity
+
+from ..errors import ConfigError
+from ..tiers import parse_nbytes
+from .interrupt import Interrupt
+from .job import Job, has_checkpoint, held_out_loss, make_job, resume, train
+from .model import (
+    build_model,
+    check_vocabulary,
+    checkpoint_activations,
+    choose_sequence_length,
+    no_cache,
+    read_model_config,
+    read_tokenizer,
+)
+from .options import add_options, check_options
+from .progress import make_progress
+from .report import make_report, measure_disks, print_report
+from .sample import printable, sample
+from .settings import engine_config, engine_settings
+from .text import Batches, TextFiles, find_text_files, read_corpus
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DEFAULT_PROMPT = "def "  # for the default data, which is Python
+
+DESCRIPTION = """\
+Trains a causal language model of transformers, with parameters and optimizer state at home on the
+device, the host or NVMe, and saves a folder that AutoModelForCausalLM.from_pretrained loads.
+Without --model it is a GPT-2 style model of about 50 M parameters from fresh weights; without
+--data it learns the source files of CPython's standard library, byte by byte."""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="train or fine-tune a causal language model",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The whole job; returns the exit status. Bad input raises before the model is built."""
+    check_options(args)
+    settings = engine_settings(args)
+    files = find_text_files(args.data)
+    console = _prepare(args)
+    engine_config(settings)  # a wrong engine option is refused here already
+
+    model_config = read_model_config(args.model)
+    tokenizer = read_tokenizer(args.model)
+    check_vocabulary(model_config, tokenizer)
+    batches = _make_batches(args, files, choose_sequence_length(args.sequence_length, model_config), tokenizer)
+
+    model = build_model(args.model, model_config, dtype=args.dtype, seed=args.seed, say=console.print)
+    if args.gradient_checkpointing:
+        checkpoint_activations(model)
+    config = engine_config(settings, model)
+    measured_disk = measure_disks(config)
+    with no_cache(model):
+        job = make_job(args, model, batches, config)
+        del model  # from here on the job holds the only reference, so that it can let go of it
+        _begin(args, job, console)
+        with Interrupt() as interrupt, make_progress(console, job) as progress:
+            counts = train(job, interrupt=interrupt, show=progress.show)
+        if interrupt.signum is not None:
+            return _end_interrupted(args, job, console, interrupt.signum)
+        loss_after = held_out_loss(job.model, job.held_out)
+    report = make_report(job, counts=counts, config=config, measured_disk=measured_disk, loss_after=loss_after)
+    print_report(console, report)
+    if args.out is not None:
+        report.update(_save_and_sample(args, job, tokenizer, console))
+    else:
+        console.print("The trained model is not saved: no --out.")
+    if args.json:
+        print(json.dumps(report))
+    return 0
+
+
+def _prepare(args: argparse.Namespace) -> Console:
+    """Imports what is heavy, silences what would draw into the progress bar; returns where to print."""
+    try:
+        import torch
+        import transformers
+        from rich.console import Console
+    except ImportError as error:
+        raise ConfigError(f"{error}: `infinity train` needs it. pip install 'infinity-engine[train]'") from None
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return Console(stderr=args.json, highlight=False, markup=False, soft_wrap=True)
+
+
+def _make_batches(args: argparse.Namespace, files: TextFiles, sequence_length: int, tokenizer: Any) -> Batches:
+    limit_nbytes = parse_nbytes(args.data_limit, "--data-limit")
+    corpus = read_corpus(files, sequence_length=sequence_length, limit_nbytes=limit_nbytes, tokenizer=tokenizer)
+    return Batches(corpus=corpus, batch_size=args.batch_size, sequence_length=sequence_length, seed=args.seed)
+
+
+def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
+    """Says what will run, and puts the job at its first step: the checkpoint's, or step 0 with its held-out loss."""
+    corpus, options = job.batches.corpus, job.fixed_values
+    console.print(
+        f"{options['parameters']:,} parameters in {options['dtype']}, {job.tokens_per_step:,} tokens per step\n"
+        f"{corpus.source}: {corpus.train_ntokens:,} tokens to train on, {corpus.held_out_ntokens:,} held out"
+    )
+    if args.resume and has_checkpoint(args.checkpoint):
+        resume(job)
+        console.print(f"Continuing from step {job.first_step} of {args.checkpoint}")
+        return
+    if args.resume:
+        console.print(f"No checkpoint in {args.checkpoint}: starting fresh")
+    elif has_checkpoint(args.checkpoint):
+        console.print(f"Starting fresh; the checkpoint in {args.checkpoint} will be replaced (--resume continues it)")
+    job.loss_before = held_out_loss(job.model, job.held_out)
+    console.print(f"held-out loss {job.loss_before:.4f}")
+
+
+def _end_interrupted(args: argparse.Namespace, job: Job, console: Console, signum: int) -> int:
+    saved = f"saved to {args.checkpoint}; --resume continues" if args.checkpoint else "nothing saved (no --checkpoint)"
+    console.print(f"Interrupted after step {job.next_step} of {job.steps}: {saved}")
+    if args.json:
+        print(json.dumps({"interrupted": True, "steps": job.next_step, "losses": job.losses}))
+    return 128 + signum
+
+
+def _save_and_sample(args: argparse.Namespace, job: Job, tokenizer: Any, console: Console) -> dict[str, str]:
+    infinity.save_pretrained(job.model, args.out)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(args.out)
+    console.print(f"Saved to {args.out}")
+    batches, seed = job.batches, job.seed
+    job.let_go()
+    result = {"out": str(args.out)}
+    if args.sample_bytes:
+        prompt = args.prompt or (DEFAULT_PROMPT if args.data is None else None)
+        prompt, text = sample(
+            args.out, prompt=prompt, ntokens=args.sample_bytes, seed=seed, tokenizer=tokenizer, batches=batches
+        )
+        console.print(f"A sample of it, loaded by transformers alone:\n{printable(prompt + text)}")
+        result.update(prompt=prompt, sample=text)
+    return result
