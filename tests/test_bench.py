@@ -1,0 +1,145 @@
+"""`infinity bench`: the rows it promises, one JSON object, and a page of what was measured. Sizes are tiny: nothing here
+looks at how fast anything is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.bench import report, results
+from infinity.bench.rounds import Times, alternate, paired
+from infinity.cli import main
+from infinity.errors import ConfigError
+
+ROWS = {
+    "io": {"io.read", "io.write", "io.mixed", "io.read.cpu", "io.threads.read"},
+    "adam": {"adam.split", "adam.fp32", "adam.int8"},
+    "update": {"update.nvme"},
+    "pool": {"pool.lease"},
+    "copy": {"copy.host_to_device", "copy.device_to_host"},
+}
+
+
+def bench(*arguments: str, folder, timeout: float = 200) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "infinity", "bench", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.parametrize("theme", ROWS)
+def test_a_theme_prints_one_object_with_its_rows(theme, tmp_path):
+    """Method: a tiny run with `--json -`; standard output is one object with the fields and rows of the contract, every
+    figure is positive, and the folder is as empty as before."""
+    done = bench(theme, "--json", "-", "--scale", "0.02", "--rounds", "1", "--no-peers", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {"theme", "hardware", "date", "commit", "rows"} <= found.keys() and found["theme"] == theme
+    names = [row["name"] for row in found["rows"]]
+    assert ROWS[theme] <= set(names) and len(set(names)) == len(names)
+    for row in found["rows"]:
+        assert {"name", "unit", "median", "low", "high", "ceiling", "share_of_ceiling", "ratios"} <= row.keys()
+        assert 0 < row["low"] <= row["median"] <= row["high"], row
+        assert row["ceiling"] is None or row["ceiling"]["value"] > 0
+    assert list(tmp_path.iterdir()) == []
+    assert f"{theme}." in done.stderr, "the table is told apart from the object"
+
+
+def test_results_are_written_where_they_are_asked_for(tmp_path, capsys):
+    """Method: `--json` with a file, then with a folder; both hold the same theme."""
+    quick = ["--scale", "0.02", "--rounds", "1", "--no-peers", "--folder", str(tmp_path)]
+    assert main(["bench", "pool", "--json", str(tmp_path / "one.json"), *quick]) == 0
+    (tmp_path / "results").mkdir()
+    assert main(["bench", "pool", "--json", str(tmp_path / "results"), *quick]) == 0
+    (kept,) = (tmp_path / "results").iterdir()
+    assert kept.name.startswith("pool_") and json.loads(kept.read_text())["theme"] == "pool"
+    assert json.loads((tmp_path / "one.json").read_text())["theme"] == "pool"
+    assert "pool.lease" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments, tells", [
+    (["--rounds", "0"], "--rounds 0"), (["--threads", "0"], "--threads 0"), (["--scale", "0"], "--scale 0"),
+    (["--scale", "nan"], "--scale nan"), (["--folder", "/nowhere"], "--folder /nowhere"),
+])  # fmt: skip
+def test_bad_options_are_refused(arguments, tells, capsys):
+    assert main(["bench", "pool", *arguments]) == 2
+    assert tells in capsys.readouterr().err
+
+
+# --- rounds and ratios ---
+
+
+def test_jobs_take_turns_and_the_first_round_does_not_count():
+    """Method: jobs that write down when they ran; a job that knows its own time is believed."""
+    ran = []
+    jobs = {"a": lambda: ran.append("a"), "b": lambda: ran.append("b"), "c": lambda: Times([7.0], [3.0])}
+    times = alternate(jobs, 2)
+    assert ran == ["a", "b"] * 3
+    assert len(times["a"].wall) == 2 and times["c"].wall == [7.0, 7.0] and times["c"].cpu == [3.0, 3.0]
+
+
+def test_a_ratio_is_of_pairs():
+    """Method: a machine that gets three times slower half-way; pairs say twice as good, medians of each would not."""
+    ours, theirs = [1.0, 1.0, 3.0, 3.0, 3.0], [2.0, 2.0, 6.0, 6.0, 6.0]
+    assert paired(ours, theirs) == 2.0
+    assert results.row("x", "s", ours, ceiling=("limit", theirs)).share_of_ceiling == 0.5
+
+
+# --- the report ---
+
+
+def a_result() -> dict:
+    measured = results.Measured(
+        [results.row("io.read", "GB/s", [1.0, 2.0, 3.0], ceiling=("raw <disk>", [4.0, 4.0, 4.0]), ratios={"fio": 1.5})],
+        ["a peer was absent"],
+        {
+            "io.sweep": [{"block_nbytes": 4096 * n, "depth": d, "GB/s": n / d} for n in (1, 2) for d in (4, 16)],
+            "adam.threads": [{"threads": 1, "split": 1.0, "moving": 1.2}, {"threads": 2, "split": 1.5, "moving": 1.6}],
+            "update.timeline": [{"kind": kind, "slot": 0, "start": 0.1, "end": 0.2} for kind in ("load", "step", "save")],
+        },
+    )
+    return results.result("io", measured)
+
+
+def test_the_report_has_every_figure_and_plot(tmp_path):
+    """Method: one made-up result; the page names its figures, draws its three plots, and escapes what it shows."""
+    results.save(a_result(), tmp_path)
+    page = report.write(tmp_path, tmp_path / "page.html").read_text()
+    for text in ("io.read", "2.000", "50 % of raw &lt;disk&gt;", "x fio", "1.50", "a peer was absent"):
+        assert text in page, text
+    assert page.count("<svg") == 3 and "<disk>" not in page
+
+
+def test_a_folder_without_results_is_an_error_that_says_how_to_make_some(tmp_path):
+    with pytest.raises(ConfigError, match="infinity bench all --json"):
+        report.write(tmp_path, tmp_path / "page.html")
+
+
+ODD = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.just([]), st.just({}))
+
+
+def replaced(content, path: list[int], odd):
+    """``content`` with the part that ``path`` leads to replaced."""
+    if not path or not isinstance(content, (dict, list)) or not content:
+        return odd
+    keys = list(content) if isinstance(content, dict) else list(range(len(content)))
+    key = keys[path[0] % len(keys)]
+    changed = dict(content) if isinstance(content, dict) else list(content)
+    changed[key] = replaced(content[key], path[1:], odd)
+    return changed
+
+
+@settings(max_examples=300, deadline=None)
+@given(path=st.lists(st.integers(0, 20), max_size=6), odd=ODD)
+def test_what_is_no_result_is_refused_by_name(tmp_path_factory, path, odd):
+    """Method: a good result with any part of it replaced by something odd; a page, or a ConfigError naming the file,
+    and nothing else."""
+    folder = tmp_path_factory.mktemp("results")
+    (folder / "odd.json").write_text(json.dumps(replaced(a_result(), path, odd)))
+    try:
+        report.write(folder, folder / "page.html")
+    except ConfigError as error:
+        assert "odd.json" in str(error)

@@ -1,0 +1,123 @@
+"""Disks are measured once, what is kept is checked, and the bytes go where the rates say."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from infinity import disks, native
+from infinity.store import ShardStore
+from infinity.tiers import Ledger, Tier
+from infinity.trace import Traffic
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path, monkeypatch):
+    """A cache of its own, and a process that remembers nothing."""
+    monkeypatch.setenv("INFINITY_CACHE", str(tmp_path / "cache"))
+    forget = disks.disk_profile.cache_clear
+    forget()
+    yield tmp_path / "cache"
+    forget()
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[str]:
+    """The folders that were measured, instead of measuring them."""
+    folders = []
+
+    def measure(folder: str, kind: str) -> disks.DiskProfile:
+        folders.append(folder)
+        return disks.DiskProfile(3e9, 2e9, 2.5e9, 4 * disks.MIB, 16)
+
+    monkeypatch.setattr(disks, "_measure", measure)
+    return folders
+
+
+def test_a_disk_is_measured_once_and_kept(tmp_path, measured, cache_folder):
+    """Method: ask in one process, forget, ask again; the second answer comes from the file. Another identity, or no
+    file, is measured anew."""
+    first = disks.disk_profile(str(tmp_path))
+    disks.disk_profile.cache_clear()
+    assert disks.disk_profile(str(tmp_path)) == first and len(measured) == 1
+    assert [one for one in os.listdir(cache_folder)] == ["disks.json"]
+    os.remove(cache_folder / "disks.json")
+    disks.disk_profile.cache_clear()
+    assert disks.disk_profile(str(tmp_path)) == first and len(measured) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '{"a": 1}', '{"a": {"read_rate": 1}}', "\x00", "[" * 100000])
+def test_a_damaged_cache_is_measured_anew_and_replaced(tmp_path, measured, cache_folder, text):
+    cache_folder.mkdir()
+    (cache_folder / "disks.json").write_text(text)
+    assert disks.disk_profile(str(tmp_path)).depth == 16 and len(measured) == 1
+    assert json.loads((cache_folder / "disks.json").read_text())
+
+
+NUMBERS = st.one_of(st.integers(), st.floats(), st.text(max_size=3), st.none(), st.booleans())
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(entry=st.fixed_dictionaries({name: NUMBERS for name in ("read_rate", "write_rate", "mixed_rate", "block_nbytes", "depth")}))
+def test_no_content_of_the_cache_gets_through_unchecked(tmp_path, measured, cache_folder, entry):
+    """Method: any numbers under the right names; what is used is one that a disk could have."""
+    cache_folder.mkdir(exist_ok=True)
+    key = f"{disks.identity(str(tmp_path))} {native.io_kind()}"
+    (cache_folder / "disks.json").write_text(json.dumps({key: entry}))
+    disks.disk_profile.cache_clear()
+    profile = disks.disk_profile(str(tmp_path))
+    assert (profile.block_nbytes, profile.depth) in disks.SETTINGS
+    assert min(profile.read_rate, profile.write_rate, profile.mixed_rate) > 0
+
+
+def test_a_real_measurement_gives_rates_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(disks, "SETTINGS", disks.SETTINGS[:1])
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    profile = disks.disk_profile(str(folder))
+    assert min(profile.read_rate, profile.write_rate, profile.mixed_rate) > 1e6
+    assert os.listdir(folder) == []
+
+
+def test_a_folder_that_cannot_be_measured_gets_a_guess_that_is_not_kept(tmp_path, monkeypatch, cache_folder):
+    def refuse(folder: str, kind: str) -> disks.DiskProfile:
+        raise PermissionError(13, "no", folder)
+
+    monkeypatch.setattr(disks, "_measure", refuse)
+    assert disks.disk_profile(str(tmp_path)) == disks.GUESS
+    assert not cache_folder.exists()
+
+
+def test_a_user_without_a_home_can_still_use_a_disk(tmp_path, measured, monkeypatch):
+    """Method: no INFINITY_CACHE, no HOME, and a name that expands to nothing; the disk is measured and nothing kept."""
+    for name in ("INFINITY_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    assert disks.disk_profile(str(tmp_path)).depth == 16
+    assert os.listdir(tmp_path) == []
+
+
+def test_bytes_are_spread_by_rate_and_a_device_has_one_writer(tmp_path, monkeypatch):
+    """Method: three folders, two of them on one device, the other three times as fast; of many arrays the fast disk
+    holds three quarters, and the second folder of the slow device nothing."""
+    folders = [str(tmp_path / name) for name in ("slow", "fast", "slow-too")]
+    for folder in folders:
+        os.mkdir(folder)
+    rate = {"slow": 1e9, "fast": 3e9}
+    monkeypatch.setattr(disks, "identity", lambda folder: os.path.basename(folder).removesuffix("-too"))
+    monkeypatch.setattr(
+        disks, "disk_profile", lambda folder: disks.DiskProfile(*[rate[disks.identity(folder)]] * 3)
+    )
+    store = ShardStore(folders, Ledger(), Traffic(), service_nbytes=1024 * 1024)
+    held = [0, 0, 0]
+    for _ in range(64):
+        array = store.allocate(Tier.NVME, torch.float32, 4096, "an array")
+        held[array.extent.file] += array.nbytes
+    assert held[2] == 0 and held[1] == 3 * held[0]
+    assert disks.rates(folders) == (4e9, 4e9, 4e9)
