@@ -52,6 +52,15 @@ class Backend {
   virtual void wait(std::vector<PieceResult>& results, double seconds) = 0;
   virtual void wake() = 0;
 
+  // Started pieces that nothing has handed to the kernel yet: their device cannot be blamed.
+  virtual std::vector<std::uint32_t> queued() { return {}; }
+
+  // Forgets a queued piece: it will have no result. False when it reached the kernel after all.
+  virtual bool take_back(std::uint32_t) { return false; }
+
+  // The engine gave a piece up: what was serving it is not to be waited for by others.
+  virtual void give_up(std::uint32_t) {}
+
   // Forgets what has not reached the kernel: the device is hung, and its descriptors and memory are no longer to be
   // used. The backend is not used after this, and never destroyed: its threads may wait for the device for ever.
   virtual void abandon() {}

@@ -297,8 +297,8 @@ void IoEngine::start_waiting(Finished& finished) {
 void IoEngine::break_down(const std::exception_ptr& error, Finished& finished) {
   if (!broken_) broken_ = error;
   troubled_ = true;
-  for (std::size_t id = 0; id < slots_.size(); ++id)
-    if (slots_[id].ticket) give_up(slots_[id], broken_, finished);
+  for (std::uint32_t id = 0; id < slots_.size(); ++id)
+    if (slots_[id].ticket) give_up(id, broken_, finished);
   fail_the_waiting(finished);
 }
 
@@ -327,15 +327,14 @@ void IoEngine::run() {
 
 void IoEngine::serve(Finished& finished) {
   std::vector<PieceResult> results;
-  const double tick = std::min(5.0, options_.timeout_seconds / 8);
   auto last = std::chrono::steady_clock::now();
   for (;;) {
     results.clear();
-    backend_->wait(results, tick);
+    backend_->wait(results, tick());
     {
       std::lock_guard<std::mutex> lock(mutex_);
       const auto now = std::chrono::steady_clock::now();
-      clock_ += std::min(2 * tick, std::chrono::duration<double>(now - last).count());
+      clock_ += std::min(2 * tick(), std::chrono::duration<double>(now - last).count());
       last = now;
       for (const PieceResult& result : results) settle(result, finished);
       give_up_on_the_hung(finished);
@@ -401,20 +400,37 @@ void IoEngine::settle(const PieceResult& result, Finished& finished) {
 }
 
 void IoEngine::give_up_on_the_hung(Finished& finished) {
-  for (std::size_t id = 0; id < slots_.size(); ++id) {
+  if (clock_ < next_look_) return;
+  next_look_ = clock_ + tick();
+  const std::vector<std::uint32_t> queued = backend_->queued();
+  for (const std::uint32_t id : queued) slots_[id].started = next_look_;  // it reaches the kernel then, at the earliest
+  std::vector<std::uint32_t> late;
+  for (std::uint32_t id = 0; id < slots_.size(); ++id)
+    if (slots_[id].ticket && clock_ - slots_[id].started >= options_.timeout_seconds) {
+      files_[slots_[id].piece.file].hung = true;
+      late.push_back(id);
+    }
+  if (late.empty()) return;
+  // First what would only hang as well, then what does: others take its place.
+  for (const std::uint32_t id : queued) {
     InFlight& entry = slots_[id];
-    if (!entry.ticket || clock_ - entry.started < options_.timeout_seconds) continue;
-    files_[entry.piece.file].hung = true;
-    give_up(entry, hung_error(entry.piece), finished);
+    if (!files_[entry.piece.file].hung || !backend_->take_back(id)) continue;
+    finished.push_back({std::move(entry.ticket), hung_error(entry.piece)});
+    count(entry.piece.op, -1, 0);
+    entry = InFlight{};
+    free_slots_.push_back(id);
   }
+  for (const std::uint32_t id : late) give_up(id, hung_error(slots_[id].piece), finished);
 }
 
 // Tells the ticket. The slot stays taken until the device answers after all; another takes its place.
-void IoEngine::give_up(InFlight& entry, std::exception_ptr error, Finished& finished) {
+void IoEngine::give_up(std::uint32_t id, std::exception_ptr error, Finished& finished) {
+  InFlight& entry = slots_[id];
   finished.push_back({std::move(entry.ticket), std::move(error)});
   entry.ticket = nullptr;
   count(entry.piece.op, -1, 0);
   entry.given_up = true;
+  backend_->give_up(id);
   ++given_up_;
   troubled_ = true;
   free_slots_.push_back(static_cast<std::uint32_t>(slots_.size()));

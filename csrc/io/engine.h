@@ -13,6 +13,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <condition_variable>
@@ -92,7 +93,7 @@ class IoEngine {
     Piece piece;
     TicketPtr ticket;
     int stalled = 0;       // results in a row that moved nothing usable
-    double started = 0;    // by clock_
+    double started = 0;    // by clock_; reached the kernel, or may have
     bool given_up = false;  // its ticket was told; the slot waits for the device
   };
   struct Part {  // of a ticket that is over
@@ -113,7 +114,8 @@ class IoEngine {
   void break_down(const std::exception_ptr& error, Finished& finished);
   void settle(const PieceResult& result, Finished& finished);
   void give_up_on_the_hung(Finished& finished);
-  void give_up(InFlight& entry, std::exception_ptr error, Finished& finished);
+  void give_up(std::uint32_t id, std::exception_ptr error, Finished& finished);
+  double tick() const { return std::min(5.0, options_.timeout_seconds / 8); }  // between looks for hung devices
   std::exception_ptr hung_error(const Piece& piece) const;
   void count(Op op, int change, std::size_t nbytes);
 
@@ -130,6 +132,7 @@ class IoEngine {
   std::vector<std::uint32_t> free_slots_;
   std::size_t dependent_ = 0;  // submissions that wait for their `after`
   double clock_ = 0;          // seconds in which this process ran: one that was stopped must not blame the device
+  double next_look_ = 0;      // by clock_
   std::size_t given_up_ = 0;  // slots that wait for a hung device
   bool troubled_ = false;     // a device is hung, or broken_: what waits is looked through
   std::exception_ptr broken_;  // why the backend cannot serve any longer

@@ -29,7 +29,11 @@ class FaultyBackend final : public Backend {
     const bool on = static_cast<std::int64_t>(number) >= plan_.first_piece;
     const bool write = piece.op == Op::kWrite;
     if (on && chance(number, 1, plan_.eio)) return answer(id, -EIO);
-    if (on && chance(number, 10, plan_.hang)) return;
+    if (on && chance(number, 10, plan_.hang)) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      started_.erase(id);
+      return;
+    }
     if (on && write && chance(number, 2, plan_.enospc)) return answer(id, -ENOSPC);
     if (on && write && chance(number, 3, plan_.lost_write))
       return answer(id, static_cast<std::int64_t>(piece.nbytes));
@@ -83,6 +87,19 @@ class FaultyBackend final : public Backend {
   }
 
   void wake() override { inner_->wake(); }
+  std::vector<std::uint32_t> queued() override { return inner_->queued(); }
+  bool take_back(std::uint32_t id) override {
+    const bool taken = inner_->take_back(id);
+    std::lock_guard<std::mutex> lock(mutex_);
+    inside_ -= taken;
+    return taken;
+  }
+  void give_up(std::uint32_t id) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const bool inside = started_.count(id) != 0;  // else no thread of the inner one waits for it
+    lock.unlock();
+    if (inside) inner_->give_up(id);
+  }
   void abandon() override { inner_->abandon(); }
   std::string register_files(const std::vector<int>& files) override { return inner_->register_files(files); }
   std::string register_buffers(const std::vector<Span>& spans) override { return inner_->register_buffers(spans); }

@@ -1,6 +1,7 @@
 // The thread backend: pread and pwrite on a few threads, for kernels and containers without io_uring.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
@@ -16,7 +17,7 @@ namespace {
 class ThreadsBackend final : public Backend {
  public:
   explicit ThreadsBackend(int thread_count) {
-    for (int i = 0; i < thread_count; ++i) threads_.emplace_back([this] { work(); });
+    for (int i = 0; i < thread_count; ++i) add_thread();
   }
 
   ~ThreadsBackend() override {
@@ -37,6 +38,24 @@ class ThreadsBackend final : public Backend {
     }
     queued_.notify_one();
   }
+
+  std::vector<std::uint32_t> queued() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<std::uint32_t> ids;
+    for (const Job& job : queue_) ids.push_back(job.id);
+    return ids;
+  }
+
+  bool take_back(std::uint32_t id) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto job = std::find_if(queue_.begin(), queue_.end(), [id](const Job& each) { return each.id == id; });
+    if (job == queue_.end()) return false;
+    queue_.erase(job);
+    return true;
+  }
+
+  // Its thread may wait for ever: another takes its place, so that other disks go on.
+  void give_up(std::uint32_t) override { add_thread(); }
 
   void abandon() override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -68,6 +87,10 @@ class ThreadsBackend final : public Backend {
     Piece piece;
     int descriptor;
   };
+
+  void add_thread() {
+    threads_.emplace_back([this] { work(); });
+  }
 
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);

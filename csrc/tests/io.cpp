@@ -1,9 +1,15 @@
 // The I/O engine and extents: the right bytes or a typed error, each ticket finished once, nothing left behind.
 #include <fcntl.h>
+#include <linux/userfaultfd.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <cstring>
 #include <functional>
 #include <thread>
 
@@ -390,6 +396,64 @@ TEST(io, a_device_that_does_not_answer_is_an_error_in_time) {
       CHECK(error.error_number == ETIMEDOUT && has(error.what(), "hung-" + kind), error.what());
     }
   }
+}
+
+// A page that no read into it gets past until it is given: what a hung device is to the thread that asked it.
+class MissingPage {
+ public:
+  MissingPage() {
+    descriptor_ = static_cast<int>(syscall(SYS_userfaultfd, O_CLOEXEC));
+    uffdio_api api{};
+    api.api = UFFD_API;
+    if (descriptor_ < 0 || ioctl(descriptor_, UFFDIO_API, &api) != 0)
+      throw Skipped(concat("userfaultfd is not permitted: ", std::strerror(errno)));
+    void* page = mmap(nullptr, kBlockNbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    span = {static_cast<std::byte*>(page), kBlockNbytes};
+    uffdio_register range{};
+    range.range = {reinterpret_cast<std::uintptr_t>(page), kBlockNbytes};
+    range.mode = UFFDIO_REGISTER_MODE_MISSING;
+    CHECK(ioctl(descriptor_, UFFDIO_REGISTER, &range) == 0, std::strerror(errno));
+  }
+  ~MissingPage() {
+    close(descriptor_);
+    munmap(span.data, span.nbytes);
+  }
+  void give() {
+    uffdio_zeropage zero{};
+    zero.range = {reinterpret_cast<std::uintptr_t>(span.data), kBlockNbytes};
+    CHECK(ioctl(descriptor_, UFFDIO_ZEROPAGE, &zero) == 0, std::strerror(errno));
+  }
+
+  Span span;
+
+ private:
+  int descriptor_ = -1;
+};
+
+TEST(io, a_hung_disk_is_not_blamed_on_the_one_beside_it) {
+  // Two threads, both held by one disk, and more of it in the queue: the other disk's reads behind it come in.
+  MissingPage first, second;
+  Random random(77);
+  const Memory source(kBlock, random), target(kBlock), rest(kBlockNbytes);
+  IoOptions options;
+  options.kind = "threads";
+  options.threads = 2;
+  options.timeout_seconds = 0.4;
+  IoEngine engine(options);
+  const int hung = engine.create_file("beside-hung", kMib), healthy = engine.create_file("beside-healthy", kMib);
+  unlink("beside-hung"), unlink("beside-healthy");
+  wait(engine.submit({{Op::kWrite, healthy, 0, source.span}}));
+  std::vector<TicketPtr> of_hung;
+  for (const Span& span : {first.span, second.span, rest.span, rest.span})
+    of_hung.push_back(engine.submit({{Op::kRead, hung, 0, span}}));
+  const TicketPtr of_healthy = engine.submit({{Op::kRead, healthy, 0, target.span}});
+  for (const TicketPtr& ticket : of_hung) {
+    const StorageError error = thrown_by<StorageError>(ticket);
+    CHECK(error.error_number == ETIMEDOUT && has(error.what(), "beside-hung"), error.what());
+  }
+  wait(of_healthy);
+  CHECK(same(source.span, target.span));
+  first.give(), second.give();  // it answers after all: the engine ends as any other
 }
 
 TEST_OF_BACKENDS(io, what_is_cancelled_before_it_starts_moves_nothing) {
