@@ -20,7 +20,7 @@ from .errors import UsageError
 from .gradients import GradientBank, GradRecord
 from .hooks import Passes
 from .parameter import ParamHandle
-from .plan import SLOT_COUNT, MemoryPlan
+from .plan import MemoryPlan
 from .prefetch import Prefetcher
 from .schedule import Schedule
 from .shard import ParamShard
@@ -107,7 +107,7 @@ class Engine:
 
         weights = staging(plan.staging_nbytes, "staged weights")
         grads = staging(plan.grad_staging_nbytes, "staged gradients")
-        slots = staging(SLOT_COUNT * plan.slot_nbytes, "optimizer slots")
+        slots = staging(plan.slot_count * plan.slot_nbytes, "optimizer slots")
         self.store.staging = native.PinnedPool(weights) if weights else None
         self._grad_staging = native.PinnedPool(grads) if grads else None
         self._slots = slots  # the updater has its address only
@@ -119,7 +119,7 @@ class Engine:
                 self.store.engine,
                 slots.address if slots else 0,
                 slots.nbytes if slots else 0,
-                SLOT_COUNT if slots else 0,
+                plan.slot_count if slots else 0,
                 self.config.update_threads or torch.get_num_threads(),
             )
 

@@ -25,7 +25,6 @@ from .tiers import BUDGETS, Tier, format_nbytes
 MIB = 1024 * 1024
 MIN_CHUNK = native.CHECKSUM_NBYTES // 2  # elements: whole checksum blocks at every element size
 CHECKSUMMED = 5  # arrays of a shard that can be on disk, each with a last block of its own
-SLOT_COUNT = 4  # one stepping, one saving, two loading: the disk never waits for a slot
 
 
 @dataclass(frozen=True)
@@ -57,18 +56,19 @@ class Choice:
     """One rung of the ladder from generous to least workable."""
 
     units_ahead: int  # staged before they are needed
+    slot_count: int  # of the optimizer: with one stepping, the others keep loads and saves in flight
     chunk: int  # elements of one optimizer slot
     service_nbytes: int
 
 
 LADDER = (
-    Choice(3, 1024 * 1024, 4 * MIB),
-    Choice(2, 512 * 1024, 4 * MIB),
-    Choice(2, 256 * 1024, 2 * MIB),
-    Choice(1, 256 * 1024, MIB),
-    Choice(1, 128 * 1024, MIB),
-    Choice(1, 64 * 1024, MIB // 2),
-    Choice(0, MIN_CHUNK, native.CHECKSUM_NBYTES),
+    Choice(3, 8, 512 * 1024, 4 * MIB),
+    Choice(2, 8, 256 * 1024, 4 * MIB),
+    Choice(2, 8, 128 * 1024, 2 * MIB),
+    Choice(1, 8, 128 * 1024, MIB),
+    Choice(1, 8, 64 * 1024, MIB),
+    Choice(1, 8, 32 * 1024, MIB // 2),
+    Choice(0, 4, MIN_CHUNK, native.CHECKSUM_NBYTES),
 )
 
 
@@ -80,6 +80,7 @@ class MemoryPlan:
     units_ahead: int
     staging_nbytes: int  # weights on their way from disk; 0 without any
     grad_staging_nbytes: int  # gradients on their way to disk; 0 without any
+    slot_count: int
     slot_nbytes: int  # one optimizer slot; 0 when all state is in memory
     service_nbytes: int
     device_window_nbytes: int  # weights gathered at once
@@ -203,7 +204,7 @@ def _plan(
 
     add(Tier.HOST, "staged weights", staging)
     add(Tier.HOST, "staged gradients", grad_staging)
-    add(Tier.HOST, "optimizer slots", SLOT_COUNT * slot)
+    add(Tier.HOST, "optimizer slots", choice.slot_count * slot)
     add(Tier.HOST, "service buffer", service)
     add(Tier.HOST, "checksums", checksums if terms[Tier.NVME] else 0)
 
@@ -217,7 +218,7 @@ def _plan(
         if config.device_memory is not None:
             window = min(total, max(window, config.device_memory - sum(terms[Tier.DEVICE].values())))
     add(Tier.DEVICE, "gathered weights", window)
-    return MemoryPlan(tiers, choice.units_ahead, staging, grad_staging, slot, service, window, terms)
+    return MemoryPlan(tiers, choice.units_ahead, staging, grad_staging, choice.slot_count, slot, service, window, terms)
 
 
 def _slot_nbytes(shards: Sequence[ShardSize], tiers: dict[str, Tier], chunk: int) -> int:

@@ -19,7 +19,7 @@ import infinity
 from infinity import native
 from infinity.config import Config
 from infinity.errors import CapacityError, ConfigError
-from infinity.plan import LADDER, MIN_CHUNK, SLOT_COUNT, MemoryPlan, ShardSize, UnitSize, make_plan
+from infinity.plan import LADDER, MIN_CHUNK, MemoryPlan, ShardSize, UnitSize, make_plan
 from infinity.shard import ShardSpec
 from infinity.tiers import Tier
 from models import at_home, differing, loss_of, tokens, transformer, with_least
@@ -104,7 +104,7 @@ def terms_by_hand(units, plan: MemoryPlan, choice, held: int, device_memory: int
             per = sum(size for name, size in shard.spec.nbytes_per_element().items() if plan.tiers[name] is Tier.NVME)
             chunk = max(choice.chunk, 65536) if shard.spec.moment_dtype == torch.uint8 else choice.chunk
             slot = max(slot, int(per) * min(chunk, shard.numel))
-    host["optimizer slots"] = SLOT_COUNT * slot
+    host["optimizer slots"] = choice.slot_count * slot
     host["service buffer"] = choice.service_nbytes if on_disk else native.BLOCK_NBYTES
     if terms[Tier.NVME] and sum(terms[Tier.NVME].values()):
         host["checksums"] = 4 * (sum(terms[Tier.NVME].values()) // native.CHECKSUM_NBYTES + 5 * len(shards))
@@ -137,7 +137,7 @@ def test_a_plan_is_the_sum_of_its_terms(tmp_path, seed):
             assert plan.planned_nbytes(tier) == sum(plan.terms[tier].values())
         assert plan.device_window_nbytes == plan.terms[Tier.DEVICE].get("gathered weights", 0)
         assert plan.staging_nbytes == plan.terms[Tier.HOST].get("staged weights", 0)
-        assert SLOT_COUNT * plan.slot_nbytes == plan.terms[Tier.HOST].get("optimizer slots", 0)
+        assert plan.slot_count * plan.slot_nbytes == plan.terms[Tier.HOST].get("optimizer slots", 0)
         config = config_of(tmp_path, params=config.params, optimizer=config.optimizer, device_memory=device,
                            host_memory=plan.planned_nbytes(Tier.HOST) - 1)  # fmt: skip
 

@@ -8,12 +8,14 @@ compute       the same step with every array in memory
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import tempfile
 
 import torch
 
 from infinity import native
+from infinity.tiers import format_nbytes
 
 from .results import Measured, Row, row
 from .rounds import alternate
@@ -21,9 +23,10 @@ from .settings import Settings
 
 MIB = 1024 * 1024
 PARAMETERS = 32 * MIB
-SLOT_NBYTES = 14 * MIB
-SLOT_COUNT = 4
-STATES = (64 * MIB, 512 * MIB, 4096 * MIB)  # bytes of state on disk
+SLOT_NBYTES = 7 * MIB  # the engine's own, where the budget allows
+SLOT_COUNT = 8
+STATES = (64 * MIB, 512 * MIB, 4096 * MIB, 8192 * MIB)  # bytes of state on disk
+FILES = 2  # one that is stepped, one that is only moved
 SIZES = {"weight": 2, "master": 2, "exp_avg": 4, "exp_avg_sq": 4}
 LAYOUT = native.Layout(
     rule=native.Rule.ADAMW, weight=native.DType.BFLOAT16, master=native.Master.SPLIT, grad=native.DType.BFLOAT16,
@@ -138,7 +141,12 @@ def measure(settings: Settings) -> Measured:
     slowest = [step / part for step, part in zip(times["step"], alone)]
     rows.append(row("update.step_over_slowest", "ratio", slowest))
     notes = [f"update: the step takes {statistics.median(slowest):.2f} times the slowest of read, compute and write alone"]
-    rows += [_of_size(nbytes, settings) for nbytes in STATES]
+    for nbytes in STATES:
+        needed = FILES * nbytes * settings.scale
+        if shutil.disk_usage(settings.folder).free > needed:
+            rows.append(_of_size(nbytes, settings))
+        else:
+            notes.append(f"update: no row of {nbytes // MIB} MiB, {format_nbytes(needed)} of disk are not free")
     return Measured(rows, notes, {"update.timeline": timeline})
 
 
