@@ -47,6 +47,11 @@ class Placement:
     def end(self) -> int:
         return self.offset + self.numel
 
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the elements lie in the order in which they are counted."""
+        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
+
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """The parameter's view of ``flat``."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)

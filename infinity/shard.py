@@ -23,6 +23,7 @@ from .tiers import Tier
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALES = {name: name + "_scale" for name in MOMENTS}
 ARRAYS = ("weight", "master", *MOMENTS, *SCALES.values(), "grad")
+ENCODED_AT_ONCE = 1024 * 1024  # elements
 MASTER_DTYPES = {native.Master.SPLIT: torch.int16, native.Master.FLOAT32: torch.float32}
 
 
@@ -130,9 +131,25 @@ class ParamShard:
     def write_value(self, store: ShardStore, index: int, value: torch.Tensor, *, version: int) -> None:
         """Sets parameter ``index``: master and weight become ``value``."""
         self.settle()
+        self._write_encoded(store, self.layout.placements[index].offset, self._flattened(value, index), version)
+
+    def write_values(self, store: ShardStore, index: int, begin: int, values: torch.Tensor, *, version: int) -> None:
+        """Sets the elements of parameter ``index`` from ``begin`` on, counted row by row, to flat ``values``."""
+        self.settle()
         place = self.layout.placements[index]
-        for name, part in self.encode(self._flattened(value, index)).items():
-            store.write(self.arrays[name], place.offset, part, version=version)
+        values = values.to(self.spec.wrapped_dtype)
+        if place.is_row_major:
+            self._write_encoded(store, place.offset + begin, values, version)
+        else:
+            value = self.read_value(store, index)
+            value[torch.unravel_index(torch.arange(begin, begin + values.numel()), place.shape)] = values
+            self.write_value(store, index, value, version=version)
+
+    def _write_encoded(self, store: ShardStore, offset: int, flat: torch.Tensor, version: int) -> None:
+        """Master and weight of ``flat``, in pieces: what they are made of is several times as large."""
+        for begin in range(0, flat.numel(), ENCODED_AT_ONCE):
+            for name, part in self.encode(flat[begin : begin + ENCODED_AT_ONCE]).items():
+                store.write(self.arrays[name], offset + begin, part, version=version)
 
     def write_changes(
         self, store: ShardStore, index: int, weight: torch.Tensor, *, version: int, before: torch.Tensor | None = None
@@ -156,6 +173,8 @@ class ParamShard:
         dtype = self.spec.dtype
         if not self.spec.stepped or self.spec.master == native.Master.OWN:
             return {"weight": value.to(dtype)}
+        if value.dtype == dtype == torch.bfloat16 and self.spec.master == native.Master.SPLIT:
+            return {"weight": value, "master": torch.zeros_like(value, dtype=torch.int16)}
         master = value.to(torch.float32)
         if self.spec.master == native.Master.FLOAT32:
             return {"weight": master.to(dtype), "master": master}

@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,12 +88,12 @@ def wrap_model(
     plan = make_plan(sizes, config, held_nbytes=held)
     units = [ParamUnit(i, group.name, s) for i, (group, s) in enumerate(zip(groups, shards))]
     engine = Engine(config, plan, units, stepping=optimizer is not None)
-    materialized = Materialized(model, config.weights)  # meta tensors become real; undone if anything fails
+    materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real; undone if anything fails
     try:
-        materialized.fill()
+        materialized.fill(_sender(engine))
         for unit in units:
             for shard in unit.shards:
-                _send_home(engine, shard, optimizer, rule)
+                _send_home(engine, shard, optimizer, rule, done=materialized.sent)
         managed = InfinityOptimizer.__new__(InfinityOptimizer) if optimizer is not None else None
     except BaseException:
         materialized.undo()
@@ -234,13 +234,29 @@ def _spec(param: nn.Parameter, stepped: bool, rule, optimizer, config: Config) -
     )
 
 
+def _sender(engine: Engine) -> Callable[[nn.Parameter, int, torch.Tensor], None]:
+    """What takes a part of a parameter's value home, before the parameters know of the engine."""
+    places = {
+        param: (shard, index) for unit in engine.units for shard in unit.shards for index, param in enumerate(shard.params)
+    }
+
+    def send(param: nn.Parameter, begin: int, values: torch.Tensor) -> None:
+        shard, index = places[param]
+        shard.write_values(engine.store, index, begin, values, version=0)
+
+    return send
+
+
 @torch.no_grad()
-def _send_home(engine: Engine, shard: ParamShard, optimizer: torch.optim.Optimizer | None, rule) -> None:
-    """Copies values, moments and gradients to the shard's homes, parameter by parameter."""
+def _send_home(
+    engine: Engine, shard: ParamShard, optimizer: torch.optim.Optimizer | None, rule, *, done: set[nn.Parameter]
+) -> None:
+    """Copies values (but of those that are ``done``), moments and gradients to the shard's homes."""
     for index, param in enumerate(shard.params):
         if not param.numel():
             continue
-        shard.write_value(engine.store, index, param, version=0)
+        if param not in done:
+            shard.write_value(engine.store, index, param, version=0)
         if not shard.spec.stepped:
             continue
         state = optimizer.state.get(param, {})

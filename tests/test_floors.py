@@ -19,7 +19,9 @@ PACKAGE = Path(infinity.__file__).parent
 # Lowest first. `bench` and `cli` are whole folders.
 FLOORS = [
     ["errors", "guard", "trace"],
-    ["tiers", "layout", "native", "partition", "materialize"],
+    ["tiers", "layout", "native", "partition"],
+    ["weights"],
+    ["materialize"],
     ["config", "disks", "parameter"],
     ["store"],
     ["shard"],

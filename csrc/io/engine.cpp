@@ -134,6 +134,11 @@ int IoEngine::open_file(const std::string& path) {
   file.descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC | O_DIRECT);
   file.direct = file.descriptor >= 0;
   if (file.descriptor < 0 && errno == EINVAL) file.descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file.descriptor < 0 && (errno == EACCES || errno == EROFS || errno == EPERM)) {  // somebody else's: to read only
+    file.descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+    file.direct = file.descriptor >= 0;
+    if (file.descriptor < 0 && errno == EINVAL) file.descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  }
   struct stat status{};
   if (file.descriptor < 0 || fstat(file.descriptor, &status) != 0) {
     const int error = errno;

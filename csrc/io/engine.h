@@ -63,7 +63,7 @@ class IoEngine {
   // ENOSPC. O_DIRECT where the file system has it. Returns the file's index. Throws StorageError.
   int create_file(const std::string& path, std::uint64_t nbytes);
 
-  // Opens `path`, which is there already, O_DIRECT where possible. Returns the file's index. Throws StorageError.
+  // Opens `path`, which is there already, O_DIRECT where possible; to read only where that is all it allows. Returns the file's index. Throws StorageError.
   int open_file(const std::string& path);
 
   // Tells the backend the files made so far and the staging memory. Call while nothing is in flight.

@@ -1,0 +1,141 @@
+"""WeightFiles: the tensors of a safetensors file or folder, streamed in the order they lie on the disk.
+
+piece   consecutive elements of one tensor, at most a block's worth
+block   what is read at once; a few are in flight while the one before is being used
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from . import native
+from .errors import ConfigError, CorruptionError, StorageError
+
+BLOCK_NBYTES = 8 * 1024 * 1024
+BLOCKS_AHEAD = 3
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor in a file: its bytes are ``begin`` to ``end`` of it."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: torch.Size
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``begin`` and on of tensor ``name``. ``values`` is flat, and valid until the next piece is asked for."""
+
+    name: str
+    begin: int
+    values: torch.Tensor
+
+
+class WeightFiles:
+    """What a safetensors file, or a folder of them, holds. Raises ConfigError, CorruptionError or StorageError."""
+
+    def __init__(self, path: str | os.PathLike):
+        path = Path(path)
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not files or not files[0].exists():
+            raise ConfigError(f"weights={str(path)!r}: no safetensors file there")
+        self.tensors: dict[str, StoredTensor] = {}
+        for file in files:
+            self.tensors |= _read_header(file)
+
+    def stream(self, names: set[str]) -> Iterator[Piece]:
+        """The pieces of the tensors ``names``, file by file, each tensor's in order."""
+        by_file: dict[Path, dict[str, StoredTensor]] = {}
+        for name in names:
+            by_file.setdefault(self.tensors[name].file, {})[name] = self.tensors[name]
+        for file in sorted(by_file):
+            yield from _stream_file(file, by_file[file])
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    try:
+        with safe_open(file, framework="pt"):  # checks every offset against the file
+            pass
+    except SafetensorError as error:
+        raise CorruptionError(f"{file} is not a readable safetensors file: {error}") from error
+    except OSError as error:
+        raise StorageError(error.errno or 0, f"cannot read {file}: {error}", str(file)) from error
+    with open(file, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise ConfigError(f"{name} in {file} is {entry['dtype']}, which this version does not read")
+        begin, end = (8 + length + offset for offset in entry["data_offsets"])
+        found[name] = StoredTensor(file, DTYPES[entry["dtype"]], torch.Size(entry["shape"]), begin, end)
+    return found
+
+
+def _stream_file(file: Path, tensors: dict[str, StoredTensor]) -> Iterator[Piece]:
+    in_order = sorted(tensors.items(), key=lambda entry: entry[1].begin)
+    carried: dict[str, bytes] = {}  # the bytes of an element that two blocks share
+    for offset, block in _blocks(file, [(stored.begin, stored.end) for _, stored in in_order]):
+        for name, stored in in_order:
+            begin, end = max(stored.begin, offset), min(stored.end, offset + block.numel())
+            if begin >= end:
+                continue
+            values = block[begin - offset : end - offset]
+            yield from _pieces(name, stored, begin - stored.begin, values, carried)
+
+
+def _pieces(name: str, stored: StoredTensor, at: int, raw: torch.Tensor, carried: dict[str, bytes]) -> Iterator[Piece]:
+    """The whole elements among ``raw``, the bytes of a tensor from its byte ``at``, and what was carried over."""
+    size = stored.dtype.itemsize
+    if missing := -at % size:
+        shared = carried.pop(name) + bytes(raw[:missing].tolist())
+        yield Piece(name, at // size, torch.frombuffer(bytearray(shared), dtype=stored.dtype))
+        raw, at = raw[missing:], at + missing
+    if rest := raw.numel() % size:
+        carried[name] = bytes(raw[-rest:].tolist())
+        raw = raw[:-rest]
+    if raw.numel():
+        aligned = raw if raw.data_ptr() % size == 0 else raw.clone()
+        yield Piece(name, at // size, aligned.view(stored.dtype))
+
+
+def _blocks(file: Path, spans: list[tuple[int, int]]) -> Iterator[tuple[int, torch.Tensor]]:
+    """(offset, bytes) of the blocks of ``file`` that ``spans`` touch, in order, read ahead past the page cache."""
+    nbytes = os.path.getsize(file)
+    whole = nbytes // native.BLOCK_NBYTES * native.BLOCK_NBYTES  # direct I/O moves whole disk blocks
+    wanted = sorted({at for begin, end in spans for at in range(begin // BLOCK_NBYTES, -(-end // BLOCK_NBYTES))})
+    direct = [(at * BLOCK_NBYTES, min(BLOCK_NBYTES, whole - at * BLOCK_NBYTES)) for at in wanted if at * BLOCK_NBYTES < whole]
+    engine = native.make_io_engine()
+    region = native.Region((BLOCKS_AHEAD + 1) * BLOCK_NBYTES, True, 1)
+    if direct:
+        extent = native.Extent.in_file(engine.open_file(str(file)), 0, whole)
+    reads: dict[int, native.Ticket] = {}
+    for turn, (offset, length) in enumerate(direct):
+        for ahead in range(turn, min(len(direct), turn + BLOCKS_AHEAD)):
+            if ahead not in reads:
+                address = region.address + ahead % (BLOCKS_AHEAD + 1) * BLOCK_NBYTES
+                reads[ahead] = engine.read(extent, direct[ahead][0], address, direct[ahead][1])
+        reads.pop(turn).wait()
+        address = region.address + turn % (BLOCKS_AHEAD + 1) * BLOCK_NBYTES
+        yield offset, native.tensor_at(region, address, length, torch.uint8)
+    if any(end > whole for _, end in spans):
+        with open(file, "rb") as opened:
+            opened.seek(whole)
+            yield whole, torch.frombuffer(bytearray(opened.read()), dtype=torch.uint8)
