@@ -26,7 +26,7 @@ from .schedule import Schedule
 from .shard import ParamShard
 from .store import ShardStore
 from .tiers import Ledger, Reservation, Tier
-from .trace import Traffic
+from .trace import Timeline, Traffic
 from .unit import ParamUnit
 
 
@@ -38,10 +38,12 @@ class StepClock:
     step_seconds: float = 0.0
     _last: float = field(default_factory=time.perf_counter)
 
-    def tick(self) -> None:
-        now = time.perf_counter()
-        self.step_seconds, self._last = now - self._last, now
+    def tick(self) -> float:
+        """A step ends now. Returns when it began."""
+        began, now = self._last, time.perf_counter()
+        self.step_seconds, self._last = now - began, now
         self.steps += 1
+        return began
 
 
 class Engine:
@@ -50,7 +52,7 @@ class Engine:
     def __init__(self, config: Config, plan: MemoryPlan, units: list[ParamUnit], *, stepping: bool):
         self.config, self.plan, self.units = config, plan, units
         self.ledger = Ledger()
-        self.traffic = Traffic()
+        self.traffic = Traffic(timeline=Timeline(config.trace) if config.trace is not None else None)
         self.schedule = Schedule()
         self.clock = StepClock()
         self.step_index = 0
@@ -122,6 +124,8 @@ class Engine:
                 plan.slot_count if slots else 0,
                 self.config.update_threads or torch.get_num_threads(),
             )
+            if self.traffic.timeline is not None:
+                self.updater.record_events()
 
     def attach(self, names: dict[torch.Tensor, list[str]], group_of: dict[torch.Tensor, int]) -> None:
         """Makes the parameters managed ones. Their values are at home already: nothing here needs space or the disk."""
@@ -210,7 +214,18 @@ class Engine:
     def end_step(self) -> None:
         """The updates are submitted: the next forward's first units follow them from the disk."""
         self.prefetcher.fetch_ahead(self.schedule.first())
-        self.clock.tick()
+        began = self.clock.tick()
+        if self.traffic.timeline is not None:
+            self.traffic.mark("step", f"step {self.clock.steps}", began)
+            self._draw_updates()
+            self.traffic.timeline.flush()
+
+    def _draw_updates(self) -> None:
+        """Puts on the timeline what the updater has done since the last time."""
+        lanes = {"load": "nvme->host", "step": "optimizer", "save": "host->nvme"}
+        for kind, unit, _, start, end in self.updater.take_events():
+            self.traffic.mark(lanes[kind], f"{self.units[unit].name} state" if kind != "step" else self.units[unit].name,
+                              start, end)  # fmt: skip
 
     # --- everything ---
 
@@ -219,6 +234,8 @@ class Engine:
         for unit in self.units:
             for shard in unit.shards:
                 shard.settle()
+        if self.traffic.timeline is not None and self.updater is not None:
+            self._draw_updates()
 
     def shut_down(self) -> None:
         """Gives everything back: memory, descriptors, files."""
@@ -235,6 +252,8 @@ def _shut_down(store: ShardStore, shards: list[ParamShard]) -> None:
         except Exception:  # noqa: BLE001 - whoever needed these bytes was told; here they are thrown away
             shard.update = None
     store.close()
+    if store.traffic.timeline is not None:
+        store.traffic.timeline.close()
     for shard in shards:
         shard.arrays.clear()  # units and their handles refer to each other: the memory must not wait for them
 

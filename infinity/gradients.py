@@ -104,7 +104,8 @@ class GradientBank:
             )
         if grad.is_sparse:
             raise UsageError(f"{handle.name} got a sparse gradient; build the embedding with sparse=False")
-        with self._store.traffic.copying("device->host", grad.numel() * shard.spec.grad_dtype.itemsize):
+        nbytes = grad.numel() * shard.spec.grad_dtype.itemsize
+        with self._store.traffic.copying("device->host", nbytes, handle.name):
             shard.settle()
             home = self._view(handle, write=True)
             if record.state is GradState.ABSENT:
@@ -177,7 +178,7 @@ class GradientBank:
             self._settle_write(shard)
             slot = self._slot(array.nbytes)
             # Read even when nothing landed yet: parameters without a gradient keep defined bytes beside the others.
-            with self._store.traffic.stalled("nvme->host"):
+            with self._store.traffic.stalled("nvme->host", "gradients"):
                 self._store.engine.read(array.extent, 0, slot.address, array.nbytes).wait()
             self._store.verify(array, slot.address, array.nbytes)
             flat = native.tensor_at(self._staging.region, slot.address, array.numel, array.dtype)
@@ -200,8 +201,9 @@ class GradientBank:
         if shard in self._writes:
             ticket, slot = self._writes.pop(shard)
             try:
-                with self._store.traffic.stalled("host->nvme"):
+                with self._store.traffic.stalled("host->nvme", "gradients"):
                     ticket.wait()
+                self._store.traffic.mark("host->nvme", "gradients", *ticket.times)
             finally:
                 slot.release()
 

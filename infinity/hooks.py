@@ -14,10 +14,11 @@ unpacked, whatever the module returned and however it is checkpointed.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,7 @@ class Frame:
     module: torch.nn.Module
     units: list[ParamUnit]
     saves: bool = False  # whether it pushed saved-tensor hooks
+    start: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(eq=False)
@@ -61,6 +63,7 @@ class Passes:
         self._engine = weakref.ref(engine)  # the engine holds this object
         self.frames: list[Frame] = []
         self.awaited: dict[ParamUnit, set[ParamHandle]] = {}  # held by the backward; least recently used first
+        self._since: dict[ParamUnit, float] = {}  # when the backward came to each of those
         self.tasks: set[int] = set()
         self.reached: set[ParamUnit] = set()  # units that got a gradient in this backward
 
@@ -107,6 +110,8 @@ class Passes:
         if not self.frames or self.frames[-1].module is not module:
             return output  # its pre-hook failed before it entered
         frame = self.frames.pop()
+        for unit in frame.units:
+            self.engine.traffic.mark("forward", unit.name, frame.start)
         if frame.units and any(self._is_weight_view(tensor) for tensor in _tensors(output)):
             output = tree_map_only(torch.Tensor, lambda t: t.clone() if self._is_weight_view(t) else t, output)
         if frame.saves:
@@ -223,6 +228,7 @@ class Passes:
         with self.engine.store.guarding():
             self.engine.prefetcher.hold(unit, backward=True)
         self.awaited[unit] = expected
+        self._since[unit] = time.perf_counter()
 
     def landed(self, param: torch.Tensor) -> None:
         """Autograd accumulated a gradient of ``param``: it goes home."""
@@ -244,6 +250,7 @@ class Passes:
         """The backward is done with ``unit``."""
         if unit in self.awaited:
             del self.awaited[unit]
+            self.engine.traffic.mark("backward", unit.name, self._since.pop(unit))
             self.engine.prefetcher.unhold(unit)
             self.engine.gradients.close_all(unit.shards)
 

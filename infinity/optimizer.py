@@ -151,6 +151,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 after=after,
                 exp_avg_scale=extents.get("exp_avg_scale"),
                 exp_avg_sq_scale=extents.get("exp_avg_sq_scale"),
+                label=handles[0].unit.index,
             )
         )
         for handle in handles:

@@ -87,7 +87,7 @@ class Prefetcher:
             self._resident[unit] = self._resident.pop(unit)  # most recently used
         for shard in unit.shards:
             if shard.update is not None:
-                with self._store.traffic.stalled("nvme->host"):
+                with self._store.traffic.stalled("nvme->host", unit.name):
                     shard.settle()
         self.schedule.use(unit.index)
         self.fetch_ahead(self.schedule.upcoming(backward=backward))
@@ -114,7 +114,7 @@ class Prefetcher:
                 self.misses += 1
                 unit.fetch(self._store, self._slots(unit))
             if unit.residency is Residency.FETCHING:
-                with self._store.traffic.stalled("nvme->host"):
+                with self._store.traffic.stalled("nvme->host", unit.name):
                     unit.stage()
         else:
             for shard in unit.shards:

@@ -1,16 +1,95 @@
-"""Traffic: what moved over each edge between two tiers, and how long the step waited for it.
+"""Traffic: what moved over each edge between two tiers, and how long the step waited for it. Timeline: when.
 
-busy   seconds with at least one transfer in flight on the edge
-stall  seconds the training thread stood still for it
+busy    seconds with at least one transfer in flight on the edge
+stall   seconds the training thread stood still for it
+lane    what happens at one place: an edge, the forward, the optimizer; work that overlaps in a lane gets rows of its own
 """
 
 from __future__ import annotations
 
+import json
+import os
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from .errors import ConfigError
+
 EDGES = ("nvme->host", "host->nvme", "host->device", "device->host")
+LANES = ("step", "forward", "backward", "stalled", *EDGES, "optimizer")
+BUFFERED_EVENTS = 512
+
+
+class Timeline:
+    """Events in Chrome's trace format, which Perfetto and chrome://tracing open. They are appended as they come, so that
+    a job that is killed leaves a readable file too. Times are of :func:`time.perf_counter`.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        """Raises ConfigError when ``path`` cannot be written."""
+        try:
+            self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"trace={os.fspath(path)!r} cannot be written: {error.strerror}") from error
+        self._pid = os.getpid()
+        self._origin = time.perf_counter()
+        self._rows: dict[str, list[float]] = {lane: [] for lane in LANES}  # when each row of the lane is free again
+        self._lines = ["["]
+        self._write({"ph": "M", "name": "process_name", "args": {"name": "infinity"}})
+
+    def add(self, lane: str, name: str, start: float, end: float, **details) -> None:
+        """One piece of work in ``lane``."""
+        if self._descriptor is None:
+            return
+        event = {"ph": "X", "name": name, "cat": lane, "tid": self._row(lane, start, end)}
+        event |= {"ts": round(1e6 * (start - self._origin), 3), "dur": round(1e6 * max(0.0, end - start), 3)}
+        self._write(event | ({"args": details} if details else {}))
+
+    def _row(self, lane: str, start: float, end: float) -> int:
+        """A thread number for the event: of the lane's first row that is free then."""
+        rows = self._rows[lane]
+        row = next((i for i, free_at in enumerate(rows) if free_at <= start), len(rows))
+        number = 100 * LANES.index(lane) + row
+        if row == len(rows):
+            rows.append(end)
+            self._write({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": lane}})
+            self._write({"ph": "M", "name": "thread_sort_index", "tid": number, "args": {"sort_index": number}})
+        rows[row] = end
+        return number
+
+    def _write(self, event: dict) -> None:
+        self._lines.append(json.dumps({"pid": 1} | event) + ",")
+        if len(self._lines) >= BUFFERED_EVENTS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Puts everything so far into the file. A full disk ends the timeline, not the training."""
+        if self._descriptor is None or not self._lines:
+            return
+        data = "".join(line + "\n" for line in self._lines).encode()
+        self._lines.clear()
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def close(self) -> None:
+        """Ends the file: from here on it is a whole JSON array."""
+        if self._descriptor is None or os.getpid() != self._pid:  # a forked child's copy: the file is its parent's
+            return
+        self._lines.append(json.dumps({"pid": 1, "ph": "M", "name": "process_labels", "args": {"labels": "ended"}}))
+        self._lines.append("]")
+        self.flush()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __del__(self):
+        if hasattr(self, "_pid"):
+            self.close()
 
 
 @dataclass
@@ -24,21 +103,28 @@ class EdgeTraffic:
 
 @dataclass
 class Traffic:
-    """The four edges of one engine."""
+    """The four edges of one engine, and its timeline where one is kept."""
 
     edges: dict[str, EdgeTraffic] = field(default_factory=lambda: {edge: EdgeTraffic() for edge in EDGES})
+    timeline: Timeline | None = None
+
+    def mark(self, lane: str, name: str, start: float, end: float | None = None, **details) -> None:
+        """Puts work that ended now (or at ``end``) on the timeline."""
+        if self.timeline is not None:
+            self.timeline.add(lane, name, start, time.perf_counter() if end is None else end, **details)
 
     @contextmanager
-    def stalled(self, edge: str):
+    def stalled(self, edge: str, what: str = "") -> Iterator[None]:
         """Counts the block's duration as time the training thread stood still for ``edge``."""
         start = time.perf_counter()
         try:
             yield
         finally:
             self.edges[edge].stall_seconds += time.perf_counter() - start
+            self.mark("stalled", f"{edge} {what}".strip(), start)
 
     @contextmanager
-    def copying(self, edge: str, nbytes: int):
+    def copying(self, edge: str, nbytes: int, what: str = "") -> Iterator[None]:
         """Counts a copy of ``nbytes`` made by the training thread itself: busy and stalled are the same."""
         start = time.perf_counter()
         try:
@@ -49,3 +135,4 @@ class Traffic:
             traffic.nbytes += nbytes
             traffic.busy_seconds += seconds
             traffic.stall_seconds += seconds
+            self.mark(edge, what, start, nbytes=nbytes)

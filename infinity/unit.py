@@ -141,7 +141,7 @@ class ParamUnit:
         charge = ledger.reserve(Tier.DEVICE, self.weight_nbytes, f"unit {self.name}")
         self._move(Residency.GATHERING)
         try:
-            with store.traffic.copying("host->device", self.weight_nbytes):
+            with store.traffic.copying("host->device", self.weight_nbytes, self.name):
                 for i, (shard, flat) in enumerate(zip(self.shards, self.flats)):
                     source = self._staged_bytes(store, i) if from_disk else shard.weight.flat
                     guard.open(flat.untyped_storage())
@@ -151,6 +151,8 @@ class ParamUnit:
             self._move(Residency.STORED)
             self._empty(charge)
             raise
+        for read in self._reads:
+            store.traffic.mark("nvme->host", self.name, *read.times)
         self._release_slots()
         self._charge = charge
         self._move(Residency.RESIDENT)

@@ -171,7 +171,6 @@ def _check_not_yet(config: Config, mesh: Any) -> None:
     missing = {
         "micro_batch": config.micro_batch is not None,
         f"activations={config.activations!r}": config.activations not in ("auto", "device"),
-        "trace": config.trace is not None,
         "mesh": mesh is not None,
     }
     for what, asked in missing.items():

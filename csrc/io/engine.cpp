@@ -217,6 +217,7 @@ TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr
     if (error) {
       for (std::size_t i = 0; i < pieces; ++i) ticket->part_done(error);
     } else {
+      ticket->begin();
       enqueue(requests, ticket);
     }
     std::lock_guard<std::mutex> lock(mutex_);

@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace infinity {
@@ -20,7 +21,22 @@ class Ticket {
  public:
   using Callback = std::function<void(std::exception_ptr)>;
 
-  explicit Ticket(std::size_t parts) : remaining_(parts) {}
+  using Clock = std::chrono::steady_clock;
+
+  explicit Ticket(std::size_t parts) : remaining_(parts), started_(Clock::now()) {}
+
+  // What it waited for is over: its time counts from here.
+  void begin() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    started_ = Clock::now();
+  }
+
+  // Seconds of the steady clock at which it began and finished; the second means nothing before it has.
+  std::pair<double, double> times() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto seconds = [](Clock::time_point at) { return std::chrono::duration<double>(at.time_since_epoch()).count(); };
+    return {seconds(started_), seconds(finished_at_)};
+  }
 
   // One part is over. The first error is kept and reported once all parts are over, so that no part is still
   // writing into memory that the waiter then frees.
@@ -75,6 +91,7 @@ class Ticket {
         mild_ = mild;
       }
       if (--remaining_ != 0) return;
+      finished_at_ = Clock::now();
       callbacks.swap(callbacks_);
       finished_.notify_all();
     }
@@ -85,6 +102,7 @@ class Ticket {
   mutable std::mutex mutex_;
   mutable std::condition_variable finished_;
   std::size_t remaining_;
+  Clock::time_point started_, finished_at_;
   std::exception_ptr error_;
   bool mild_ = false;  // error_ is a cancellation
   std::vector<Callback> callbacks_;

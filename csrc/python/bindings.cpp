@@ -119,7 +119,8 @@ void bind_io(py::module_& m) {
       .def_readwrite("bit_flip", &FaultPlan::bit_flip)
       .def_readwrite("hang", &FaultPlan::hang)
       .def_readwrite("first_piece", &FaultPlan::first_piece);
-  shared_class<Ticket>(m, "Ticket").def("wait", &wait_for_ticket).def_property_readonly("done", &Ticket::done);
+  shared_class<Ticket>(m, "Ticket").def("wait", &wait_for_ticket).def_property_readonly("done", &Ticket::done)
+      .def_property_readonly("times", &Ticket::times);
   shared_class<Extent>(m, "Extent")
       .def_static("in_memory",
                   [](Address address, std::size_t nbytes) {
@@ -271,14 +272,14 @@ void bind_update(py::module_& m) {
                        std::shared_ptr<Extent> master, std::shared_ptr<Extent> exp_avg,
                        std::shared_ptr<Extent> exp_avg_sq, std::shared_ptr<Extent> grad, std::vector<Run> runs,
                        std::uint64_t version, TicketPtr after, std::shared_ptr<Extent> exp_avg_scale,
-                       std::shared_ptr<Extent> exp_avg_sq_scale) {
+                       std::shared_ptr<Extent> exp_avg_sq_scale, int label) {
              return UnitUpdate{layout, count, std::move(weight), std::move(master), std::move(exp_avg),
                                std::move(exp_avg_sq), std::move(grad), std::move(exp_avg_scale),
-                               std::move(exp_avg_sq_scale), std::move(runs), version, std::move(after)};
+                               std::move(exp_avg_sq_scale), std::move(runs), version, std::move(after), label};
            }),
            py::arg("layout"), py::arg("count"), py::arg("weight"), py::arg("master"), py::arg("exp_avg"),
            py::arg("exp_avg_sq"), py::arg("grad"), py::arg("runs"), py::arg("version"), py::arg("after") = nullptr,
-           py::arg("exp_avg_scale") = nullptr, py::arg("exp_avg_sq_scale") = nullptr);
+           py::arg("exp_avg_scale") = nullptr, py::arg("exp_avg_sq_scale") = nullptr, py::arg("label") = 0);
   shared_class<Updater>(m, "Updater")
       .def(py::init([](std::shared_ptr<IoEngine> engine, Address address, std::size_t nbytes, int slot_count,
                        int thread_count) {
@@ -289,11 +290,11 @@ void bind_update(py::module_& m) {
       .def_property_readonly("step_seconds", [](const Updater& u) { return u.totals().step_seconds; })
       .def_property_readonly("wait_seconds", [](const Updater& u) { return u.totals().wait_seconds; })
       .def("record_events", &Updater::record_events)
-      .def("events",
-           [](const Updater& updater) {
-             std::vector<std::tuple<std::string, int, double, double>> found;
-             for (const UpdaterEvent& event : updater.events())
-               found.emplace_back(event.kind, event.slot, event.start, event.end);
+      .def("take_events",
+           [](Updater& updater) {
+             std::vector<std::tuple<std::string, int, int, double, double>> found;
+             for (const UpdaterEvent& event : updater.take_events())
+               found.emplace_back(event.kind, event.label, event.slot, event.start, event.end);
              return found;
            })
       .def_property_readonly("elements", [](const Updater& u) { return u.totals().elements; });

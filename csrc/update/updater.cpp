@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 #include "base/check.h"
 #include "base/crc32c.h"
@@ -138,13 +139,12 @@ UpdaterTotals Updater::totals() const {
 void Updater::record_events() {
   std::lock_guard<std::mutex> lock(recorder_->mutex);
   recorder_->on = true;
-  recorder_->begin = Clock::now();
   recorder_->events.clear();
 }
 
-std::vector<UpdaterEvent> Updater::events() const {
+std::vector<UpdaterEvent> Updater::take_events() {
   std::lock_guard<std::mutex> lock(recorder_->mutex);
-  return recorder_->events;
+  return std::exchange(recorder_->events, {});
 }
 
 void Updater::run() {
@@ -271,7 +271,9 @@ void Updater::load(Chunk& chunk, int slot) {
   }
   const auto start = Clock::now();
   chunk.loads = engine_->submit(requests, job.update.after);
-  chunk.loads->on_done([recorder = recorder_, slot, start](std::exception_ptr) { recorder->add("load", slot, start); });
+  chunk.loads->on_done([recorder = recorder_, label = job.update.label, slot, start](std::exception_ptr) {
+    recorder->add("load", label, slot, start);
+  });
   chunk.slot = slot;
   slot_taken_[slot] = true;
 }
@@ -288,7 +290,8 @@ void Updater::finish(Chunk& chunk) {
     }
     if (const auto error = failure_->get()) std::rethrow_exception(error);
     step(chunk);
-    recorder_->add("step", chunk.slot, loaded);
+    const int label = chunk.job->update.label;
+    recorder_->add("step", label, chunk.slot, loaded);
     {
       std::lock_guard<std::mutex> lock(mutex_);
       totals_.step_seconds += seconds_since(loaded);
@@ -300,8 +303,8 @@ void Updater::finish(Chunk& chunk) {
     if (!requests.empty()) {
       const auto saving = Clock::now();
       saves = engine_->submit(requests);
-      saves->on_done([recorder = recorder_, slot = chunk.slot, saving](std::exception_ptr) {
-        recorder->add("save", slot, saving);
+      saves->on_done([recorder = recorder_, label, slot = chunk.slot, saving](std::exception_ptr) {
+        recorder->add("save", label, slot, saving);
       });
     }
   } catch (...) {

@@ -37,6 +37,7 @@ struct UnitUpdate {
   std::vector<Run> runs;     // ascending and disjoint; elements outside them are not touched
   std::uint64_t version = 0;  // written into the extents
   TicketPtr after;            // the gradient's landing, or null
+  int label = 0;              // whose it is, for a timeline
 };
 
 struct UpdaterTotals {
@@ -45,9 +46,10 @@ struct UpdaterTotals {
   std::uint64_t elements = 0;
 };
 
-// One moment of the pipeline, for a timeline: seconds since recording began.
+// One piece of the pipeline's work, for a timeline: seconds of the steady clock.
 struct UpdaterEvent {
   const char* kind;  // load, step or save
+  int label;         // of the update
   int slot;
   double start, end;
 };
@@ -67,9 +69,9 @@ class Updater {
 
   UpdaterTotals totals() const;
 
-  // From now on every load, step and save of a slot is remembered, for measurements: memory grows with each.
+  // From now on every load, step and save of a slot is remembered, until it is taken.
   void record_events();
-  std::vector<UpdaterEvent> events() const;
+  std::vector<UpdaterEvent> take_events();
 
   // Elements of one chunk for `layout` with these file-homed arrays; 0 when a slot is too small for any.
   static std::size_t chunk_elements(const UnitUpdate& update, std::size_t slot_nbytes);
@@ -98,15 +100,14 @@ class Updater {
   // Shared with the completions of loads and saves, for the same reason.
   struct Recorder {
     using Clock = std::chrono::steady_clock;
-    mutable std::mutex mutex;
+    std::mutex mutex;
     bool on = false;
-    Clock::time_point begin;
     std::vector<UpdaterEvent> events;
-    void add(const char* kind, int slot, Clock::time_point start) {
+    void add(const char* kind, int label, int slot, Clock::time_point start) {
       const auto end = Clock::now();
+      const auto seconds = [](Clock::time_point at) { return std::chrono::duration<double>(at.time_since_epoch()).count(); };
       std::lock_guard<std::mutex> lock(mutex);
-      const auto seconds = [&](Clock::time_point at) { return std::chrono::duration<double>(at - begin).count(); };
-      if (on) events.push_back({kind, slot, seconds(start), seconds(end)});
+      if (on) events.push_back({kind, label, slot, seconds(start), seconds(end)});
     }
   };
   struct Part {  // one file-homed array of a chunk

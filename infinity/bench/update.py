@@ -78,8 +78,11 @@ class Step:
         """One more step, told chunk by chunk: what happened in which slot, from when to when, in seconds."""
         self.updater.record_events()
         self.step(self.disk)
+        events = self.updater.take_events()
+        begin = min(start for *_, start, _ in events)
         return [
-            {"kind": kind, "slot": slot, "start": start, "end": end} for kind, slot, start, end in self.updater.events()
+            {"kind": kind, "slot": slot, "start": start - begin, "end": end - begin}
+            for kind, _, slot, start, end in events
         ]
 
     def read(self, extent, offset: int, address: int, nbytes: int) -> native.Ticket:

@@ -210,6 +210,12 @@ class EdgeCounts:
         """Of the time since the start, how much the loop stood still for a transfer."""
         return sum(moved["stall_seconds"] for moved in self.edges.values()) / max(self.at_seconds, 1e-9)
 
+    @property
+    def slowest_edge(self) -> str | None:
+        """The edge that the loop stood still for longest; None where it did for none."""
+        edge = max(self.edges, key=lambda edge: self.edges[edge]["stall_seconds"])
+        return edge if self.edges[edge]["stall_seconds"] > 0 else None
+
 
 def save_checkpoint(job: Job) -> None:
     if job.checkpoint is None:

@@ -43,6 +43,8 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--params", choices=HOMES, help="home of the parameters (default auto)")
     add("--optimizer", choices=HOMES, help="home of master weights and moments (default auto)")
+    add("--activations", choices=HOMES, help="home of what the forward saves for the backward (default auto)")
+    add("--micro-batch", type=_positive, metavar="N", help="samples that a unit runs at once (default all)")
     add(
         "--nvme-path",
         action="append",
@@ -85,6 +87,8 @@ def _add_result_options(group: argparse._ArgumentGroup) -> None:
     add("--eval-batches", type=_positive, default=4, metavar="N", help="held-out batches (default 4)")
     add("--prompt", metavar="TEXT", help="start of the sample (default: the start of the held-out text)")
     add("--sample-bytes", type=_count, default=200, metavar="N", help="bytes or tokens to sample (default 200)")
+    add("--trace", type=Path, metavar="FILE", help="write a timeline here, for `infinity trace` or Perfetto")
+    add("--tensorboard", type=Path, metavar="FOLDER", help="write loss, speed and traffic here as TensorBoard scalars")
     add("--json", action="store_true", help="the report as one JSON object on stdout, all else on stderr")
 
 

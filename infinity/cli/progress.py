@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..errors import ConfigError
 from .job import EdgeCounts, Job
 
 if TYPE_CHECKING:
@@ -57,4 +59,33 @@ class ProgressLines:
 
 
 def progress_text(job: Job, counts: EdgeCounts) -> str:
-    return f"loss {job.losses[-1]:.3f}  {job.tokens_per_second:,.0f} tokens/s  stalled {counts.stall_share:.0%}"
+    stalled = f"stalled {counts.stall_share:.0%}"
+    if counts.slowest_edge is not None:
+        stalled += f" ({counts.slowest_edge})"
+    return f"loss {job.losses[-1]:.3f}  {job.tokens_per_second:,.0f} tokens/s  {stalled}"
+
+
+class Scalars:
+    """TensorBoard's view of a job: loss, speed, stalls, and what moved over every edge."""
+
+    def __init__(self, folder: Path):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(f"--tensorboard needs the package tensorboard: pip install tensorboard ({error})") from None
+        try:
+            self._writer = SummaryWriter(str(folder))
+        except OSError as error:
+            raise ConfigError(f"--tensorboard {folder} cannot be written: {error}") from error
+
+    def show(self, job: Job, counts: EdgeCounts) -> None:
+        add, step = self._writer.add_scalar, job.next_step
+        add("train/loss", job.losses[-1], step)
+        add("train/lr", job.optimizer.param_groups[0]["lr"], step)
+        add("speed/tokens_per_second", job.tokens_per_step / job.step_seconds[-1], step)
+        add("speed/stall_share", counts.stall_share, step)
+        for edge, moved in counts.edges.items():
+            add(f"moved/{edge}_GB", moved["nbytes"] / 1e9, step)
+
+    def close(self) -> None:
+        self._writer.close()

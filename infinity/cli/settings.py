@@ -34,6 +34,9 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         "nvme_paths": args.nvme_path and [str(path) for path in args.nvme_path],
         "host_memory": args.host_memory,
         "device_memory": args.device_memory,
+        "activations": args.activations,
+        "micro_batch": args.micro_batch,
+        "trace": args.trace and str(args.trace),
         "master": args.master,
         "moments": args.moments,
     }

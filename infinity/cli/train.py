@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import infinity
@@ -19,7 +20,7 @@ import infinity
 from ..errors import ConfigError
 from ..tiers import parse_nbytes
 from .interrupt import Interrupt
-from .job import Job, has_checkpoint, held_out_loss, make_job, resume, train
+from .job import EdgeCounts, Job, has_checkpoint, held_out_loss, make_job, resume, train
 from .model import (
     build_model,
     check_vocabulary,
@@ -30,7 +31,7 @@ from .model import (
     read_tokenizer,
 )
 from .options import add_options, check_options
-from .progress import make_progress
+from .progress import ProgressBar, ProgressLines, Scalars, make_progress
 from .report import make_report, measure_disks, print_report
 from .sample import printable, sample
 from .settings import engine_config, engine_settings
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     files = find_text_files(args.data)
     console = _prepare(args)
     engine_config(settings)  # a wrong engine option is refused here already
+    scalars = Scalars(args.tensorboard) if args.tensorboard else None
 
     model_config = read_model_config(args.model)
     tokenizer = read_tokenizer(args.model)
@@ -81,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
         del model  # from here on the job holds the only reference, so that it can let go of it
         _begin(args, job, console)
         with Interrupt() as interrupt, make_progress(console, job) as progress:
-            counts = train(job, interrupt=interrupt, show=progress.show)
+            counts = train(job, interrupt=interrupt, show=_watchers(progress, scalars))
+        if scalars is not None:
+            scalars.close()
         if interrupt.signum is not None:
             return _end_interrupted(args, job, console, interrupt.signum)
         loss_after = held_out_loss(job.model, job.held_out)
@@ -94,6 +98,15 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     return 0
+
+
+def _watchers(progress: ProgressBar | ProgressLines, scalars: Scalars | None) -> Callable[[Job, EdgeCounts], None]:
+    def show(job: Job, counts: EdgeCounts) -> None:
+        progress.show(job, counts)
+        if scalars is not None:
+            scalars.show(job, counts)
+
+    return show
 
 
 def _prepare(args: argparse.Namespace) -> Console:

@@ -1,0 +1,173 @@
+"""`infinity trace`: what a timeline (``Config(trace=...)``) says: how busy each lane was, what ran under the compute, and
+which units were waited for.
+
+span      from the start of the first step that is looked at to the end of the last
+under     the share of a lane's busy time in which a forward or a backward was running
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+Interval = tuple[float, float]
+COMPUTE = ("forward", "backward")
+WIDTH, LANE_HEIGHT, MARGIN = 1000, 26, 110
+COLOURS = {"forward": "#2a8c4a", "backward": "#7a4fb0", "optimizer": "#8a6d1b", "stalled": "#c4511d"}
+EDGE_COLOUR = "#1f6fb2"
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser("trace", help="summarise a timeline, or draw it")
+    parser.add_argument("file", type=Path, help="what Config(trace=...) wrote; Perfetto opens it too")
+    parser.add_argument("--steps", type=int, default=0, metavar="N", help="look at the last N steps only (default: all)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the steps as a picture")
+    parser.add_argument("--json", action="store_true", help="the summary as one JSON object on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the summary."""
+    events = last_steps(read(args.file), args.steps)
+    found = summary(events)
+    if args.json:
+        print(json.dumps(found))
+    else:
+        _print(found)
+    if args.svg is not None:
+        args.svg.write_text(draw(events))
+    return 0
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The pieces of work in a timeline, also in one whose job was killed. Raises ConfigError."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    lines = text.rstrip().removesuffix("]").rstrip().split("\n")
+    events = []
+    for number, line in enumerate(lines):
+        line = line.strip().removesuffix(",")
+        if line in ("", "["):
+            continue
+        try:
+            event = json.loads(line)
+            if event["ph"] == "X":
+                events.append({"lane": str(event["cat"]), "name": str(event["name"]), "start": float(event["ts"]) / 1e6,
+                               "end": (float(event["ts"]) + float(event["dur"])) / 1e6})  # fmt: skip
+        except (ValueError, LookupError, TypeError) as error:
+            if number == len(lines) - 1:
+                break  # the line that was being written when the job was killed
+            raise ConfigError(f"{path}, line {number + 1}, is not of a timeline: {error!r}") from error
+    if not events:
+        raise ConfigError(f"{path} holds no event: it is not a timeline, or no step was taken")
+    return events
+
+
+def last_steps(events: list[dict], count: int) -> list[dict]:
+    """The events of the last ``count`` steps (0: all), cut at the first one's start."""
+    steps = sorted(event["start"] for event in events if event["lane"] == "step")
+    if not count or not steps:
+        return events
+    begin = steps[-min(count, len(steps))]
+    return [event | {"start": max(begin, event["start"])} for event in events if event["end"] > begin + 1e-6]
+
+
+def summary(events: list[dict]) -> dict[str, Any]:
+    """Per lane: busy seconds, share of the span, share under compute; and the units that were waited for most."""
+    begin, end = min(event["start"] for event in events), max(event["end"] for event in events)
+    by_lane: dict[str, list[Interval]] = defaultdict(list)
+    for event in events:
+        by_lane[event["lane"]].append((event["start"], event["end"]))
+    compute = union(interval for lane in COMPUTE for interval in by_lane.get(lane, ()))
+    lanes = {}
+    for lane, intervals in by_lane.items():
+        busy = union(intervals)
+        seconds = length(busy)
+        lanes[lane] = {
+            "events": len(intervals),
+            "busy_seconds": seconds,
+            "share": seconds / (end - begin) if end > begin else 0.0,
+            "under_compute": length(common(busy, compute)) / seconds if seconds else 0.0,
+        }
+    waits: dict[str, float] = defaultdict(float)
+    for event in events:
+        if event["lane"] == "stalled":
+            waits[event["name"]] += event["end"] - event["start"]
+    most = sorted(waits.items(), key=lambda entry: -entry[1])[:5]
+    steps = sum(event["lane"] == "step" for event in events)
+    return {"seconds": end - begin, "steps": steps, "lanes": lanes, "waited_for": dict(most)}
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time as ascending, disjoint intervals."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def common(first: list[Interval], second: list[Interval]) -> list[Interval]:
+    """The time that is in both; each ascending and disjoint."""
+    found, i, j = [], 0, 0
+    while i < len(first) and j < len(second):
+        begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Seconds of disjoint intervals."""
+    return sum(end - begin for begin, end in intervals)
+
+
+def _print(found: dict[str, Any]) -> None:
+    print(f"{found['steps']} steps, {found['seconds']:.3f} s")
+    print(f"{'lane':<14}{'events':>8}{'busy':>11}{'share':>8}{'under compute':>15}")
+    for lane, of_lane in found["lanes"].items():
+        print(f"{lane:<14}{of_lane['events']:>8}{of_lane['busy_seconds']:>9.3f} s{of_lane['share']:>8.0%}"
+              f"{of_lane['under_compute']:>15.0%}")  # fmt: skip
+    for name, seconds in found["waited_for"].items():
+        print(f"waited {seconds:.3f} s for {name}")
+
+
+def draw(events: list[dict]) -> str:
+    """One lane under the other, time from left to right, as an SVG picture."""
+    from ..trace import LANES
+
+    begin, end = min(event["start"] for event in events), max(event["end"] for event in events)
+    lanes = [lane for lane in LANES if any(event["lane"] == lane for event in events)]
+    scale = (WIDTH - MARGIN - 10) / max(end - begin, 1e-9)
+    parts = []
+    for number, lane in enumerate(lanes):
+        y = 10 + number * LANE_HEIGHT
+        parts.append(f"<text x='{MARGIN - 8}' y='{y + 15}' text-anchor='end'>{html.escape(lane)}</text>")
+        for event in events:
+            if event["lane"] == lane:
+                x, width = MARGIN + scale * (event["start"] - begin), max(0.4, scale * (event["end"] - event["start"]))
+                colour = "#bbb" if lane == "step" else COLOURS.get(lane, EDGE_COLOUR)
+                label = f"{event['name']}, {1e3 * (event['end'] - event['start']):.1f} ms"
+                parts.append(f"<rect x='{x:.1f}' y='{y}' width='{width:.1f}' height='{LANE_HEIGHT - 6}' fill='{colour}' "
+                             f"fill-opacity='.6'><title>{html.escape(label)}</title></rect>")  # fmt: skip
+    height = 10 + len(lanes) * LANE_HEIGHT + 24
+    for tenth in range(0, 11, 2):
+        x = MARGIN + (WIDTH - MARGIN - 10) * tenth / 10
+        parts.append(f"<text x='{x:.0f}' y='{height - 6}' text-anchor='middle'>{(end - begin) * tenth / 10:.2f} s</text>")
+    style = "<style>text { font: 12px system-ui, sans-serif; fill: #444; }</style><rect width='100%' height='100%' fill='#fff'/>"
+    return f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}'>{style}{''.join(parts)}</svg>\n"
