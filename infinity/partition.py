@@ -26,6 +26,7 @@ class Group:
     name: str
     params: list[nn.Parameter]
     owners: list[nn.Module]
+    block: nn.Module | None = None  # the module that is this unit, where it is one
 
 
 def is_managed(param: nn.Parameter) -> bool:
@@ -45,7 +46,7 @@ def partition(model: nn.Module, units: str | tuple[str, ...]) -> list[Group]:
         params = [p for p in dict.fromkeys(block.parameters()) if is_managed(p) and p not in taken]
         if params:
             taken |= set(params)
-            groups.append(Group(name, params, [block]))
+            groups.append(Group(name, params, [block], block))
     largest = max((_nbytes(group.params) for group in groups), default=0)
     groups += _rest(model, taken, small=max(SMALL_NBYTES, largest // 4), cap=max(4 * SMALL_NBYTES, largest))
     _add_outside_owners(model, groups)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import hooks, native
+from . import hooks, microbatch, native
 from .config import MOMENTS, Config
 from .engine import Engine
 from .errors import ConfigError, UsageError
@@ -78,6 +78,10 @@ def wrap_model(
     _check(model, optimizer, config, mesh)
     rule = recognise(optimizer) if optimizer is not None else None
     groups = partition(model, config.units)
+    if config.micro_batch is not None:
+        for group in groups:
+            if group.block is not None:
+                microbatch.check(group.name, group.block)
     group_of = _groups_of_optimizer(optimizer)
     shards = [_make_shards(group, group_of, rule, optimizer, config) for group in groups]
     sizes = [
@@ -110,6 +114,9 @@ def _commit(model, optimizer, managed, rule, engine: Engine, groups: list[Group]
         for owner in group.owners:
             owners.setdefault(owner, []).append(unit)
     removers = hooks.install(engine, model, owners) + _install_state_dict(engine, model)
+    if engine.config.micro_batch is not None:
+        blocks = [(group.name, group.block) for group in groups if group.block is not None]
+        removers += [microbatch.install(engine, name, block, engine.config.micro_batch) for name, block in blocks]
     if managed is not None:
         managed.__init__(engine, optimizer, rule)
         for param in group_of:
@@ -169,7 +176,6 @@ def _check_storages(names: dict[torch.Tensor, list[str]]) -> None:
 
 def _check_not_yet(config: Config, mesh: Any) -> None:
     missing = {
-        "micro_batch": config.micro_batch is not None,
         f"activations={config.activations!r}": config.activations not in ("auto", "device"),
         "mesh": mesh is not None,
     }

@@ -18,15 +18,15 @@ PACKAGE = Path(infinity.__file__).parent
 
 # Lowest first. `bench` and `cli` are whole folders.
 FLOORS = [
-    ["errors", "guard", "trace"],
-    ["tiers", "layout", "native", "partition"],
+    ["errors", "guard"],
+    ["tiers", "layout", "native", "partition", "trace"],
     ["weights"],
     ["materialize"],
     ["config", "disks", "parameter"],
     ["store"],
     ["shard"],
     ["unit", "schedule", "plan", "gradients"],
-    ["hooks", "optimizer"],
+    ["hooks", "optimizer", "microbatch"],
     ["prefetch"],
     ["engine"],
     ["wrap"],

@@ -78,7 +78,8 @@ def last_steps(events: list[dict], count: int) -> list[dict]:
     if not count or not steps:
         return events
     begin = steps[-min(count, len(steps))]
-    return [event | {"start": max(begin, event["start"])} for event in events if event["end"] > begin + 1e-6]
+    return [event | {"start": max(begin, event["start"])} for event in events
+            if (event["start"] >= begin if event["lane"] == "step" else event["end"] > begin)]  # fmt: skip
 
 
 def summary(events: list[dict]) -> dict[str, Any]:

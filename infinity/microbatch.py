@@ -1,0 +1,165 @@
+"""Micro-batches inside units: a block runs its batch in chunks while its weights are present.
+
+batch   the size of the first dimension of the block's first tensor argument
+chunk   ``micro_batch`` samples; what the forward keeps of one is its input, and the backward runs it again
+
+Weights are then loaded once in the forward and once in the backward, however many chunks there are, and what a block
+holds between them is that of one chunk. The sums over samples are those of gradient accumulation, in torch's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from .errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+# How far two samples together may differ from each alone: kernels add up in another order.
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
+OTHER_TOLERANCE = 5e-2
+
+
+def check(name: str, block: nn.Module) -> None:
+    """Raises ConfigError for a block that plainly cannot be run in parts of a batch."""
+    for path, module in block.named_modules():
+        where = f"{name}.{path}" if path else name
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ConfigError(
+                f"micro_batch: {where} is a {type(module).__name__}, whose result depends on the whole batch. Leave "
+                "micro_batch at None, or use GroupNorm or LayerNorm in its place."
+            )
+        if getattr(module, "batch_first", True) is False:
+            raise ConfigError(f"micro_batch: {where} takes the sequence first; build it with batch_first=True")
+
+
+def install(engine: Engine, name: str, block: nn.Module, samples: int) -> Remover:
+    """Has ``block`` run its forward in chunks of ``samples``."""
+    return Remover(block, Chunked(engine, name, block, samples))
+
+
+class Remover:
+    """Puts a block's own forward back."""
+
+    def __init__(self, block: nn.Module, chunked: Chunked):
+        self._block, self._own = block, block.__dict__.get("forward")
+        block.forward = chunked
+
+    def remove(self) -> None:
+        """The forward as it was."""
+        del self._block.forward
+        if self._own is not None:
+            self._block.forward = self._own
+
+
+class Chunked:
+    """The forward of a block, in chunks."""
+
+    def __init__(self, engine: Engine, name: str, block: nn.Module, samples: int):
+        self._engine, self._name, self._block, self._samples = engine, name, block, samples
+        self._forward: Callable = block.forward
+        self._checked = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        batch = tensors[0].size(0) if tensors else 0
+        if batch <= self._samples:
+            return self._forward(*args, **kwargs)
+        leaves = [self._without_cache(leaf) for leaf in leaves]
+        split = self._split(leaves, tensors[0])
+        if not self._checked:
+            self._check_independence(leaves, spec, split)
+            self._checked = True
+        outputs = []
+        for begin in range(0, batch, self._samples):
+            chunk = self._chunk(leaves, split, begin, min(begin + self._samples, batch))
+            outputs.append(self._run(chunk, spec))
+        return self._join(outputs, batch)
+
+    def _without_cache(self, leaf: Any) -> Any:
+        """A cache of keys and values would mix the chunks. In training it is of no use, and left out."""
+        if leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device)):
+            return leaf
+        if hasattr(leaf, "get_seq_length"):  # transformers' caches
+            if not torch.is_grad_enabled() or leaf.get_seq_length():
+                raise UsageError(
+                    f"micro_batch: {self._name} was called with a {type(leaf).__name__}, which does not come in chunks. "
+                    "Pass use_cache=False, or a batch of no more than micro_batch samples."
+                )
+            return None
+        return leaf
+
+    def _split(self, leaves: list, first: torch.Tensor) -> list[bool]:
+        """Which leaves are cut: tensors as long as the batch. Raises UsageError where that cannot be told."""
+        batch = first.size(0)
+        split = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.size(0) == batch for leaf in leaves]
+        others = [leaf for leaf, cut in zip(leaves, split) if cut and leaf is not first]
+        if batch in first.shape[1:] and any(other.shape != first.shape for other in others):
+            raise UsageError(
+                f"micro_batch: {self._name} was called with a batch of {batch}, which is also another dimension of its "
+                f"input {tuple(first.shape)}: which of its arguments to cut cannot be told. Use another batch size."
+            )
+        return split
+
+    @staticmethod
+    def _chunk(leaves: list, split: list[bool], begin: int, end: int) -> list:
+        return [leaf[begin:end] if cut else leaf for leaf, cut in zip(leaves, split)]
+
+    def _run(self, leaves: list, spec: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._compute(spec, *leaves)
+        return checkpoint(self._compute, spec, *leaves, use_reentrant=False)
+
+    def _compute(self, spec: Any, *leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(list(leaves), spec)
+        with self._engine.saving_tensors():
+            return self._forward(*args, **kwargs)
+
+    def _join(self, outputs: list, batch: int) -> Any:
+        flattened = [tree_flatten(output) for output in outputs]
+        spec = flattened[0][1]
+        sizes = [min(self._samples, batch - begin) for begin in range(0, batch, self._samples)]
+        joined = []
+        for parts in zip(*(leaves for leaves, _ in flattened)):
+            if not any(isinstance(part, torch.Tensor) for part in parts):
+                joined.append(parts[0])
+            elif all(part.dim() and part.size(0) == size for part, size in zip(parts, sizes)):
+                joined.append(torch.cat(parts))
+            else:
+                raise UsageError(
+                    f"micro_batch: {self._name} returned a tensor of shape {tuple(parts[0].shape)} for {sizes[0]} samples: "
+                    "what does not come per sample cannot be put together. Leave micro_batch at None."
+                )
+        return tree_unflatten(joined, spec)
+
+    @torch.no_grad()
+    def _check_independence(self, leaves: list, spec: Any, split: list[bool]) -> None:
+        """Raises UsageError when a sample's result depends on the ones beside it. Run once, without dropout."""
+        modes = {module: module.training for module in self._block.modules()}
+        try:
+            for module in modes:
+                module.training = False
+            together = self._compute(spec, *self._chunk(leaves, split, 0, 2))
+            alone = self._compute(spec, *self._chunk(leaves, split, 0, 1))
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        for both, one in zip(tree_flatten(together)[0], tree_flatten(alone)[0]):
+            if not isinstance(both, torch.Tensor) or not both.is_floating_point():
+                continue
+            if both.dim() and both.size(0) == 2 and one.size(0) == 1:
+                scale = both.abs().max().item()
+                away = (both[:1] - one).abs().max().item() if both.shape[1:] == one.shape[1:] else float("inf")
+                if not away <= TOLERANCES.get(both.dtype, OTHER_TOLERANCE) * max(scale, 1e-6):
+                    raise UsageError(
+                        f"micro_batch: the result of {self._name} for a sample changes by {away:.3g} (of {scale:.3g}) with "
+                        "the samples beside it: it depends on the whole batch. Leave micro_batch at None."
+                    )
