@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from . import native
+from .activations import ActivationStore
 from .config import Config
 from .errors import UsageError
 from .gradients import GradientBank, GradRecord
@@ -66,7 +67,7 @@ class Engine:
             account = self.ledger.accounts[tier]
             account.budget_nbytes, account.planned_nbytes = budget, plan.planned_nbytes(tier)
         self.store = ShardStore(
-            config.nvme_paths if Tier.NVME in plan.tiers.values() else (),
+            config.nvme_paths if Tier.NVME in plan.tiers.values() or config.activations == "nvme" else (),
             self.ledger,
             self.traffic,
             service_nbytes=plan.service_nbytes,
@@ -82,6 +83,7 @@ class Engine:
             raise
         self.passes = Passes(self)
         self.gradients = GradientBank(self.store, self._grad_staging)
+        self.activations = self._make_activations()
         self.prefetcher = Prefetcher(
             units,
             self.store,
@@ -109,9 +111,11 @@ class Engine:
 
         weights = staging(plan.staging_nbytes, "staged weights")
         grads = staging(plan.grad_staging_nbytes, "staged gradients")
+        activations = staging(plan.activation_staging_nbytes, "staged activations")
         slots = staging(plan.slot_count * plan.slot_nbytes, "optimizer slots")
         self.store.staging = native.PinnedPool(weights) if weights else None
         self._grad_staging = native.PinnedPool(grads) if grads else None
+        self._activation_staging = native.PinnedPool(activations) if activations else None
         self._slots = slots  # the updater has its address only
         checksums = plan.terms[Tier.HOST].get("checksums", 0)
         self._reservations.append(self.ledger.reserve(Tier.HOST, checksums, "checksums"))
@@ -126,6 +130,16 @@ class Engine:
             )
             if self.traffic.timeline is not None:
                 self.updater.record_events()
+
+    def _make_activations(self) -> ActivationStore | None:
+        """What takes activations home; None where they stay with torch."""
+        home, device_memory = self.config.activations, self.config.device_memory
+        if home in ("host", "nvme"):
+            return ActivationStore(self.store, Tier(home), self._activation_staging, spare_nbytes=None)
+        if home == "auto" and device_memory is not None:
+            spare = max(0, device_memory - self.plan.planned_nbytes(Tier.DEVICE))
+            return ActivationStore(self.store, Tier.HOST, None, spare_nbytes=spare)
+        return None
 
     def attach(self, names: dict[torch.Tensor, list[str]], group_of: dict[torch.Tensor, int]) -> None:
         """Makes the parameters managed ones. Their values are at home already: nothing here needs space or the disk."""
@@ -224,8 +238,8 @@ class Engine:
         """Puts on the timeline what the updater has done since the last time."""
         lanes = {"load": "nvme->host", "step": "optimizer", "save": "host->nvme"}
         for kind, unit, _, start, end in self.updater.take_events():
-            self.traffic.mark(lanes[kind], f"{self.units[unit].name} state" if kind != "step" else self.units[unit].name,
-                              start, end)  # fmt: skip
+            name = self.units[unit].name
+            self.traffic.mark(lanes[kind], name if kind == "step" else f"{name} state", start, end)
 
     # --- everything ---
 

@@ -39,7 +39,7 @@ class Frame:
 
     module: torch.nn.Module
     units: list[ParamUnit]
-    saves: bool = False  # whether it pushed saved-tensor hooks
+    saves: int = 0  # how many pairs of saved-tensor hooks it pushed
     start: float = field(default_factory=time.perf_counter)
 
 
@@ -97,10 +97,23 @@ class Passes:
                 self.engine.prefetcher.unhold(unit)
             raise
         frame = Frame(module, held)
-        if units and torch.is_grad_enabled():
-            torch._C._autograd._push_saved_tensors_default_hooks(*self._saving_hooks())
-            frame.saves = True
+        if torch.is_grad_enabled():
+            activations = self.engine.activations
+            if activations is not None and not self.frames and not in_backward:
+                activations.begin(self._foreign_storages(module))
+                outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+                torch._C._autograd._push_saved_tensors_default_hooks(*activations.hooks(outer))
+                frame.saves += 1
+            if units:
+                torch._C._autograd._push_saved_tensors_default_hooks(*self._saving_hooks())
+                frame.saves += 1
         self.frames.append(frame)
+
+    @staticmethod
+    def _foreign_storages(module: torch.nn.Module) -> set[int]:
+        """Storages of what the module keeps itself: buffers, and parameters that the engine does not move."""
+        own = [*module.buffers(), *(param for param in module.parameters() if handle_of(param) is None)]
+        return {tensor.untyped_storage()._cdata for tensor in own if tensor.layout is torch.strided}
 
     def leave(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """The forward of ``module`` ended, with an output or with an exception (then it is None).
@@ -114,7 +127,7 @@ class Passes:
             self.engine.traffic.mark("forward", unit.name, frame.start)
         if frame.units and any(self._is_weight_view(tensor) for tensor in _tensors(output)):
             output = tree_map_only(torch.Tensor, lambda t: t.clone() if self._is_weight_view(t) else t, output)
-        if frame.saves:
+        for _ in range(frame.saves):
             torch._C._autograd._pop_saved_tensors_default_hooks()
         if torch.is_grad_enabled() and output is not None:
             self._watch_backward(frame, args, kwargs, output)

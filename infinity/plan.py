@@ -80,6 +80,7 @@ class MemoryPlan:
     units_ahead: int
     staging_nbytes: int  # weights on their way from disk; 0 without any
     grad_staging_nbytes: int  # gradients on their way to disk; 0 without any
+    activation_staging_nbytes: int  # activations on their way to or from disk; 0 without any
     slot_count: int
     slot_nbytes: int  # one optimizer slot; 0 when all state is in memory
     service_nbytes: int
@@ -112,7 +113,9 @@ def make_plan(units: Sequence[UnitSize], config: Config, *, held_nbytes: int) ->
         for grad, choice in itertools.product(grads, LADDER):
             plan = _plan(units, config, params, optimizer, grad, choice, held_nbytes)
             if all(plan.planned_nbytes(tier) <= budgets[tier] for tier in Tier):
-                return plan if config.host_memory is None else _keep_on_host(plan, units, budgets[Tier.HOST])
+                if config.host_memory is None or config.activations == "host":
+                    return plan
+                return _keep_on_host(plan, units, budgets[Tier.HOST])
             if least is None or _excess(plan, budgets) < _excess(least, budgets):
                 least = plan
     if least.planned_nbytes(Tier.NVME) and not config.nvme_paths:
@@ -198,12 +201,15 @@ def _plan(
     grad_staging = sum(grad_sizes[:3]) if grad is Tier.NVME else 0
     if choice is LADDER[-1] and grad is Tier.NVME:
         grad_staging = sum(grad_sizes[:1])
+    # Four at once, each of whole checksum blocks.
+    activation_staging = 8 * max(choice.service_nbytes, native.CHECKSUM_NBYTES) if config.activations == "nvme" else 0
     slot = _slot_nbytes(shards, tiers, choice.chunk)
     service = choice.service_nbytes if Tier.NVME in tiers.values() else native.BLOCK_NBYTES
     checksums = 4 * (sum(terms[Tier.NVME].values()) // native.CHECKSUM_NBYTES + len(shards) * CHECKSUMMED)
 
     add(Tier.HOST, "staged weights", staging)
     add(Tier.HOST, "staged gradients", grad_staging)
+    add(Tier.HOST, "staged activations", activation_staging)
     add(Tier.HOST, "optimizer slots", choice.slot_count * slot)
     add(Tier.HOST, "service buffer", service)
     add(Tier.HOST, "checksums", checksums if terms[Tier.NVME] else 0)
@@ -218,7 +224,18 @@ def _plan(
         if config.device_memory is not None:
             window = min(total, max(window, config.device_memory - sum(terms[Tier.DEVICE].values())))
     add(Tier.DEVICE, "gathered weights", window)
-    return MemoryPlan(tiers, choice.units_ahead, staging, grad_staging, choice.slot_count, slot, service, window, terms)
+    return MemoryPlan(
+        tiers=tiers,
+        units_ahead=choice.units_ahead,
+        staging_nbytes=staging,
+        grad_staging_nbytes=grad_staging,
+        activation_staging_nbytes=activation_staging,
+        slot_count=choice.slot_count,
+        slot_nbytes=slot,
+        service_nbytes=service,
+        device_window_nbytes=window,
+        terms=terms,
+    )
 
 
 def _slot_nbytes(shards: Sequence[ShardSize], tiers: dict[str, Tier], chunk: int) -> int:

@@ -30,6 +30,7 @@ from .trace import Traffic
 JOB_PREFIX = ".infinity-"
 SWAP_NAME = "swap"
 MIB = 1024 * 1024
+GROWTH_NBYTES = 256 * MIB  # of a file that is added later, where there is room
 MAX_DEPTH = 256  # transfers in flight over all disks
 
 
@@ -47,6 +48,19 @@ class StateArray:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+@dataclass
+class Growth:
+    """A file that was added later: how much of it is used."""
+
+    file: int
+    nbytes: int
+    used: int = 0
+
+    @property
+    def left(self) -> int:
+        return self.nbytes - self.used
 
 
 class JobFolder:
@@ -126,6 +140,7 @@ class ShardStore:
         self._file_nbytes = [0] * len(self._paths)
         self._reservations: list[Reservation] = []
         self._jobs: list[JobFolder] = []
+        self._more: Growth | None = None
         self._service_nbytes = service_nbytes
         self._service: native.Region | None = None
         self.staging: native.PinnedPool | None = None  # weights on their way to the device
@@ -170,7 +185,7 @@ class ShardStore:
         regions = [*staging, self._service]
         self.engine.register([(region.address, region.nbytes) for region in regions])
 
-    def _create(self, path: Path, nbytes: int) -> None:
+    def _create(self, path: Path, nbytes: int) -> int:
         free = shutil.disk_usage(path.parent).free
         if nbytes > free:
             raise CapacityError(
@@ -179,7 +194,7 @@ class ShardStore:
                 "Config(optimizer='host')."
             )
         try:
-            self.engine.create_file(str(path), nbytes)
+            return self.engine.create_file(str(path), nbytes)
         except StorageError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -187,6 +202,36 @@ class ShardStore:
                 f"NVMe home needs {format_nbytes(nbytes)} at {path.parent.parent}, and the disk filled up while it was "
                 "being reserved. Free that much, or name more folders in nvme_paths."
             ) from error
+
+    def allocate_more(self, tier: Tier, nbytes: int, what: str) -> StateArray:
+        """Like :meth:`allocate`, of bytes, and also after :meth:`open`; the plan grows by as much. On disk they are part
+        of a further file."""
+        if tier is not Tier.NVME:
+            array = self.allocate(tier, torch.uint8, nbytes, what)
+            self.ledger.accounts[tier].planned_nbytes += round_up(nbytes, native.BLOCK_NBYTES)
+            return array
+        if self._more is None or self._more.left < nbytes:
+            self._more = self._make_file(nbytes, what)
+        extent = native.Extent.in_file(self._more.file, self._more.used, nbytes)
+        self._more.used += nbytes
+        return StateArray(tier, torch.uint8, nbytes, extent)
+
+    def _make_file(self, nbytes: int, what: str) -> Growth:
+        """A further file with room for ``nbytes``, and for more of the kind where the budget allows."""
+        account = self.ledger.accounts[Tier.NVME]
+        room = GROWTH_NBYTES if account.budget_nbytes is None else account.budget_nbytes - account.charged_nbytes
+        size = max(nbytes, min(GROWTH_NBYTES, room // native.BLOCK_NBYTES * native.BLOCK_NBYTES))
+        reservation = self.ledger.reserve(Tier.NVME, size, what)
+        account.planned_nbytes += size
+        fastest = max(range(len(self._jobs)), key=self._shares.__getitem__)
+        path = self._jobs[fastest].path / f"{SWAP_NAME}-{len(self._reservations)}"
+        try:
+            file = self._create(path, size)
+        except BaseException:
+            reservation.release()
+            raise
+        self._reservations.append(reservation)
+        return Growth(file, size)
 
     # --- moving parts of arrays, synchronously ---
 

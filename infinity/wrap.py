@@ -140,7 +140,8 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Co
         raise UsageError("this optimizer is wrapped already: give wrap_model the plain one, or unwrap_model first")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    _check_not_yet(config, mesh)
+    if mesh is not None:
+        raise ConfigError("mesh is not available in this version: leave it at None")
     native.simd_unit()  # raises for an unknown INFINITY_SIMD
     names = parameter_names(model)
     for param, param_names in names.items():
@@ -172,16 +173,6 @@ def _check_storages(names: dict[torch.Tensor, list[str]]) -> None:
                 f"parameters {name} and {other} share memory without being one Parameter. Tie them properly "
                 f"(module.weight = other.weight), or give one of them a copy."
             )
-
-
-def _check_not_yet(config: Config, mesh: Any) -> None:
-    missing = {
-        f"activations={config.activations!r}": config.activations not in ("auto", "device"),
-        "mesh": mesh is not None,
-    }
-    for what, asked in missing.items():
-        if asked:
-            raise ConfigError(f"{what} is not available in this version: leave it at its default")
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, names: dict, config: Config) -> None:

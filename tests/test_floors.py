@@ -25,7 +25,7 @@ FLOORS = [
     ["config", "disks", "parameter"],
     ["store"],
     ["shard"],
-    ["unit", "schedule", "plan", "gradients"],
+    ["unit", "schedule", "plan", "gradients", "activations"],
     ["hooks", "optimizer", "microbatch"],
     ["prefetch"],
     ["engine"],
