@@ -12,7 +12,8 @@ factor     a multiplication of the gradient that was asked for and not done yet:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -97,11 +98,7 @@ class GradientBank:
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Adds ``grad`` to what has landed. Raises UsageError when a step has consumed that already."""
         record, shard = handle.grad, handle.shard
-        if record.state is GradState.CONSUMED:
-            raise UsageError(
-                f"a second backward through {handle.name} after optimizer.step(): its gradient was consumed by the "
-                "step. Call optimizer.zero_grad() between step() and the next backward()."
-            )
+        self._refuse_consumed(handle)
         if grad.is_sparse:
             raise UsageError(f"{handle.name} got a sparse gradient; build the embedding with sparse=False")
         nbytes = grad.numel() * shard.spec.grad_dtype.itemsize
@@ -113,6 +110,39 @@ class GradientBank:
             else:
                 self._apply_factors(record, home)
                 home.add_(grad)
+        record.state = GradState.LANDED
+
+    @staticmethod
+    def _refuse_consumed(handle: ParamHandle) -> None:
+        if handle.grad.state is GradState.CONSUMED:
+            raise UsageError(
+                f"a second backward through {handle.name} after optimizer.step(): its gradient was consumed by the "
+                "step. Call optimizer.zero_grad() between step() and the next backward()."
+            )
+
+    @contextmanager
+    def landing_rows(self, handle: ParamHandle, *, wanted: bool) -> Iterator[Callable]:
+        """Lands a gradient in parts: yields ``land(begin, end, compute)``, which puts what ``compute()`` returns where
+        rows ``begin`` to ``end`` are. Raises UsageError as :meth:`land` does."""
+        record, shard = handle.grad, handle.shard
+        if not wanted:
+            yield lambda begin, end, compute: None
+            return
+        self._refuse_consumed(handle)
+        first = record.state is GradState.ABSENT
+
+        def land(begin: int, end: int, compute: Callable[[], torch.Tensor]) -> None:
+            part = compute()
+            with self._store.traffic.copying("device->host", part.numel() * shard.spec.grad_dtype.itemsize, handle.name):
+                with self._store.guarding():
+                    shard.settle()
+                    home = self._view(handle, write=True)
+                    if not first:
+                        self._apply_factors(record, home)
+                rows = home[begin:end]
+                rows.copy_(part) if first else rows.add_(part)
+
+        yield land
         record.state = GradState.LANDED
 
     def zero(self, handle: ParamHandle) -> None:

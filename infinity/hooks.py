@@ -248,6 +248,8 @@ class Passes:
         handle = handle_of(param)
         self._join_task()
         grad = raw_grad(param)
+        if grad is None:
+            return  # of a weight that runs in tiles: it has landed
         set_raw_grad(param, None)
         with self.engine.store.guarding():
             self.engine.gradients.land(handle, grad)

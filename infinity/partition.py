@@ -8,7 +8,7 @@ owner   a module whose forward needs a unit: the block, or any module that holds
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ class Group:
     params: list[nn.Parameter]
     owners: list[nn.Module]
     block: nn.Module | None = None  # the module that is this unit, where it is one
+    tile_rows: int = 0  # its one weight comes to the device in tiles of so many rows; 0: whole
 
 
 def is_managed(param: nn.Parameter) -> bool:
@@ -34,20 +35,24 @@ def is_managed(param: nn.Parameter) -> bool:
     return type(param) is nn.Parameter
 
 
-def partition(model: nn.Module, units: str | tuple[str, ...]) -> list[Group]:
+def partition(
+    model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.Parameter, int] | None = None
+) -> list[Group]:
     """The groups of ``model`` in the order of its modules; every managed parameter is in exactly one.
 
-    ``units``: "auto", or class names of the modules that are units. Raises ConfigError for a name without a module.
+    ``units``: "auto", or class names of the modules that are units. ``tiled``: weights that run in tiles -> rows of a
+    tile; each is a group of its own, which nobody owns. Raises ConfigError for a name without a module.
     """
     blocks = list(_repeated_blocks("", model)) if units == "auto" else _named_blocks(model, units)
-    taken: set[nn.Parameter] = set()
-    groups = []
+    names = parameter_names(model)
+    groups = [Group(names[param][0], [param], [], tile_rows=rows) for param, rows in (tiled or {}).items()]
+    taken = set(tiled or ())
     for name, block in blocks:
         params = [p for p in dict.fromkeys(block.parameters()) if is_managed(p) and p not in taken]
         if params:
             taken |= set(params)
             groups.append(Group(name, params, [block], block))
-    largest = max((_nbytes(group.params) for group in groups), default=0)
+    largest = max((_nbytes(group.params) for group in groups if not group.tile_rows), default=0)
     groups += _rest(model, taken, small=max(SMALL_NBYTES, largest // 4), cap=max(4 * SMALL_NBYTES, largest))
     _add_outside_owners(model, groups)
     return groups
@@ -112,7 +117,7 @@ def _add_outside_owners(model: nn.Module, groups: list[Group]) -> None:
     for module in model.modules():
         for param in module.parameters(recurse=False):
             group = group_of.get(param)
-            if group is not None and module not in inside[id(group)] and module not in group.owners:
+            if group is not None and not group.tile_rows and module not in inside[id(group)] and module not in group.owners:
                 group.owners.append(module)
 
 

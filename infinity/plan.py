@@ -45,6 +45,7 @@ class UnitSize:
 
     name: str
     shards: tuple[ShardSize, ...]
+    tile_nbytes: int = 0  # its weight comes to the device in tiles of so many bytes; 0: whole
 
     @property
     def weight_nbytes(self) -> int:
@@ -194,7 +195,7 @@ def _plan(
         add(tier, {"weight": "weights", "grad": "gradients"}.get(name, "optimizer state"),
             sum(shard.nbytes(name) for shard in shards))  # fmt: skip
 
-    sizes = sorted((unit.weight_nbytes for unit in units), reverse=True)
+    sizes = sorted((unit.weight_nbytes for unit in units if not unit.tile_nbytes), reverse=True)
     largest = sizes[0] if sizes else 0
     staging = sum(sizes[: 1 + choice.units_ahead]) if params is Tier.NVME else 0
     grad_sizes = sorted((shard.nbytes("grad") for shard in shards), reverse=True)
@@ -215,6 +216,7 @@ def _plan(
     add(Tier.HOST, "checksums", checksums if terms[Tier.NVME] else 0)
 
     window = 0
+    tile = max((unit.tile_nbytes for unit in units), default=0)
     if params is not Tier.DEVICE:
         # What one moment holds, and one unit more: in backward the next unit arrives while the last one's gradients
         # are still landing.
@@ -222,8 +224,9 @@ def _plan(
         total = sum(sizes)
         window = min(least, total)
         if config.device_memory is not None:
-            window = min(total, max(window, config.device_memory - sum(terms[Tier.DEVICE].values())))
+            window = min(total, max(window, config.device_memory - tile - sum(terms[Tier.DEVICE].values())))
     add(Tier.DEVICE, "gathered weights", window)
+    add(Tier.DEVICE, "a tile", tile)
     return MemoryPlan(
         tiers=tiers,
         units_ahead=choice.units_ahead,

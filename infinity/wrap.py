@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,19 +18,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import hooks, microbatch, native
+from . import hooks, microbatch, native, tiling
 from .config import MOMENTS, Config
 from .engine import Engine
-from .errors import ConfigError, UsageError
+from .errors import CapacityError, ConfigError, UsageError
 from .gradients import GradState
 from .materialize import Materialized
 from .optimizer import InfinityOptimizer, moment_names, recognise, saved_step
 from .parameter import handle_of, raw_grad, set_raw_grad
 from .partition import Group, held_nbytes, is_managed, parameter_names, partition
-from .plan import ShardSize, UnitSize, make_plan
+from .plan import MemoryPlan, ShardSize, UnitSize, make_plan
 from .shard import ParamShard, ShardSpec
-from .tiers import Tier
+from .tiers import Tier, format_nbytes
 from .unit import ParamUnit
+
+logger = logging.getLogger(__name__)
 
 _wrapped: weakref.WeakKeyDictionary[nn.Module, Wrapped] = weakref.WeakKeyDictionary()
 
@@ -77,19 +80,12 @@ def wrap_model(
     config = Config.make(config)
     _check(model, optimizer, config, mesh)
     rule = recognise(optimizer) if optimizer is not None else None
-    groups = partition(model, config.units)
+    group_of = _groups_of_optimizer(optimizer)
+    groups, shards, plan = _lay_out(model, config, lambda group: _make_shards(group, group_of, rule, optimizer, config))
     if config.micro_batch is not None:
         for group in groups:
             if group.block is not None:
                 microbatch.check(group.name, group.block)
-    group_of = _groups_of_optimizer(optimizer)
-    shards = [_make_shards(group, group_of, rule, optimizer, config) for group in groups]
-    sizes = [
-        UnitSize(group.name, tuple(ShardSize(shard.spec, shard.layout.numel) for shard in unit_shards))
-        for group, unit_shards in zip(groups, shards)
-    ]
-    held = held_nbytes(model, groups, {id(group): size.weight_nbytes for group, size in zip(groups, sizes)})
-    plan = make_plan(sizes, config, held_nbytes=held)
     units = [ParamUnit(i, group.name, s) for i, (group, s) in enumerate(zip(groups, shards))]
     engine = Engine(config, plan, units, stepping=optimizer is not None)
     materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real; undone if anything fails
@@ -106,6 +102,54 @@ def wrap_model(
     return _commit(model, optimizer, managed, rule, engine, groups, group_of)
 
 
+def _lay_out(
+    model: nn.Module, config: Config, make_shards: Callable[[Group], list[ParamShard]]
+) -> tuple[list[Group], list[list[ParamShard]], MemoryPlan]:
+    """Groups, their shards and the plan. Where the device's budget is below what one moment holds, large layers run in
+    tiles, of the largest size that fits."""
+    refused: CapacityError | None = None
+    for limit in (None, *_tile_limits(config)):
+        tiled = tiling.candidates(model, limit, config.param_dtype) if limit is not None else {}
+        if limit is not None and not tiled:
+            continue
+        groups = partition(model, config.units, tiled)
+        shards = [make_shards(group) for group in groups]
+        sizes = [_size_of(group, unit_shards) for group, unit_shards in zip(groups, shards)]
+        held = held_nbytes(model, groups, {id(group): size.weight_nbytes for group, size in zip(groups, sizes)})
+        try:
+            plan = make_plan(sizes, config, held_nbytes=held)
+        except CapacityError as error:
+            refused = refused or error
+            continue
+        if tiled:
+            _tell_of_tiles([group for group in groups if group.tile_rows], config)
+        return groups, shards, plan
+    raise refused
+
+
+def _tell_of_tiles(groups: list[Group], config: Config) -> None:
+    counts = [f"{group.name} x {-(-group.params[0].size(0) // group.tile_rows)}" for group in groups]
+    logger.warning(
+        "device_memory=%s does not hold the largest unit: %d layers run in tiles (%s%s). Their sums are added in another "
+        "order than untiled ones.", format_nbytes(config.device_memory), len(groups), ", ".join(counts[:4]),
+        ", ..." if len(counts) > 4 else "",
+    )  # fmt: skip
+
+
+def _tile_limits(config: Config) -> Iterator[int]:
+    """Sizes of a tile to try, in bytes, largest first."""
+    if config.device_memory is not None and config.params != "device":
+        limit = config.device_memory // 4
+        while limit >= tiling.SMALLEST_TILE_NBYTES:
+            yield limit
+            limit //= 2
+
+
+def _size_of(group: Group, shards: list[ParamShard]) -> UnitSize:
+    tile_nbytes = group.tile_rows * group.params[0].size(1) * shards[0].spec.dtype.itemsize if group.tile_rows else 0
+    return UnitSize(group.name, tuple(ShardSize(shard.spec, shard.layout.numel) for shard in shards), tile_nbytes)
+
+
 def _commit(model, optimizer, managed, rule, engine: Engine, groups: list[Group], group_of: dict) -> tuple:
     """Changes the model. Everything that can fail for want of space or for bad input is behind us."""
     engine.attach(parameter_names(model), group_of)
@@ -114,6 +158,7 @@ def _commit(model, optimizer, managed, rule, engine: Engine, groups: list[Group]
         for owner in group.owners:
             owners.setdefault(owner, []).append(unit)
     removers = hooks.install(engine, model, owners) + _install_state_dict(engine, model)
+    removers += tiling.install(engine, model, {g.params[0]: g.tile_rows for g in groups if g.tile_rows})
     if engine.config.micro_batch is not None:
         blocks = [(group.name, group.block) for group in groups if group.block is not None]
         removers += [microbatch.install(engine, name, block, engine.config.micro_batch) for name, block in blocks]

@@ -26,7 +26,7 @@ FLOORS = [
     ["store"],
     ["shard"],
     ["unit", "schedule", "plan", "gradients", "activations"],
-    ["hooks", "optimizer", "microbatch"],
+    ["hooks", "optimizer", "microbatch", "tiling"],
     ["prefetch"],
     ["engine"],
     ["wrap"],

@@ -1,0 +1,248 @@
+"""Tiling: a layer larger than the device's budget runs in tiles of its weight, fetched one at a time.
+
+tile    consecutive rows of a weight; at most one of a layer is on the device
+rows    of a Linear: its outputs; of an Embedding: its vocabulary; of a transformers Conv1D: its inputs
+
+The weight itself is never whole on the device, in forward or backward. Its gradient lands at home tile by tile, as
+autograd's would have landed whole. Sums over tiles are added in another order than one product would add them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .errors import UsageError
+from .parameter import ParamHandle, handle_of
+from .tiers import Tier
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+SMALLEST_TILE_NBYTES = 64 * 1024
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether ``module`` is transformers' Conv1D: a Linear with its weight transposed."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and type(module).__module__.startswith("transformers.")
+
+
+def is_tileable(module: nn.Module) -> bool:
+    """Whether ``module`` is a layer that this file can run in tiles."""
+    if type(module) is nn.Embedding:
+        return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+    return type(module) is nn.Linear or is_conv1d(module)
+
+
+def candidates(model: nn.Module, limit_nbytes: int, dtype: torch.dtype | None) -> dict[nn.Parameter, int]:
+    """Weights of more than ``limit_nbytes`` (in ``dtype``, None: their own) whose every user can be tiled -> rows of a
+    tile that has no more."""
+    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                users.setdefault(param, []).append((module, name))
+    found = {}
+    for param, using in users.items():
+        size = (dtype or param.dtype).itemsize if param.is_floating_point() else param.itemsize
+        if type(param) is not nn.Parameter or param.dim() != 2 or param.numel() * size <= limit_nbytes:
+            continue
+        if param._backward_hooks or not param.is_contiguous():
+            continue
+        if all(name == "weight" and is_tileable(module) for module, name in using):
+            found[param] = max(1, limit_nbytes // (param.size(1) * size))
+    return found
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One tiled weight: where it is, and how many rows a tile has."""
+
+    engine: Engine
+    param: nn.Parameter
+    rows: int
+
+    @property
+    def handle(self) -> ParamHandle:
+        return handle_of(self.param)
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """First row and the one behind the last, of every tile."""
+        total = self.param.shape[0]
+        for begin in range(0, total, self.rows):
+            yield begin, min(total, begin + self.rows)
+
+    def each(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Every tile with its rows on the device: valid until the next is asked for."""
+        engine, handle, width = self.engine, self.handle, self.param.shape[1]
+        shard = handle.shard
+        engine.store.check_process()
+        with engine.store.guarding():
+            shard.settle()
+        offset = shard.layout.placements[handle.index].offset
+        for begin, end in self.spans():
+            nbytes = (end - begin) * width * shard.spec.dtype.itemsize
+            charge = engine.ledger.reserve(Tier.DEVICE, nbytes, f"a tile of {handle.name}")
+            try:
+                with engine.traffic.copying("host->device", nbytes, handle.name):
+                    flat = engine.store.read(shard.weight, offset + begin * width, offset + end * width)
+                yield begin, end, flat.view(end - begin, width)
+            finally:
+                charge.release()
+
+    @property
+    def wants_grad(self) -> bool:
+        return self.handle.grad is not None and self.param.requires_grad
+
+    def check_version(self, version: int) -> None:
+        """Raises UsageError when the weight changed since its forward."""
+        if version != self.handle.version:
+            raise UsageError(
+                f"this backward needs {self.handle.name} as it was in its forward, but it was changed since (by "
+                "optimizer.step() or load_state_dict()). Run backward before the step."
+            )
+
+
+class TiledLinear(torch.autograd.Function):
+    """``x @ weight.T + bias``, rows of the weight being outputs."""
+
+    @staticmethod
+    def forward(ctx, x, bias, param, tiles: Tiles):
+        out = None
+        for begin, end, weight in tiles.each():
+            part = F.linear(x, weight, None if bias is None else bias[begin:end])
+            if out is None:
+                out = part.new_empty(*x.shape[:-1], param.shape[0])
+            out[..., begin:end] = part
+        ctx.save_for_backward(x)
+        ctx.tiles, ctx.version, ctx.has_bias = tiles, tiles.handle.version, bias is not None
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        tiles: Tiles = ctx.tiles
+        tiles.check_version(ctx.version)
+        x_rows, dy_rows = x.reshape(-1, x.shape[-1]).to(dy.dtype), dy.reshape(-1, dy.shape[-1])
+        dx = torch.zeros_like(x_rows) if ctx.needs_input_grad[0] else None
+        with tiles.engine.gradients.landing_rows(tiles.handle, wanted=tiles.wants_grad) as land:
+            for begin, end, weight in tiles.each() if dx is not None else ((*span, None) for span in tiles.spans()):
+                if dx is not None:
+                    dx.addmm_(dy_rows[:, begin:end], weight.to(dy.dtype))
+                land(begin, end, lambda begin=begin, end=end: dy_rows[:, begin:end].T @ x_rows)
+        db = dy_rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[1] else None
+        return None if dx is None else dx.view(x.shape).to(x.dtype), db, None, None
+
+
+class TiledConv1D(torch.autograd.Function):
+    """``x @ weight + bias``, rows of the weight being inputs."""
+
+    @staticmethod
+    def forward(ctx, x, bias, param, tiles: Tiles):
+        out = None
+        for begin, end, weight in tiles.each():
+            part = x[..., begin:end] @ weight
+            out = part if out is None else out.add_(part)
+        if bias is not None:
+            out = out.add_(bias)
+        ctx.save_for_backward(x)
+        ctx.tiles, ctx.version, ctx.has_bias = tiles, tiles.handle.version, bias is not None
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        tiles: Tiles = ctx.tiles
+        tiles.check_version(ctx.version)
+        x_rows, dy_rows = x.reshape(-1, x.shape[-1]).to(dy.dtype), dy.reshape(-1, dy.shape[-1])
+        dx = torch.empty_like(x_rows) if ctx.needs_input_grad[0] else None
+        with tiles.engine.gradients.landing_rows(tiles.handle, wanted=tiles.wants_grad) as land:
+            for begin, end, weight in tiles.each() if dx is not None else ((*span, None) for span in tiles.spans()):
+                if dx is not None:
+                    torch.mm(dy_rows, weight.T.to(dy.dtype), out=dx[:, begin:end])
+                land(begin, end, lambda begin=begin, end=end: x_rows[:, begin:end].T @ dy_rows)
+        db = dy_rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[1] else None
+        return None if dx is None else dx.view(x.shape).to(x.dtype), db, None, None
+
+
+class TiledEmbedding(torch.autograd.Function):
+    """Rows of the weight by index."""
+
+    @staticmethod
+    def forward(ctx, ids, padding_idx, param, tiles: Tiles):
+        flat_ids = ids.reshape(-1)
+        out = None
+        for begin, end, weight in tiles.each():
+            if out is None:
+                out = weight.new_empty(flat_ids.numel(), weight.shape[1])
+            inside = ((flat_ids >= begin) & (flat_ids < end)).nonzero().squeeze(1)
+            out[inside] = weight[flat_ids[inside] - begin]
+        ctx.save_for_backward(flat_ids)
+        ctx.tiles, ctx.padding_idx = tiles, padding_idx
+        return out.view(*ids.shape, param.shape[1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        (ids,) = ctx.saved_tensors
+        tiles: Tiles = ctx.tiles
+        dy_rows = dy.reshape(-1, dy.shape[-1])
+        with tiles.engine.gradients.landing_rows(tiles.handle, wanted=tiles.wants_grad) as land:
+            for begin, end in tiles.spans():
+                land(begin, end, lambda begin=begin, end=end: TiledEmbedding._grad(ids, dy_rows, begin, end, ctx.padding_idx))
+        return None, None, None, None
+
+    @staticmethod
+    def _grad(ids: torch.Tensor, dy: torch.Tensor, begin: int, end: int, padding_idx: int | None) -> torch.Tensor:
+        inside = (ids >= begin) & (ids < end)
+        if padding_idx is not None:
+            inside &= ids != padding_idx
+        chosen = inside.nonzero().squeeze(1)
+        grad = dy.new_zeros(end - begin, dy.shape[1])
+        return grad.index_add_(0, ids[chosen] - begin, dy[chosen])
+
+
+def install(engine: Engine, model: nn.Module, rows: dict[nn.Parameter, int]) -> list[Remover]:
+    """Has every user of the weights in ``rows`` run in tiles of so many rows."""
+    removers = []
+    for module in model.modules():
+        param = module._parameters.get("weight")
+        if param is not None and param in rows:
+            removers.append(Remover(module, _forward(module, Tiles(engine, param, rows[param]))))
+    return removers
+
+
+def _forward(module: nn.Module, tiles: Tiles) -> Callable[[torch.Tensor], torch.Tensor]:
+    if isinstance(module, nn.Embedding):
+        last = module.num_embeddings
+
+        def embed(ids: torch.Tensor) -> torch.Tensor:
+            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < last:
+                raise IndexError(f"index out of range in self: an embedding of {last} rows")
+            return TiledEmbedding.apply(ids, module.padding_idx, tiles.param, tiles)
+
+        return embed
+    function = TiledLinear if isinstance(module, nn.Linear) else TiledConv1D
+
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        return function.apply(x, module.bias, tiles.param, tiles)
+
+    return apply
+
+
+class Remover:
+    """Puts a module's own forward back."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]):
+        self._module, self._own = module, module.__dict__.get("forward")
+        module.forward = forward
+
+    def remove(self) -> None:
+        """The forward as it was."""
+        del self._module.forward
+        if self._own is not None:
+            self._module.forward = self._own
