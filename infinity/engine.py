@@ -99,7 +99,8 @@ class Engine:
         plan = self.plan
         for unit in self.units:
             for shard in unit.shards:
-                shard.allocate(self.store, plan.tiers, f"unit {unit.name}", kept=plan.kept_of(unit.index))
+                tiers, kept = plan.tiers_of(unit.index), plan.kept_of(unit.index)
+                shard.allocate(self.store, tiers, f"unit {unit.name}", kept=kept)
         regions = []
 
         def staging(nbytes: int, what: str) -> native.Region | None:

@@ -87,7 +87,12 @@ class MemoryPlan:
     service_nbytes: int
     device_window_nbytes: int  # weights gathered at once
     terms: dict[Tier, dict[str, int]] = field(default_factory=dict)
+    placed: dict[str, dict[int, Tier]] = field(default_factory=dict)  # array -> unit -> its home, where not ``tiers``'
     kept: dict[str, frozenset[int]] = field(default_factory=dict)  # array -> units whose NVMe home is cached on the host
+
+    def tiers_of(self, unit: int) -> dict[str, Tier]:
+        """The home of every array of the unit with this index."""
+        return {name: self.placed.get(name, {}).get(unit, tier) for name, tier in self.tiers.items()}
 
     def kept_of(self, unit: int) -> set[str]:
         """The arrays of the unit with this index that are cached."""
@@ -114,9 +119,7 @@ def make_plan(units: Sequence[UnitSize], config: Config, *, held_nbytes: int) ->
         for grad, choice in itertools.product(grads, LADDER):
             plan = _plan(units, config, params, optimizer, grad, choice, held_nbytes)
             if all(plan.planned_nbytes(tier) <= budgets[tier] for tier in Tier):
-                if config.host_memory is None or config.activations == "host":
-                    return plan
-                return _keep_on_host(plan, units, budgets[Tier.HOST])
+                return _use_the_rest(plan, units, config, budgets)
             if least is None or _excess(plan, budgets) < _excess(least, budgets):
                 least = plan
     if least.planned_nbytes(Tier.NVME) and not config.nvme_paths:
@@ -125,31 +128,73 @@ def make_plan(units: Sequence[UnitSize], config: Config, *, held_nbytes: int) ->
     raise _too_small(least, tight, budgets[tight], config)
 
 
-# Arrays that are cached together. A step moves each byte of the weights four times, of the state twice.
-CACHED = {"weights": ("weight",), "optimizer state": ("master", "exp_avg", "exp_avg_sq")}
+# Arrays that move together. A step moves each byte of the weights four times, of the state twice: weights come first.
+TOGETHER = {"weights": ("weight",), "optimizer state": ("master", "exp_avg", "exp_avg_sq")}
 
 
-def _keep_on_host(plan: MemoryPlan, units: Sequence[UnitSize], budget: int) -> MemoryPlan:
-    """What of the NVMe homes fits into the rest of a host budget that was given stays there: a step then moves only
-    what does not fit. It is always the same part, so it is there at every step. The largest unit stays on disk, and
-    the places of the others there stay reserved."""
-    spare = budget - plan.planned_nbytes(Tier.HOST)
-    terms = {tier: dict(of_tier) for tier, of_tier in plan.terms.items()}
-    kept: dict[str, frozenset[int]] = {}
-    for what, names in CACHED.items():
-        if plan.tiers[names[0]] is not Tier.NVME:
+def _use_the_rest(plan: MemoryPlan, units: Sequence[UnitSize], config: Config, budgets: dict[Tier, int]) -> MemoryPlan:
+    """What the budgets have left holds units of a slower home: for good where the home is "auto", as a cache where it is
+    NVMe by name. It is always the same part, so it is there at every step."""
+    filling = _Filling(plan, units, budgets)
+    if config.params == "auto" and config.device_memory is not None:
+        filling.place("weights", Tier.DEVICE)
+    for what, home in (("weights", config.params), ("optimizer state", config.optimizer)):
+        if plan.tiers[TOGETHER[what][0]] is not Tier.NVME:
             continue
-        sizes = [sum(shard.nbytes(name) for shard in unit.shards for name in names) for unit in units]
-        chosen = []
-        for index in sorted(range(len(units)), key=sizes.__getitem__)[:-1]:
-            if 0 < sizes[index] <= spare:
-                spare -= sizes[index]
-                chosen.append(index)
+        if home == "auto":
+            filling.place(what, Tier.HOST)
+        elif config.host_memory is not None and config.activations != "host":
+            filling.cache(what)
+    return filling.result()
+
+
+class _Filling:
+    """A plan on its way to using more of the faster tiers."""
+
+    def __init__(self, plan: MemoryPlan, units: Sequence[UnitSize], budgets: dict[Tier, int]):
+        self._plan, self._units = plan, units
+        self._spare = {tier: budgets[tier] - plan.planned_nbytes(tier) for tier in Tier}
+        self._terms = {tier: dict(of_tier) for tier, of_tier in plan.terms.items()}
+        self._placed: dict[str, dict[int, Tier]] = {}
+        self._kept: dict[str, frozenset[int]] = {}
+
+    def place(self, what: str, tier: Tier) -> None:
+        """Gives units a home on ``tier`` instead of the plan's."""
+        names = TOGETHER[what]
+        home = self._plan.tiers[names[0]]
+        if home is tier:
+            return
+        chosen, nbytes = self._choose(names, tier, all_of_them=True)
         if chosen:
-            nbytes = sum(sizes[index] for index in chosen)
-            terms[Tier.HOST][f"{what} kept from NVMe"] = nbytes
-            kept |= dict.fromkeys(names, frozenset(chosen))
-    return replace(plan, terms=terms, kept=kept)
+            self._terms[tier][what] = self._terms[tier].get(what, 0) + nbytes
+            self._terms[home][what] -= nbytes
+            self._spare[home] += nbytes
+            for name in names:
+                self._placed[name] = dict.fromkeys(chosen, tier)
+
+    def cache(self, what: str) -> None:
+        """Keeps units' NVMe homes on the host. Their places on disk stay reserved, and the largest unit stays there."""
+        names = TOGETHER[what]
+        chosen, nbytes = self._choose(names, Tier.HOST, all_of_them=False)
+        if chosen:
+            self._terms[Tier.HOST][f"{what} kept from NVMe"] = nbytes
+            self._kept |= dict.fromkeys(names, frozenset(chosen))
+
+    def _choose(self, names: Sequence[str], tier: Tier, *, all_of_them: bool) -> tuple[list[int], int]:
+        """The units that fit what is left of ``tier``, smallest first, and their bytes."""
+        sizes = [sum(shard.nbytes(name) for shard in unit.shards for name in names) for unit in self._units]
+        by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
+        chosen = []
+        for index in by_size if all_of_them else by_size[:-1]:
+            placed = index in self._placed.get(names[0], ())
+            tiled = tier is Tier.DEVICE and self._units[index].tile_nbytes
+            if 0 < sizes[index] <= self._spare[tier] and not placed and not tiled:
+                self._spare[tier] -= sizes[index]
+                chosen.append(index)
+        return chosen, sum(sizes[index] for index in chosen)
+
+    def result(self) -> MemoryPlan:
+        return replace(self._plan, terms=self._terms, placed=self._placed, kept=self._kept)
 
 
 def _homes(config: Config) -> list[tuple[Tier, Tier]]:
@@ -223,7 +268,7 @@ def _plan(
         least = held + largest
         total = sum(sizes)
         window = min(least, total)
-        if config.device_memory is not None:
+        if config.device_memory is not None and config.params != "auto":  # with "auto" units have a home in the rest
             window = min(total, max(window, config.device_memory - tile - sum(terms[Tier.DEVICE].values())))
     add(Tier.DEVICE, "gathered weights", window)
     add(Tier.DEVICE, "a tile", tile)

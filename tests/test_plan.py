@@ -81,8 +81,9 @@ def terms_by_hand(units, plan: MemoryPlan, choice, held: int, device_memory: int
              "exp_avg_sq": "optimizer state", "grad": "gradients", "exp_avg_scale": "optimizer state",
              "exp_avg_sq_scale": "optimizer state"}  # fmt: skip
     terms: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
-    for name, tier in plan.tiers.items():
+    for name in plan.tiers:
         for index, each in enumerate(units):
+            tier = plan.tiers_of(index)[name]
             for shard in each.shards:
                 nbytes = -(-int(shard.numel * shard.spec.nbytes_per_element().get(name, 0)) // 4096) * 4096
                 places = [(tier, kinds[name])]
