@@ -7,20 +7,15 @@ bound   no step can be faster than its slowest resource: the compute, the disk's
 from __future__ import annotations
 
 import dataclasses
-import time
 from dataclasses import dataclass
-from functools import cache
-
-import torch
 from torch import nn
 
 from . import disks, native
 from .engine import Engine
+from .predict import memory_rate
 from .tiers import Tier
 from .trace import EdgeTraffic
 from .wrap import wrapped
-
-PROBE_NBYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -96,16 +91,3 @@ def _bounds(engine: Engine, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
         shards = sum(shard.spec.stepped for unit in engine.units for shard in unit.shards)
         bounds["memory traffic of the optimizer"] = elements * moved / shards / memory_rate()
     return bounds
-
-
-@cache
-def memory_rate() -> float:
-    """Bytes per second that a copy reads and writes in memory, measured once per process."""
-    source = torch.ones(PROBE_NBYTES, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(4):
-        start = time.perf_counter()
-        target.copy_(source)
-        best = min(best, time.perf_counter() - start)
-    return 2 * PROBE_NBYTES / best

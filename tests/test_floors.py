@@ -26,7 +26,7 @@ FLOORS = [
     ["store"],
     ["shard"],
     ["unit", "schedule", "plan", "gradients", "activations"],
-    ["hooks", "optimizer", "microbatch", "tiling"],
+    ["hooks", "optimizer", "microbatch", "tiling", "predict"],
     ["prefetch"],
     ["engine"],
     ["wrap"],
