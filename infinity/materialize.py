@@ -3,13 +3,19 @@ fails.
 
 Values come from a safetensors file or folder where one is given, else from the modules' own initialisation:
 ``reset_parameters``, and a ``transformers`` model's ``_init_weights``. At no time is more in memory than a few blocks
-of a file, or the parameters of one module and of its direct children.
+of a file, or what one module's initialisation touches.
+
+empty   a managed parameter that was made real without storage: its value is at home, or will be
+lent    an empty parameter with storage for as long as an initialisation runs
 """
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,14 +24,22 @@ from . import guard
 from .errors import ConfigError
 from .weights import WeightFiles
 
-# (parameter, first element, flat values): takes a part of a managed parameter's value home.
-Send = Callable[[nn.Parameter, int, torch.Tensor], None]
 PIECE = 4 * 1024 * 1024  # elements that are sent at once
 
 
+class Home(Protocol):
+    """Where values of managed parameters go."""
+
+    def send(self, param: nn.Parameter, begin: int, values: torch.Tensor) -> None:
+        """Flat ``values``, counted row by row from element ``begin``."""
+
+    def recall(self, param: nn.Parameter) -> torch.Tensor:
+        """The value that was sent."""
+
+
 class Materialized:
-    """Makes meta tensors of ``model`` real. Managed parameters end without storage, their values at home, and are in
-    :attr:`sent`; everything else keeps its bytes. :meth:`undo` puts the meta tensors back.
+    """Makes meta tensors of ``model`` real. Managed parameters end empty, their values at home, and are in :attr:`sent`;
+    everything else keeps its bytes. :meth:`undo` puts everything back as it was.
     """
 
     def __init__(self, model: nn.Module, weights: str | os.PathLike | None, managed: Callable[[nn.Parameter], bool]):
@@ -33,148 +47,128 @@ class Materialized:
         self._weights = weights
         self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.sent: set[nn.Parameter] = set()
 
-    def fill(self, send: Send) -> None:
+    def fill(self, home: Home) -> None:
         """Raises ConfigError, naming the tensor, when a value is nowhere to be had."""
         files = WeightFiles(self._weights) if self._weights is not None else None
-        known = set(files.tensors) if files else set()
+        targets = dict(_targets(self._model))
+        wanted = {name for name in targets if files and name in files.tensors}
         if files:
-            self._check(files)
-        unfilled = self._make_real() - known
+            self._check(files, targets)
+        in_file = {targets[name] for name in wanted}
+        unfilled = {tensor for tensor in _tensors(self._model) if tensor.is_meta and tensor not in in_file}
+        unfilled = self._make_real(unfilled)
         # Before the weights are loaded: initialising a module for a buffer's sake also sets its parameters.
         if unfilled:
-            _Initialiser(self._model, unfilled, self._empty(), send, self.sent).run()
+            _Initialiser(self._model, unfilled, self._empty(), home, self.sent).run()
         if files:
-            self._load(files, send)
+            self._load(files, wanted, home)
 
-    def _check(self, files: WeightFiles) -> None:
+    def _check(self, files: WeightFiles, targets: dict[str, torch.Tensor]) -> None:
         """Values from two sources in one model are never meant, nor are values of another shape."""
-        names: dict[nn.Parameter, list[str]] = {}
-        for name, param in self._model.named_parameters(remove_duplicate=False):
-            names.setdefault(param, []).append(name)
+        names: dict[torch.Tensor, list[str]] = {}
+        for name, tensor in targets.items():
+            if tensor.is_meta or isinstance(tensor, nn.Parameter):
+                names.setdefault(tensor, []).append(name)
         if missing := [of_one[0] for of_one in names.values() if not set(of_one) & set(files.tensors)]:
             raise ConfigError(
-                f"weights={str(self._weights)!r} lacks {len(missing)} of the model's parameters: {', '.join(missing[:5])}"
+                f"weights={str(self._weights)!r} lacks {len(missing)} of the model's parameters and buffers: "
+                f"{', '.join(missing[:5])}"
             )
-        for name, tensor in self._tensors().items():
+        for name, tensor in targets.items():
             if name in files.tensors and files.tensors[name].shape != tensor.shape:
                 raise ConfigError(
                     f"{name} in {files.tensors[name].file} has shape {tuple(files.tensors[name].shape)}, the model's "
                     f"{tuple(tensor.shape)}"
                 )
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return dict(self._model.named_parameters(remove_duplicate=False)) | dict(self._model.named_buffers())
-
     def _empty(self) -> set[nn.Parameter]:
-        """The parameters that were made real without storage."""
         return {param for param, _ in self._swapped if self._managed(param)}
 
     def undo(self) -> None:
         """The model as it was."""
         for param, meta in self._swapped:
-            torch.utils.swap_tensors(param, meta)
+            _swap(self._model, param, meta)
         for module, name, buffer in self._buffers:
             module._buffers[name] = buffer
+        for tensor, before in self._overwritten:
+            tensor.detach().copy_(before)
 
-    def _make_real(self) -> set[str]:
-        """Makes every meta tensor a real one, managed parameters without storage; the names that need a value."""
-        names, done = set(), set()
-        for name, param in self._model.named_parameters(remove_duplicate=False):
-            if id(param) in done:
-                names.add(name)
-            elif param.is_meta:
-                done.add(id(param))
-                real = nn.Parameter(torch.empty_like(param, device="cpu"), requires_grad=param.requires_grad)
-                torch.utils.swap_tensors(param, real)
-                self._swapped.append((param, real))
-                names.add(name)
-                if self._managed(param):
-                    _take_storage(param)
-        for prefix, module in self._model.named_modules():
+    def _make_real(self, unfilled: set[torch.Tensor]) -> set[torch.Tensor]:
+        """Makes every meta tensor a real one, managed parameters without storage. Returns the real ones of ``unfilled``."""
+        real_unfilled: set[torch.Tensor] = set()
+        for param in [param for param in self._model.parameters() if param.is_meta]:
+            real = torch.empty_like(param, device="cpu").as_subclass(type(param))
+            real.requires_grad_(param.requires_grad)
+            attributes, hooks = dict(param.__dict__), (param._backward_hooks, param._post_accumulate_grad_hooks)
+            wanted = param in unfilled
+            _swap(self._model, param, real)
+            param.__dict__.update(attributes)
+            param._backward_hooks, param._post_accumulate_grad_hooks = hooks
+            self._swapped.append((param, real))
+            if wanted:
+                real_unfilled.add(param)
+            if self._managed(param):
+                _take_storage(param)
+        real_of: dict[torch.Tensor, torch.Tensor] = {}
+        for module in self._model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     self._buffers.append((module, name, buffer))
-                    module._buffers[name] = torch.empty_like(buffer, device="cpu")
-                    names.add(f"{prefix}.{name}" if prefix else name)
-        return names
+                    if buffer not in real_of:
+                        real_of[buffer] = torch.empty_like(buffer, device="cpu")
+                    module._buffers[name] = real_of[buffer]
+                    if buffer in unfilled:
+                        real_unfilled.add(real_of[buffer])
+        return real_unfilled
 
     @torch.no_grad()
-    def _load(self, files: WeightFiles, send: Send) -> None:
-        tensors = self._tensors()
-        for piece in files.stream(set(tensors) & set(files.tensors)):
-            tensor = tensors[piece.name]
+    def _load(self, files: WeightFiles, names: set[str], home: Home) -> None:
+        targets = dict(_targets(self._model))
+        made = {buffer for module, name, _ in self._buffers for buffer in [module._buffers[name]]}
+        made |= {param for param, _ in self._swapped}
+        for piece in files.stream(names):
+            tensor = targets[piece.name]
             if isinstance(tensor, nn.Parameter) and self._managed(tensor):
-                send(tensor, piece.begin, piece.values)
+                home.send(tensor, piece.begin, piece.values)
                 self.sent.add(tensor)
-            else:
-                put(tensor, piece.begin, piece.values)
+                continue
+            if tensor not in made:
+                made.add(tensor)
+                self._overwritten.append((tensor, tensor.detach().clone()))
+            put(tensor, piece.begin, piece.values)
 
 
-class _Initialiser:
-    """Runs the modules' own initialisation, children before their parent, and sends home what is done."""
+def _targets(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of everything that a state dict holds, under every name."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, tensor
 
-    def __init__(self, model: nn.Module, unfilled: set[str], empty: set[nn.Parameter], send: Send, sent: set[nn.Parameter]):
-        self._model, self._unfilled, self._empty, self._send, self._sent = model, unfilled, empty, send, sent
-        init = getattr(model, "_init_weights", None)
-        self._init = init if callable(init) else None
 
-    @torch.no_grad()
-    def run(self) -> None:
-        for param in self._module("", self._model):
-            self._finish(param)
+def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
 
-    def _module(self, prefix: str, module: nn.Module) -> list[nn.Parameter]:
-        """Initialises ``module`` and all below it. Returns its own parameters, which its parent may set anew."""
-        of_children: list[nn.Parameter] = []
-        for name, child in module.named_children():
-            of_children += self._module(f"{prefix}{name}.", child)
-        own = [*module._parameters.items(), *module._buffers.items()]
-        waiting = {name: tensor for name, tensor in own if prefix + name in self._unfilled and tensor not in self._sent}
-        if waiting or (of_children and self._init is not None):
-            done = [tensor for tensor in waiting.values() if tensor in self._empty]
-            # Initialising touches all of them, also those whose values are in a file.
-            for_now = {param for each in (module, *module.children()) for param in each.parameters(recurse=False)}
-            for_now = (for_now & self._empty) - set(of_children)
-            for param in for_now:
-                _give_storage(param)
-            self._initialise(prefix, module, waiting)
-            for param in for_now - set(done):
-                _take_storage(param)
-        else:
-            done = []
-        for param in of_children:
-            self._finish(param)
-        return done
 
-    def _initialise(self, prefix: str, module: nn.Module, waiting: dict[str, torch.Tensor]) -> None:
-        for tensor in waiting.values():
-            _spoil(tensor)
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        try:
-            if waiting and callable(reset):
-                reset()
-            if self._init is not None:
-                self._init(module)
-        except (RuntimeError, NotImplementedError) as error:
-            raise ConfigError(
-                f"{type(module).__name__} {prefix.rstrip('.')!r} cannot be initialised by itself ({error}): give "
-                "Config(weights='model.safetensors')"
-            ) from error
-        if left := sorted(prefix + name for name, tensor in waiting.items() if _is_spoiled(tensor)):
-            raise ConfigError(
-                f"{', '.join(left)} is on meta, and {type(module).__name__} does not set it (in reset_parameters(), or "
-                "the model's _init_weights): give Config(weights='model.safetensors')"
-            )
-
-    def _finish(self, param: nn.Parameter) -> None:
-        if param in self._sent:
-            return
-        for begin in range(0, param.numel(), PIECE):
-            self._send(param, begin, param.data.reshape(-1)[begin : begin + PIECE])
-        _take_storage(param)
-        self._sent.add(param)
+def _swap(model: nn.Module, param: nn.Parameter, other: nn.Parameter) -> None:
+    """Gives ``param`` the contents of ``other``, and the other way round; every reference to either stays."""
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for module in recurrent:  # they refer to their weights weakly, and torch refuses that
+        module._flat_weight_refs = []
+    try:
+        torch.utils.swap_tensors(param, other)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"a parameter of shape {tuple(param.shape)} on meta cannot be made real, for something beside its module "
+            f"refers to it (a view, a weak reference, a gradient): drop that before wrap_model. torch says: {error}"
+        ) from error
+    finally:
+        for module in recurrent:
+            module._flat_weight_refs = [weakref.ref(weight) if weight is not None else None for weight in module._flat_weights]
 
 
 def put(tensor: torch.Tensor, begin: int, values: torch.Tensor) -> None:
@@ -182,8 +176,92 @@ def put(tensor: torch.Tensor, begin: int, values: torch.Tensor) -> None:
     if tensor.is_contiguous():
         tensor.view(-1)[begin : begin + values.numel()] = values.to(tensor.dtype)
     else:
-        places = torch.unravel_index(torch.arange(begin, begin + values.numel()), tensor.shape)
+        places = torch.unravel_index(torch.arange(begin, begin + values.numel(), device="cpu"), tensor.shape)
         tensor[places] = values.to(tensor.dtype)
+
+
+class _Initialiser:
+    """Runs the modules' own initialisation, children before their parent, and sends home what it sets."""
+
+    def __init__(
+        self, model: nn.Module, unfilled: set[torch.Tensor], empty: set[nn.Parameter], home: Home, sent: set[nn.Parameter]
+    ):
+        self._model, self._unfilled, self._empty, self._home, self._sent = model, unfilled, empty, home, sent
+        self._names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        self._seen: set[nn.Module] = set()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        self._module(self._model, None)
+
+    def _module(self, module: nn.Module, init: Callable[[nn.Module], Any] | None) -> bool:
+        """Initialises ``module`` and all below it. Returns whether there was anything to initialise."""
+        if module in self._seen:
+            return False
+        self._seen.add(module)
+        init = _init_weights_of(module) or init
+        own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+        waiting = [tensor for tensor in own if tensor in self._unfilled and tensor not in self._sent]
+        drawn_below = False
+        for child in module.children():
+            drawn_below |= self._module(child, init)
+        resets = _resets_of(module)
+        if waiting or (drawn_below and (resets or init is not None)):
+            self._initialise(module, waiting, resets, init)
+        return bool(waiting) or drawn_below
+
+    def _initialise(self, module: nn.Module, waiting: list[torch.Tensor], resets: list[Callable], init) -> None:
+        """Runs the initialisation of ``module`` itself. It may set what its children have set before."""
+        reach = list(module.modules()) if resets else [module, *module.children()]
+        params = {param for each in reach for param in each.parameters(recurse=False)}
+        lent = [param for param in params if param in self._empty]
+        for param in lent:
+            _give_storage(param)
+            if param in self._sent:
+                param.copy_(self._home.recall(param))
+        given = {tensor for each in reach for tensor in each.buffers(recurse=False)} | (params - set(lent))
+        given = {tensor: tensor.clone() for tensor in given if tensor not in self._unfilled and not tensor.is_meta}
+        before = [(tensor, _spoil(tensor)) for tensor in waiting]
+        try:
+            for reset in resets:
+                reset()
+            if init is not None:
+                init(module)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            raise ConfigError(
+                f"{type(module).__name__} cannot be initialised by itself ({error}): give "
+                "Config(weights='model.safetensors')"
+            ) from error
+        for tensor, value in given.items():  # what was real already has its value
+            tensor.copy_(value)
+        if left := sorted(self._names[id(tensor)] for tensor, version in before if _is_spoiled(tensor, version)):
+            raise ConfigError(
+                f"{', '.join(left)} is on meta, and {type(module).__name__} does not set it (in reset_parameters(), or "
+                "the model's _init_weights): give Config(weights='model.safetensors')"
+            )
+        for param in lent:
+            if param in self._sent or any(param is tensor for tensor in waiting):
+                for begin in range(0, param.numel(), PIECE):
+                    self._home.send(param, begin, param.data.reshape(-1)[begin : begin + PIECE])
+                self._sent.add(param)
+            _take_storage(param)
+
+
+def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """A ``transformers`` model's initialisation of one of its modules."""
+    init = getattr(module, "_init_weights", None)
+    if not callable(init):
+        return None
+    required = [p for p in inspect.signature(init).parameters.values() if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD]
+    return init if len(required) == 1 else None
+
+
+def _resets_of(module: nn.Module) -> list[Callable[[], Any]]:
+    """What sets the module's own tensors anew."""
+    if callable(reset := getattr(module, "reset_lora_parameters", None)):  # of an adapter: its B has to be zero
+        return [lambda adapter=adapter: reset(adapter, True) for adapter in getattr(module, "lora_A", {})]
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return [reset] if callable(reset) else []
 
 
 def _take_storage(param: nn.Parameter) -> None:
@@ -198,18 +276,22 @@ def _give_storage(param: nn.Parameter) -> None:
     storage.resize_(param.numel() * param.itemsize)
 
 
-def _spoil(tensor: torch.Tensor) -> None:
-    """Fills ``tensor`` with a value that no initialisation leaves everywhere."""
+def _spoil(tensor: torch.Tensor) -> int:
+    """Fills ``tensor`` with what no initialisation leaves. Returns torch's count of its changes."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
-    elif tensor.dtype != torch.bool:
-        tensor.fill_(torch.iinfo(tensor.dtype).min)
+    else:
+        tensor.zero_() if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).max)
+    return tensor._version
 
 
-def _is_spoiled(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is as :func:`_spoil` left it."""
-    if not tensor.numel() or tensor.dtype == torch.bool:
+def _is_spoiled(tensor: torch.Tensor, version: int) -> bool:
+    """Whether some of ``tensor`` is as :func:`_spoil` left it. Writes through ``.data`` are not counted by torch: where
+    it counted none, the values tell."""
+    if not tensor.numel():
         return False
     if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().all())
-    return bool((tensor == torch.iinfo(tensor.dtype).min).all())
+        return bool(tensor.isnan().any())
+    if tensor._version != version:
+        return False
+    return not tensor.any() if tensor.dtype == torch.bool else bool((tensor == torch.iinfo(tensor.dtype).max).all())

@@ -142,7 +142,8 @@ class ParamShard:
             self._write_encoded(store, place.offset + begin, values, version)
         else:
             value = self.read_value(store, index)
-            value[torch.unravel_index(torch.arange(begin, begin + values.numel()), place.shape)] = values
+            places = torch.arange(begin, begin + values.numel(), device="cpu")
+            value[torch.unravel_index(places, place.shape)] = values
             self.write_value(store, index, value, version=version)
 
     def _write_encoded(self, store: ShardStore, offset: int, flat: torch.Tensor, version: int) -> None:

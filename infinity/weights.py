@@ -32,7 +32,7 @@ class StoredTensor:
     """One tensor in a file: its bytes are ``begin`` to ``end`` of it."""
 
     file: Path
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # None: one that is not read here
     shape: torch.Size
     begin: int
     end: int
@@ -52,7 +52,7 @@ class WeightFiles:
 
     def __init__(self, path: str | os.PathLike):
         path = Path(path)
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        files = _files_of(path) if path.is_dir() else [path]
         if not files or not files[0].exists():
             raise ConfigError(f"weights={str(path)!r}: no safetensors file there")
         self.tensors: dict[str, StoredTensor] = {}
@@ -63,9 +63,23 @@ class WeightFiles:
         """The pieces of the tensors ``names``, file by file, each tensor's in order."""
         by_file: dict[Path, dict[str, StoredTensor]] = {}
         for name in names:
+            if self.tensors[name].dtype is None:
+                raise ConfigError(f"{name} in {self.tensors[name].file} has a dtype that this version does not read")
             by_file.setdefault(self.tensors[name].file, {})[name] = self.tensors[name]
         for file in sorted(by_file):
             yield from _stream_file(file, by_file[file])
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files that the folder's index names; all of them where there is none."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        named = json.loads(index.read_text()).get("weight_map")
+        return sorted(folder.glob("*.safetensors")) if named is None else sorted({folder / name for name in named.values()})
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CorruptionError(f"{index} is not an index of safetensors files: {error!r}") from error
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
@@ -82,10 +96,8 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     header.pop("__metadata__", None)
     found = {}
     for name, entry in header.items():
-        if entry["dtype"] not in DTYPES:
-            raise ConfigError(f"{name} in {file} is {entry['dtype']}, which this version does not read")
         begin, end = (8 + length + offset for offset in entry["data_offsets"])
-        found[name] = StoredTensor(file, DTYPES[entry["dtype"]], torch.Size(entry["shape"]), begin, end)
+        found[name] = StoredTensor(file, DTYPES.get(entry["dtype"]), torch.Size(entry["shape"]), begin, end)
     return found
 
 

@@ -90,7 +90,7 @@ def wrap_model(
     engine = Engine(config, plan, units, stepping=optimizer is not None)
     materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real; undone if anything fails
     try:
-        materialized.fill(_sender(engine))
+        materialized.fill(_Homes(engine))
         for unit in units:
             for shard in unit.shards:
                 _send_home(engine, shard, optimizer, rule, done=materialized.sent)
@@ -207,6 +207,10 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Co
 
 def _check_storages(names: dict[torch.Tensor, list[str]]) -> None:
     """Two Parameters over the same bytes would part when each gets a home of its own."""
+    on_meta: dict[int, str] = {}
+    for param in names:
+        if param.is_meta and (other := on_meta.setdefault(param.untyped_storage()._cdata, names[param][0])) != names[param][0]:
+            raise _share_memory(other, names[param][0])
     spans = sorted(
         (param.data_ptr(), param.data_ptr() + param.untyped_storage().nbytes() - param.storage_offset() * param.itemsize
          if not param.is_contiguous() else param.data_ptr() + param.nbytes, names[param][0])
@@ -214,10 +218,14 @@ def _check_storages(names: dict[torch.Tensor, list[str]]) -> None:
     )  # fmt: skip
     for (_, end, name), (begin, _, other) in zip(spans, spans[1:]):
         if begin < end:
-            raise ConfigError(
-                f"parameters {name} and {other} share memory without being one Parameter. Tie them properly "
-                f"(module.weight = other.weight), or give one of them a copy."
-            )
+            raise _share_memory(name, other)
+
+
+def _share_memory(name: str, other: str) -> ConfigError:
+    return ConfigError(
+        f"parameters {name} and {other} share memory without being one Parameter. Tie them properly "
+        "(module.weight = other.weight), or give one of them a copy."
+    )
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, names: dict, config: Config) -> None:
@@ -228,6 +236,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, names: dict, config: Conf
                     f"the optimizer has a parameter of shape {tuple(param.shape)} that is not one of the model's "
                     f"{len(names)}: build the optimizer from model.parameters() of this very model"
                 )
+            if any(isinstance(value, torch.Tensor) and value.is_meta for value in optimizer.state.get(param, {}).values()):
+                raise ConfigError(f"the optimizer's state of {names[param][0]} is on meta: build it anew, without steps")
             dtype = config.param_dtype or param.dtype
             if param.dtype not in native.DTYPES or dtype not in native.DTYPES or not is_managed(param):
                 raise ConfigError(
@@ -275,17 +285,21 @@ def _spec(param: nn.Parameter, stepped: bool, rule, optimizer, config: Config) -
     )
 
 
-def _sender(engine: Engine) -> Callable[[nn.Parameter, int, torch.Tensor], None]:
-    """What takes a part of a parameter's value home, before the parameters know of the engine."""
-    places = {
-        param: (shard, index) for unit in engine.units for shard in unit.shards for index, param in enumerate(shard.params)
-    }
+class _Homes:
+    """Takes values home and back before the parameters know of the engine."""
 
-    def send(param: nn.Parameter, begin: int, values: torch.Tensor) -> None:
-        shard, index = places[param]
-        shard.write_values(engine.store, index, begin, values, version=0)
+    def __init__(self, engine: Engine):
+        self._store = engine.store
+        shards = [shard for unit in engine.units for shard in unit.shards]
+        self._places = {param: (shard, index) for shard in shards for index, param in enumerate(shard.params)}
 
-    return send
+    def send(self, param: nn.Parameter, begin: int, values: torch.Tensor) -> None:
+        shard, index = self._places[param]
+        shard.write_values(self._store, index, begin, values, version=0)
+
+    def recall(self, param: nn.Parameter) -> torch.Tensor:
+        shard, index = self._places[param]
+        return shard.read_value(self._store, index)
 
 
 @torch.no_grad()
