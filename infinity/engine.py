@@ -21,7 +21,7 @@ from .errors import UsageError
 from .gradients import GradientBank, GradRecord
 from .hooks import Passes
 from .parameter import ParamHandle
-from .plan import MemoryPlan
+from .plan import MemoryPlan, UnitSize
 from .prefetch import Prefetcher
 from .schedule import Schedule
 from .shard import ParamShard
@@ -56,6 +56,7 @@ class Engine:
         self.traffic = Traffic(timeline=Timeline(config.trace) if config.trace is not None else None)
         self.schedule = Schedule()
         self.clock = StepClock()
+        self.sizes: list[UnitSize] = []  # of the units, as they were planned with
         self.step_index = 0
         self._slots: native.Region | None = None
         self.group_of: dict[ParamHandle, int] = {}  # index of the optimizer's param group

@@ -170,7 +170,7 @@ class _Filling:
             self._terms[home][what] -= nbytes
             self._spare[home] += nbytes
             for name in names:
-                self._placed[name] = dict.fromkeys(chosen, tier)
+                self._placed.setdefault(name, {}).update(dict.fromkeys(chosen, tier))
 
     def cache(self, what: str) -> None:
         """Keeps units' NVMe homes on the host. Their places on disk stay reserved, and the largest unit stays there."""

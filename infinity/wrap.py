@@ -88,6 +88,7 @@ def wrap_model(
                 microbatch.check(group.name, group.block)
     units = [ParamUnit(i, group.name, s) for i, (group, s) in enumerate(zip(groups, shards))]
     engine = Engine(config, plan, units, stepping=optimizer is not None)
+    engine.sizes = [_size_of(group, unit_shards) for group, unit_shards in zip(groups, shards)]
     materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real; undone if anything fails
     try:
         materialized.fill(_Homes(engine))
@@ -100,6 +101,17 @@ def wrap_model(
         engine.shut_down()
         raise
     return _commit(model, optimizer, managed, rule, engine, groups, group_of)
+
+
+def lay_out(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
+) -> tuple[MemoryPlan, list[UnitSize]]:
+    """The plan that :func:`wrap_model` would follow, and the sizes of the model's units. Nothing is allocated or changed."""
+    _check(model, optimizer, config, None)
+    rule = recognise(optimizer) if optimizer is not None else None
+    group_of = _groups_of_optimizer(optimizer)
+    groups, shards, plan = _lay_out(model, config, lambda group: _make_shards(group, group_of, rule, optimizer, config))
+    return plan, [_size_of(group, unit_shards) for group, unit_shards in zip(groups, shards)]
 
 
 def _lay_out(

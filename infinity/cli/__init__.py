@@ -23,7 +23,7 @@ from types import ModuleType
 
 from ..errors import InfinityError
 
-SUBCOMMANDS = ("bench", "env", "trace", "train")
+SUBCOMMANDS = ("bench", "env", "plan", "trace", "train")
 BAD_INPUT_STATUS = 2
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 

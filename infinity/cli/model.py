@@ -91,7 +91,11 @@ def check_vocabulary(model_config: Any, tokenizer: Any) -> None:
 def build_model(
     path: Path | None, model_config: Any, *, dtype: str, seed: int, say: Callable[[str], None]
 ) -> nn.Module:
-    """Weights of the folder, or fresh ones from the seed. A weight that the folder lacks comes from the seed too."""
+    """Weights of the folder, or fresh ones from the seed. A weight that the folder lacks comes from the seed too.
+
+    Where the folder has every weight under the model's own names the model stays on meta: the engine then takes them
+    from the folder (:func:`is_streamed`), and they are never all in memory.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -100,6 +104,10 @@ def build_model(
     try:
         if path is None or path.is_file():
             return AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+        if is_streamed(model, path):
+            return model
         model, found = AutoModelForCausalLM.from_pretrained(
             path, config=model_config, dtype=dtype, local_files_only=True, output_loading_info=True
         )
@@ -108,6 +116,23 @@ def build_model(
     if missing := sorted(found["missing_keys"]):
         say(f"{len(missing)} weights are not in {path} and start from the seed: {', '.join(missing[:4])}")
     return model
+
+
+def is_streamed(model: nn.Module, path: Path | None) -> bool:
+    """Whether ``model`` is on meta and the safetensors in ``path`` have all of it."""
+    from ..weights import WeightFiles
+
+    if path is None or not path.is_dir() or not all(param.is_meta for param in model.parameters()):
+        return False
+    if not any(path.glob("*.safetensors")):
+        return False
+    found = WeightFiles(path).tensors
+    names: dict[int, set[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), set()).add(name)
+    return all(of_one & set(found) for of_one in names.values()) and all(
+        found[name].shape == param.shape for name, param in model.named_parameters() if name in found
+    )
 
 
 def checkpoint_activations(model: nn.Module) -> None:

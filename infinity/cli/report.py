@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import infinity
 
-from ..tiers import format_nbytes
+from ..tiers import Tier, format_nbytes
 from .job import EdgeCounts, Job
 
 if TYPE_CHECKING:
@@ -31,12 +32,24 @@ def measure_disks(config: infinity.Config) -> dict[str, float] | None:
     return dict(zip(("read", "write"), rates(config.nvme_paths)))
 
 
+def predict_step(job: Job, config: infinity.Config, compute_seconds: float) -> float:
+    """Seconds of a step, from the plan and the machine's rates; ``compute_seconds`` are of its whole batch."""
+    from ..predict import Rates, predict
+    from ..wrap import wrapped
+
+    engine = wrapped(job.model).engine
+    rates = Rates.measure(config.nvme_paths if engine.plan.planned_nbytes(Tier.NVME) else ())
+    prediction = predict(engine.plan, engine.sizes, rates, compute_seconds=compute_seconds, passes=job.accumulate)
+    return prediction.step_seconds
+
+
 def make_report(
     job: Job,
     *,
     counts: EdgeCounts,
     config: infinity.Config,
     measured_disk: dict[str, float] | None,
+    predicted_step_seconds: float,
     loss_after: float,
 ) -> dict[str, Any]:
     corpus = job.batches.corpus
@@ -63,6 +76,8 @@ def make_report(
         "bits_per_byte_after": in_bits(loss_after),
         "train_seconds": counts.at_seconds,
         "step_seconds": sum(job.step_seconds) / steps_count if steps_count else None,
+        "median_step_seconds": statistics.median(job.step_seconds) if job.step_seconds else None,
+        "predicted_step_seconds": predicted_step_seconds,
         "tokens_per_second": job.tokens_per_second,
         "stall_share": counts.stall_share,
         "edges": counts.edges,
@@ -121,6 +136,8 @@ def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if report["step_seconds"] is not None:
         speed = f"{report['tokens_per_second']:,.0f} tokens/s, {report['step_seconds']:.3f} s per step"
         yield "speed", f"{speed}, stalled {report['stall_share']:.0%}"
+        measured, predicted = report["median_step_seconds"], report["predicted_step_seconds"]
+        yield "prediction", f"{predicted:.3f} s per step, {predicted / measured - 1:+.0%} of the median {measured:.3f} s"
     if report["bound_seconds"]:
         yield "bound", report["bottleneck"]
     yield "disk", _disk_text(report["disk"])

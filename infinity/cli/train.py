@@ -19,6 +19,7 @@ import infinity
 
 from ..errors import ConfigError
 from ..tiers import parse_nbytes
+from .compute import compute_time
 from .interrupt import Interrupt
 from .job import EdgeCounts, Job, has_checkpoint, held_out_loss, make_job, resume, train
 from .model import (
@@ -26,13 +27,14 @@ from .model import (
     check_vocabulary,
     checkpoint_activations,
     choose_sequence_length,
+    is_streamed,
     no_cache,
     read_model_config,
     read_tokenizer,
 )
 from .options import add_options, check_options
 from .progress import ProgressBar, ProgressLines, Scalars, make_progress
-from .report import make_report, measure_disks, print_report
+from .report import make_report, measure_disks, predict_step, print_report
 from .sample import printable, sample
 from .settings import engine_config, engine_settings
 from .text import Batches, TextFiles, find_text_files, read_corpus
@@ -40,6 +42,7 @@ from .text import Batches, TextFiles, find_text_files, read_corpus
 if TYPE_CHECKING:
     from rich.console import Console
 
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 DEFAULT_PROMPT = "def "  # for the default data, which is Python
 
 DESCRIPTION = """\
@@ -62,6 +65,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """The whole job; returns the exit status. Bad input raises before the model is built."""
     check_options(args)
+    import torch
+
     settings = engine_settings(args)
     files = find_text_files(args.data)
     console = _prepare(args)
@@ -76,10 +81,18 @@ def run(args: argparse.Namespace) -> int:
     model = build_model(args.model, model_config, dtype=args.dtype, seed=args.seed, say=console.print)
     if args.gradient_checkpointing:
         checkpoint_activations(model)
+    if is_streamed(model, args.model):
+        settings["weights"] = str(args.model)
     config = engine_config(settings, model)
     measured_disk = measure_disks(config)
+    compute = compute_time(
+        model, model_config, batch=args.batch_size, length=batches.sequence_length, dtype=getattr(torch, DTYPES[args.dtype]),
+        checkpointing=args.gradient_checkpointing,
+    )  # fmt: skip
     with no_cache(model):
         job = make_job(args, model, batches, config)
+        predicted = predict_step(job, config, compute.seconds * args.accumulate)
+        console.print(f"predicted: {predicted:.3f} s per step ({compute.how} on this machine)")
         del model  # from here on the job holds the only reference, so that it can let go of it
         _begin(args, job, console)
         with Interrupt() as interrupt, make_progress(console, job) as progress:
@@ -89,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
         if interrupt.signum is not None:
             return _end_interrupted(args, job, console, interrupt.signum)
         loss_after = held_out_loss(job.model, job.held_out)
-    report = make_report(job, counts=counts, config=config, measured_disk=measured_disk, loss_after=loss_after)
+    report = make_report(job, counts=counts, config=config, measured_disk=measured_disk, predicted_step_seconds=predicted,
+                         loss_after=loss_after)  # fmt: skip
     print_report(console, report)
     if args.out is not None:
         report.update(_save_and_sample(args, job, tokenizer, console))

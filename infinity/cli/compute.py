@@ -1,0 +1,87 @@
+"""How long a model computes on this machine, measured on a few of its blocks.
+
+A model of one block and one of three, of the same kind, run forward and backward on a batch of the real size: the
+difference is two blocks, the rest what stands around them. A block too large for that is estimated from its
+multiplications and the rate of one large product.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+LARGEST_PROBE_NBYTES = 2 << 30
+LARGEST_PROBE_FLOPS = 3e12
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Forward and backward of one batch."""
+
+    seconds: float
+    how: str  # measured or estimated
+
+
+def compute_time(model: nn.Module, config: Any, *, batch: int, length: int, dtype: torch.dtype, checkpointing: bool) -> Compute:
+    """Of ``model``, which may be on meta, with ``config`` (transformers')."""
+    layers = _layer_count(config)
+    params = sum(param.numel() for param in model.parameters())
+    flops = _flops(config, params, batch * length, length) * (4 / 3 if checkpointing else 1)
+    if layers and 3 * params / layers * dtype.itemsize < LARGEST_PROBE_NBYTES and 3 * flops / layers < LARGEST_PROBE_FLOPS:
+        one, three = (_measure(config, count, batch, length, dtype, checkpointing) for count in (1, 3))
+        return Compute(max(one, one + (layers - 1) * (three - one) / 2), "measured")
+    return Compute(flops / _product_rate(dtype), "estimated")
+
+
+def _layer_count(config: Any) -> int | None:
+    return getattr(config.get_text_config(), "num_hidden_layers", None)
+
+
+def _flops(config: Any, params: int, tokens: int, length: int) -> float:
+    """Multiplications and additions of forward and backward: 6 per parameter and token, and attention's products."""
+    text = config.get_text_config()
+    width = getattr(text, "hidden_size", 0) or 0
+    return 6.0 * params * tokens + 12.0 * (_layer_count(config) or 0) * width * length * tokens / 2
+
+
+def _measure(config: Any, layers: int, batch: int, length: int, dtype: torch.dtype, checkpointing: bool) -> float:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    small = copy.deepcopy(config)
+    small.get_text_config().num_hidden_layers = layers
+    if isinstance(types := getattr(small.get_text_config(), "layer_types", None), list):
+        small.get_text_config().layer_types = types[:layers]
+    small.use_cache = False
+    model = AutoModelForCausalLM.from_config(small, dtype=dtype).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = torch.zeros(batch, length, dtype=torch.long)
+    best = float("inf")
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        best = min(best, time.perf_counter() - start)
+        model.zero_grad()
+    return best
+
+
+def _product_rate(dtype: torch.dtype) -> float:
+    """Multiplications and additions per second of a large matrix product."""
+    import torch
+
+    size = 1024
+    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    best = float("inf")
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

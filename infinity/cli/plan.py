@@ -1,0 +1,180 @@
+"""`infinity plan`: where a model's state would live on a machine, and how long a step would take, before anything runs.
+
+The model may be a config alone: it is built on meta, and the budgets may be another machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..tiers import Tier, format_nbytes
+from .options import HOMES
+from .settings import engine_config, engine_settings
+
+BAR = 48  # characters of the memory map
+STATE = {"weights": "weight", "optimizer": "exp_avg", "gradients": "grad"}
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser("plan", help="where a model's state would live, and how long a step would take")
+    add = parser.add_argument
+    add("--model", type=Path, metavar="PATH", help="folder with config.json, or a config.json (default: train's own)")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the model's weights (default bf16)")
+    add("--params", choices=HOMES, help="home of the parameters (default auto)")
+    add("--optimizer", choices=HOMES, help="home of master weights and moments (default auto)")
+    add("--activations", choices=HOMES, help="home of what the forward saves (default auto)")
+    add("--nvme-path", action="append", type=Path, metavar="FOLDER", help="on the disk that swap files would use")
+    for tier in ("device-memory", "host-memory", "nvme-capacity"):
+        add(f"--{tier}", metavar="BYTES", help='budget, as "80GiB" (default: what is free here)')
+    add("--master", choices=("split", "fp32", "none"), help="master weights of bf16 parameters (default split)")
+    add("--moments", choices=("fp32", "bf16", "int8"), help="the optimizer's moments (default fp32)")
+    add("--config", type=Path, metavar="FILE", help="engine configuration, TOML or JSON; options here go over it")
+    add("--batch-size", type=int, default=4, metavar="N", help="samples of a step (default 4)")
+    add("--sequence-length", type=int, metavar="N", help="tokens of a sample (default 256)")
+    add("--gradient-checkpointing", action="store_true", help="the backward computes activations again")
+    add("--svg", type=Path, metavar="FILE", help="draw the memory map")
+    add("--json", action="store_true", help="the plan as one JSON object on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table, the map and the prediction."""
+    found = make(args)
+    if args.json:
+        print(json.dumps(found))
+    else:
+        print("\n".join(text(found)))
+    if args.svg is not None:
+        args.svg.write_text(draw(found["tiers"]))
+    return 0
+
+
+def make(args: argparse.Namespace) -> dict[str, Any]:
+    """The plan as plain data. Raises CapacityError, with the numbers, when nothing fits."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from ..predict import Rates, predict
+    from ..wrap import lay_out
+    from .compute import compute_time
+    from .job import make_optimizer
+    from .model import choose_sequence_length, read_model_config
+
+    logging.set_verbosity_error()
+    settings = _settings(args)
+    model_config = read_model_config(args.model)
+    length = choose_sequence_length(args.sequence_length, model_config)
+    if args.batch_size < 1:
+        raise ConfigError(f"--batch-size {args.batch_size}: give at least 1")
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
+    with torch.device("meta"):
+        try:
+            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise ConfigError(f"transformers cannot build a causal LM from {args.model}: {error}") from None
+    config = engine_config(settings, model)
+    plan, units = lay_out(model, make_optimizer(model, lr=1e-4, weight_decay=0.1), config)
+    compute = compute_time(
+        model, model_config, batch=args.batch_size, length=length, dtype=dtype, checkpointing=args.gradient_checkpointing
+    )
+    on_disk = plan.planned_nbytes(Tier.NVME) > 0
+    rates = Rates.measure(config.nvme_paths if on_disk else ())
+    prediction = predict(plan, units, rates, compute_seconds=compute.seconds)
+    tokens = args.batch_size * length
+    return {
+        "parameters": sum(param.numel() for param in model.parameters()),
+        "units": list(_units(plan, units)),
+        "tiers": {str(tier): {"nbytes": plan.planned_nbytes(tier), "parts": plan.terms[tier]} for tier in Tier},
+        "edges": prediction.edges,
+        "seconds": prediction.seconds,
+        "compute": compute.how,
+        "rates": asdict(rates),
+        "step_seconds": prediction.step_seconds,
+        "tokens_per_step": tokens,
+        "tokens_per_second": tokens / prediction.step_seconds,
+        "bottleneck": prediction.bottleneck,
+    }
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    args.micro_batch = args.trace = args.max_grad_norm = None
+    settings = engine_settings(args)
+    if args.nvme_capacity is not None:
+        settings["nvme_capacity"] = args.nvme_capacity
+    if args.nvme_capacity is not None and not settings.get("nvme_paths"):
+        settings["nvme_paths"] = ["."]  # of another machine's disk only the size is known
+    return settings
+
+
+def _units(plan, units) -> Iterator[dict[str, Any]]:
+    """One entry per run of units that are alike: their homes and sizes."""
+
+    def entry(index: int) -> tuple:
+        unit, tiers, kept = units[index], plan.tiers_of(index), plan.kept_of(index)
+        homes = {}
+        for what, array in STATE.items():
+            held = any(shard.nbytes(array) for shard in unit.shards)
+            homes[what] = str(tiers[array]) + (" (kept on host)" if array in kept else "") if held else "-"
+        return sum(shard.numel for shard in unit.shards), tuple(homes.items()), unit.tile_nbytes
+
+    for (count, homes, tile), run_of in groupby(range(len(units)), key=entry):
+        indices = list(run_of)
+        yield {"first": units[indices[0]].name, "last": units[indices[-1]].name, "units": len(indices),
+               "parameters": count, "tile_nbytes": tile, **dict(homes)}  # fmt: skip
+
+
+def text(found: dict[str, Any]) -> Iterator[str]:
+    """The plan for a terminal."""
+    yield f"{found['parameters']:,} parameters"
+    yield f"{'unit':<42}{'parameters':>15}  {'weights':<22}{'optimizer':<22}gradients"
+    for row in found["units"]:
+        name = row["first"] if row["units"] == 1 else f"{row['first']} .. {row['last'].rsplit('.', 1)[-1]}"
+        tile = f" in tiles of {format_nbytes(row['tile_nbytes'])}" if row["tile_nbytes"] else ""
+        count = f"{row['units']} x {row['parameters']:,}" if row["units"] > 1 else f"{row['parameters']:,}"
+        yield f"{name:<42}{count:>15}  {row['weights'] + tile:<22}{row['optimizer']:<22}{row['gradients']}"
+    for tier, of_tier in found["tiers"].items():
+        yield f"{tier}: {format_nbytes(of_tier['nbytes'])}"
+        for what, nbytes in sorted(of_tier["parts"].items(), key=lambda part: -part[1]):
+            if nbytes:
+                filled = max(1, round(BAR * nbytes / of_tier["nbytes"]))
+                yield f"  {what:<28}{format_nbytes(nbytes):>11}  {'#' * filled}"
+    moved = ", ".join(f"{edge} {format_nbytes(nbytes)}" for edge, nbytes in found["edges"].items() if nbytes)
+    yield f"a step of {found['tokens_per_step']:,} tokens moves {moved}"
+    needs = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in found["seconds"].items() if seconds)
+    yield f"and needs {needs} (compute {found['compute']} on this machine)"
+    yield f"predicted: {found['step_seconds']:.3g} s per step, {found['tokens_per_second']:,.1f} tokens/s; {found['bottleneck']} decides"
+
+
+WIDTH, ROW, LEFT = 900, 64, 70
+COLOURS = {"weights": "#1f6fb2", "optimizer state": "#8a6d1b", "gradients": "#7a4fb0"}
+OTHER_COLOUR = "#2a8c4a"
+
+
+def draw(tiers: dict[str, dict]) -> str:
+    """The memory map as an SVG picture: a bar per tier, all on one scale, each part with its name where it fits."""
+    largest = max(of_tier["nbytes"] for of_tier in tiers.values()) or 1
+    parts = []
+    for number, (tier, of_tier) in enumerate(tiers.items()):
+        y, x = 12 + number * ROW, float(LEFT)
+        parts.append(f"<text x='{LEFT - 8}' y='{y + 20}' text-anchor='end'>{tier}</text>")
+        for what, nbytes in sorted(of_tier["parts"].items(), key=lambda part: -part[1]):
+            width = (WIDTH - LEFT - 20) * nbytes / largest
+            colour = next((colour for kind, colour in COLOURS.items() if what.startswith(kind)), OTHER_COLOUR)
+            label = f"{what}, {format_nbytes(nbytes)}"
+            parts.append(f"<rect x='{x:.1f}' y='{y}' width='{max(0.5, width):.1f}' height='30' fill='{colour}' "
+                         f"stroke='#fff'><title>{label}</title></rect>")  # fmt: skip
+            if width > 7.5 * len(what):
+                parts.append(f"<text x='{x + 5:.1f}' y='{y + 19}' style='fill:#fff'>{what}</text>")
+            x += width
+        parts.append(f"<text x='{LEFT}' y='{y + 45}'>{format_nbytes(of_tier['nbytes'])}</text>")
+    style = "<style>text { font: 12px system-ui, sans-serif; fill: #444; }</style><rect width='100%' height='100%' fill='#fff'/>"
+    height = 12 + ROW * len(tiers)
+    return f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}'>{style}{''.join(parts)}</svg>\n"
