@@ -45,6 +45,7 @@ class GradRecord:
     state: GradState = GradState.ABSENT
     factors: list[float] = field(default_factory=list)
     stand_in: LandedGrad | None = None
+    norm: tuple[float, torch.Tensor] | None = None  # order, and the norm of what is at home; None where it is not known
 
 
 @dataclass(eq=False)
@@ -63,6 +64,7 @@ class GradientBank:
         self._store, self._staging = store, staging
         self._opened: dict[ParamShard, OpenedShard] = {}  # least recently used first
         self._writes: dict[ParamShard, tuple[native.Ticket, native.Lease]] = {}
+        self._norm_order: float | None = None  # of the norms that are asked for: they are taken as gradients land
 
     # --- what autograd and torch.nn.utils see ---
 
@@ -110,6 +112,9 @@ class GradientBank:
             else:
                 self._apply_factors(record, home)
                 home.add_(grad)
+            # While the bytes are near: they need not be read once more, from a disk perhaps.
+            order = self._norm_order
+            record.norm = None if order is None else (order, torch.linalg.vector_norm(home, order))
         record.state = GradState.LANDED
 
     @staticmethod
@@ -142,6 +147,7 @@ class GradientBank:
                 rows = home[begin:end]
                 rows.copy_(part) if first else rows.add_(part)
 
+        record.norm = None
         yield land
         record.state = GradState.LANDED
 
@@ -151,6 +157,7 @@ class GradientBank:
         handle.shard.settle()
         self._view(handle, write=True).zero_()
         record.factors.clear()
+        record.norm = None
         record.state = GradState.LANDED
 
     def scale(self, handle: ParamHandle, factor: float) -> None:
@@ -158,6 +165,7 @@ class GradientBank:
         record = handle.grad
         if factor == 1.0:
             return
+        record.norm = None
         if len(record.factors) == native.MAX_GRAD_FACTORS:
             self._apply_factors(record, self._view(handle, write=True))
         record.factors.append(factor)
@@ -171,8 +179,20 @@ class GradientBank:
                 view = self._view(handle, write=False)
                 return self._with_factors(record.factors, view.clone()) if record.factors else view
             view = self._view(handle, write=write or bool(record.factors))
+            if write or record.factors:
+                record.norm = None
             self._apply_factors(record, view)
             return view
+
+    def norm(self, handle: ParamHandle, order: float) -> torch.Tensor:
+        """The vector norm of the gradient: the one taken when it landed, where that is still true."""
+        record = handle.grad
+        self._norm_order = order
+        if record.norm is not None and record.norm[0] == order:
+            return record.norm[1].clone()
+        norm = torch.linalg.vector_norm(self.value(handle, write=False), order)
+        record.norm = order, norm.clone()
+        return norm
 
     # --- what the optimizer sees ---
 
@@ -301,6 +321,8 @@ class LandedGrad(torch.Tensor):
             for grad in args[0]:  # one at a time: they need not fit in memory together
                 func([grad._bank.value(_writable(grad), write=True)] if isinstance(grad, LandedGrad) else [grad], *args[1:])
             return None
+        if func is aten.linalg_vector_norm.default and subject is not None and len(args) < 3 and not kwargs:
+            return subject._bank.norm(subject._infinity_grad, float(args[1]) if len(args) > 1 else 2.0)
         grads = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, LandedGrad)]
         mutated = _mutated_arguments(func, args, kwargs)
         for grad in grads:

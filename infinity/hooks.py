@@ -353,6 +353,8 @@ def install(engine: Engine, root: torch.nn.Module, owners: dict[torch.nn.Module,
         def after(module, args, kwargs, output):
             return engine.passes.leave(module, args, kwargs, output)
 
+        # A compiled model breaks its graph here: what moves weights is nothing to be compiled.
+        before, after = torch.compiler.disable(before), torch.compiler.disable(after)
         removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
     passes = weakref.ref(engine.passes)

@@ -1,0 +1,83 @@
+"""torch.compile around and inside a wrapped model: it works, with graph breaks where weights move."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+
+from models import differing
+
+STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.head = nn.Embedding(17, 32), nn.ModuleList(Block() for _ in range(3)), nn.Linear(32, 17)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def compiled(how: str, model: nn.Module) -> nn.Module:
+    """``model``, or what stands for it, compiled in one of the ways people do it. Without code generation: quick."""
+    for block in model.blocks:
+        if how == "forward":
+            block.forward = torch.compile(block.forward, backend="aot_eager")
+        elif how == "block":
+            block.compile(backend="aot_eager")
+    return torch.compile(model, backend="aot_eager") if how == "whole" else model
+
+
+def trained(how: str, home: str, folder, *, first: str = "wrap") -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    model = Model()
+    used = compiled(how, model) if first == "compile" else model
+    config = {"params": home, "optimizer": home, "nvme_paths": [str(folder)]}
+    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+    used = compiled(how, model) if first == "wrap" else used
+    losses = []
+    for step in range(STEPS):
+        ids = torch.randint(0, 17, (4, 9), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(used(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("first", ["wrap", "compile"])
+@pytest.mark.parametrize("how", ["forward", "block", "whole"])
+@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+def test_a_compiled_model_trains_as_it_does_uncompiled(home, how, first, tmp_path):
+    """Method: compile each block's forward, each block, or the whole model, before or after the wrap; losses and weights
+    are those of the wrapped model without compiling (the graphs call the same kernels)."""
+    losses, state = trained(how, home, tmp_path, first=first)
+    expected_losses, expected = trained("not", home, tmp_path)
+    assert torch.allclose(torch.stack(losses), torch.stack(expected_losses), rtol=1e-6, atol=0)
+    assert all(torch.allclose(state[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
+
+
+def test_where_state_lives_changes_no_bit_of_a_compiled_model(tmp_path):
+    """Method: the whole model compiled, at every home; losses and weights have the same bits."""
+    runs = [trained("whole", home, tmp_path) for home in ("device", "host", "nvme")]
+    for losses, state in runs[1:]:
+        assert torch.equal(torch.stack(losses), torch.stack(runs[0][0]))
+        assert differing(state, runs[0][1]) == []
