@@ -1,0 +1,273 @@
+"""end to end: one training job in a process of its own, by one of several systems: tokens per second and peak memory.
+
+``python -m infinity.bench.endtoend <system> ...`` runs one and prints JSON; :func:`measure` runs them all in turns. A
+system is timed from one step's end to another's, with its last update at home; the first steps are its warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from .results import Measured, row
+from .settings import Settings
+
+WARM_UP = 2
+SIZES = {  # name -> (width, layers): parameters
+    "50M": (512, 16),
+    "134M": (768, 18),
+    "1B": (2048, 19),
+}
+VOCABULARY = 8192
+ROUNDS = 2
+
+
+def make_model(size: str) -> torch.nn.Module:
+    """A GPT-2 style model in bf16, without dropout."""
+    import transformers
+
+    width, layers = SIZES[size]
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_layer=layers, n_embd=width, n_head=width // 64, n_positions=512, resid_pdrop=0,
+        embd_pdrop=0, attn_pdrop=0, bos_token_id=None, eos_token_id=None, use_cache=False,
+        activation_function="gelu_pytorch_tanh",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return transformers.GPT2LMHeadModel(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Job:
+    """What a system is asked to do: some micro-batches a step, clipped or not."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.tokens = args.batch * args.length
+        generator = torch.Generator().manual_seed(1)
+        self.batches = [torch.randint(0, VOCABULARY, (args.batch, args.length), generator=generator) for _ in range(4)]
+
+    def micro_batches(self) -> Iterator[torch.Tensor]:
+        for index in range(self.args.micro_batches):
+            yield self.batches[index % len(self.batches)]
+
+    def losses(self, model: Callable) -> Iterator[torch.Tensor]:
+        for batch in self.micro_batches():
+            yield model(input_ids=batch, labels=batch).loss / self.args.micro_batches
+
+
+Step = Callable[[], None]
+
+
+def plain(job: Job) -> tuple[Step, Step]:
+    """torch, AdamW fused over an fp32 master copy."""
+    model = make_model(job.args.size)
+    masters = [param.detach().float().requires_grad_() for param in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+
+    def step() -> None:
+        for loss in job.losses(model):
+            loss.backward()
+        if job.args.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for master, param in zip(masters, model.parameters()):
+            master.grad, param.grad = param.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            for master, param in zip(masters, model.parameters()):
+                param.copy_(master)
+
+    return step, lambda: None
+
+
+def ours(job: Job) -> tuple[Step, Step]:
+    """Infinity at the home that the system's name has."""
+    import infinity
+    from infinity.wrap import wrapped
+
+    home = job.args.system.removeprefix("infinity_")
+    model = make_model(job.args.size)
+    config = {"params": home, "optimizer": home}
+    if home == "nvme":
+        config |= {"nvme_paths": [job.args.folder], "host_memory": job.args.host_memory}
+    if job.args.units_at_once:
+        config["micro_batch"] = job.args.batch
+    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-4), config)
+
+    def step() -> None:
+        if job.args.units_at_once:
+            batch = torch.cat(list(job.micro_batches()))
+            model(input_ids=batch, labels=batch).loss.backward()
+        else:
+            for loss in job.losses(model):
+                loss.backward()
+        if job.args.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, lambda: wrapped(model).engine.settle()
+
+
+def deepspeed(job: Job) -> tuple[Step, Step]:
+    """ZeRO-3 with parameters and optimizer on the CPU, or on NVMe at its defaults or at better settings."""
+    import deepspeed as peer
+
+    _one_process()
+    kind = job.args.system.removeprefix("deepspeed_")
+    device = "cpu" if kind == "cpu" else "nvme"
+    offload = {"device": device, "pin_memory": kind == "nvme_tuned"}
+    if device == "nvme":
+        offload["nvme_path"] = job.args.folder
+    zero = {"stage": 3, "offload_param": dict(offload), "offload_optimizer": dict(offload)}
+    if kind == "nvme":
+        zero["offload_param"]["buffer_size"] = 5e8
+    if kind == "nvme_tuned":
+        zero |= {"sub_group_size": int(2e7)}
+        zero["offload_param"] |= {"buffer_size": int(3e7)}
+        zero["offload_optimizer"] |= {"buffer_count": 16, "pipeline_read": True, "pipeline_write": True}
+    config = {
+        "train_micro_batch_size_per_gpu": job.args.batch, "gradient_accumulation_steps": job.args.micro_batches,
+        "bf16": {"enabled": True}, "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "aio": {"block_size": 1048576, "queue_depth": 32, "intra_op_parallelism": 2 if kind == "nvme_tuned" else 1,
+                "single_submit": False, "overlap_events": True},
+    }  # fmt: skip
+    if job.args.clip:
+        config["gradient_clipping"] = 1.0
+    model = make_model(job.args.size)
+    engine, *_ = peer.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step() -> None:
+        for batch in job.micro_batches():
+            engine.backward(engine(input_ids=batch, labels=batch).loss)
+            engine.step()
+
+    return step, lambda: None
+
+
+def fsdp(job: Job) -> tuple[Step, Step]:
+    """FSDP2 with CPUOffloadPolicy, fp32 sharded parameters, bf16 compute, AdamW fused."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    _one_process()
+    torch.distributed.init_process_group("gloo")
+    model = make_model(job.args.size).float()
+    mesh = init_device_mesh("cpu", (1,))
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+               "offload_policy": CPUOffloadPolicy(pin_memory=False)}  # fmt: skip
+    for block in model.transformer.h:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        for loss in job.losses(model):
+            loss.backward()
+        if job.args.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, lambda: None
+
+
+def _one_process() -> None:
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
+
+
+SYSTEMS: dict[str, Callable[[Job], tuple[Step, Step]]] = {
+    "plain": plain, "infinity_device": ours, "infinity_host": ours, "infinity_nvme": ours, "fsdp2_cpu": fsdp,
+    "deepspeed_cpu": deepspeed, "deepspeed_nvme": deepspeed, "deepspeed_nvme_tuned": deepspeed,
+}  # fmt: skip
+
+
+def main() -> None:
+    """One system's job; JSON on standard output."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("system", choices=SYSTEMS)
+    parser.add_argument("--size", choices=SIZES, default="134M")
+    parser.add_argument("--folder", default=".")
+    parser.add_argument("--host-memory", type=int, default=None)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--units-at-once", action="store_true", help="all micro-batches unit by unit (ours only)")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--clip", action="store_true")
+    args = parser.parse_args()
+    with contextlib.redirect_stdout(sys.stderr):
+        job = Job(args)
+        step, finish = SYSTEMS[args.system](job)
+        for _ in range(WARM_UP):
+            step()
+        finish()
+        start = time.perf_counter()
+        for _ in range(args.steps):
+            step()
+        finish()
+        seconds = (time.perf_counter() - start) / args.steps
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"tokens_per_second": args.micro_batches * job.tokens / seconds, "peak_nbytes": peak}))
+    sys.stdout.flush()
+    os._exit(0)  # a peer's threads may not end
+
+
+def run(system: str, options: list[str], *, timeout: float = 900) -> dict | str:
+    """One job; the reason where the system cannot do it."""
+    command = [sys.executable, "-P", "-m", "infinity.bench.endtoend", system, *options]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return f"no end within {timeout:.0f} s"
+    try:
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]
+
+
+def measure(settings: Settings, *, size: str = "134M", systems: list[str] | None = None, options: list[str] = (), name: str = "") -> Measured:
+    """Rows ``train.<system>`` (tokens/s) and ``train.<system>.peak`` (GiB); systems take turns, one process each."""
+    chosen = systems or [system for system in SYSTEMS if settings.peers or system.startswith(("plain", "infinity"))]
+    found: dict[str, list[dict]] = {system: [] for system in chosen}
+    notes = []
+    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
+        for _ in range(ROUNDS):
+            for system in list(found):
+                result = run(system, ["--size", size, "--folder", folder, *options])
+                if isinstance(result, str):
+                    notes.append(f"train{name}: {system} does not run here ({result})")
+                    del found[system]
+                else:
+                    found[system].append(result)
+    rows = []
+    for system, results in found.items():
+        speeds = [result["tokens_per_second"] for result in results]
+        ratios = {}
+        if system.startswith("infinity"):
+            for peer, theirs in found.items():
+                if not peer.startswith("infinity"):
+                    pairs = zip(speeds, (result["tokens_per_second"] for result in theirs))
+                    ratios[peer] = statistics.median(our / their for our, their in pairs)
+        rows.append(row(f"train{name}.{system}", "tokens/s", speeds, ratios=ratios))
+        rows.append(row(f"train{name}.{system}.peak", "GiB", [result["peak_nbytes"] / 2**30 for result in results]))
+    return Measured(rows, notes)
+
+
+if __name__ == "__main__":
+    main()

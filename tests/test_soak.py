@@ -1,0 +1,165 @@
+"""Soak: random models, homes, budgets, options and faults, one after the other in one process, against device homes.
+
+Every round is decided by its seed. ``INFINITY_SOAK_STEPS`` sets how many optimizer steps the long test takes (2,000).
+
+**round**: one model trained twice by the same script, with everything on the device, and by a random configuration.
+**script**: what happens in each step: micro-batches, clipping, an evaluation, a checkpoint taken and loaded, ...
+**mild fault**: one that a transfer survives; **hard fault**: one that must end in a typed error, never in other numbers.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the zoo is made of transformers models")
+
+import infinity  # noqa: E402
+from models import differing, environment, leftovers  # noqa: E402
+from zoo import ZOO, make_batch, make_model, seed_everything  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+
+HOMES = ("auto", "device", "host", "nvme")
+MILD_FAULTS = ("", "", "short_transfer=0.3", "delay=0.3,delay_seconds=0.0005", "reorder=0.4", "short_transfer=0.2,reorder=0.2")
+HARD_FAULTS = ("eio=0.05", "bit_flip=0.05", "lost_write=0.05", "enospc=0.05")
+LEAK_NBYTES = 96 * 1024 * 1024  # torch's allocator and transformers' caches keep some
+
+
+def random_config(rng: random.Random, folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = {"params": rng.choice(HOMES), "optimizer": rng.choice(HOMES), "nvme_paths": [str(folder)]}
+    config["activations"] = rng.choice(["auto", "device", "host", "nvme"])
+    config["checksums"] = rng.random() < 0.8
+    if rng.random() < 0.5:
+        config["host_memory"] = rng.choice([8, 16, 64]) * 2**20
+    if rng.random() < 0.3:
+        config["device_memory"] = rng.choice([1, 4, 64]) * 2**20
+    if rng.random() < 0.3:
+        config["trace"] = str(folder.parent / "trace.json")
+    return config
+
+
+def random_script(rng: random.Random) -> list[dict[str, Any]]:
+    return [
+        {"seed": rng.randrange(4), "micro": rng.choice([1, 1, 2]), "clip": rng.choice([None, 0.5]),
+         "eval": rng.random() < 0.2, "reload": rng.random() < 0.15, "keep": rng.random() < 0.2, "look": rng.random() < 0.2}
+        for _ in range(rng.randrange(2, 7))
+    ]  # fmt: skip
+
+
+
+def play(name: str, script: list[dict[str, Any]], config: dict[str, Any], folder: Path) -> tuple[list, dict, dict]:
+    """Trains one model by the script. Returns losses and norms, the state dict, the moments."""
+    entry = ZOO[name]
+    model = make_model(entry, 5).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1)
+    model, optimizer = infinity.wrap_model(model, optimizer, config)
+    seen: list[torch.Tensor] = []
+    for number, step in enumerate(script):
+        if step["eval"]:
+            with torch.no_grad():
+                seed_everything(77)
+                seen.append(model.eval()(**make_batch(entry, 9)).loss.clone())
+            model.train()
+        for micro in range(step["micro"]):
+            seed_everything(100 * number + micro)
+            loss = model(**make_batch(entry, step["seed"] + micro)).loss / step["micro"]
+            loss.backward()
+            seen.append(loss.detach().clone())
+        if step["clip"]:
+            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), step["clip"]).clone())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not step["keep"])
+        if step["look"]:
+            first = next(iter(dict(model.named_parameters())))
+            with infinity.full_params(model, [first]) as params:
+                seen.append(params[first].detach().clone())
+        if step["reload"]:
+            optimizer.zero_grad()
+            infinity.save_checkpoint(folder / "checkpoint", model, optimizer, extra={"number": number})
+            assert infinity.load_checkpoint(folder / "checkpoint", model, optimizer) == {"number": number}
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    moments = {f"{i}.{key}": value.clone() for i, of_one in optimizer.state_dict()["state"].items()
+               for key, value in of_one.items() if isinstance(value, torch.Tensor)}  # fmt: skip
+    looked = any(step["look"] for step in script)  # what a user gathers is charged, but in nobody's plan
+    for tier_name, tier in infinity.stats(model).tiers.items():
+        assert tier.peak_nbytes <= tier.planned_nbytes or (looked and tier_name == "device")
+        assert tier.budget_nbytes is None or tier.peak_nbytes <= tier.budget_nbytes
+    return seen, state, moments
+
+
+def soak(steps: int, folder: Path) -> None:
+    swap = folder / "swap"
+    swap.mkdir(parents=True)
+    names = [name for name, entry in ZOO.items() if not entry.missing()]
+    process, taken, seed, settled = psutil.Process(), 0, 0, None
+    outcomes = {"same bits": 0, "refused": 0, "typed error": 0}
+    while taken < steps:
+        rng = random.Random(seed)
+        name, script, config = rng.choice(names), random_script(rng), random_config(rng, swap)
+        hard = rng.random() < 0.15 and config["checksums"]
+        faults = rng.choice(HARD_FAULTS if hard else MILD_FAULTS)
+        io = rng.choice(["auto", "threads"])
+        what = f"seed {seed}: {name}, {config}, faults {faults!r}, {io}"
+        expected = play(name, script, {"params": "device", "optimizer": "device"}, folder)
+        try:
+            with environment(INFINITY_FAULTS=faults and f"seed={seed},{faults}", INFINITY_IO=io):
+                found = play(name, script, config, folder)
+        except infinity.CapacityError:
+            outcomes["refused"] += 1  # the budget is too small, and says so before anything changed
+        except (infinity.StorageError, infinity.CorruptionError):
+            assert hard, what
+            outcomes["typed error"] += 1
+        else:
+            assert all(torch.equal(a, b) for a, b in zip(expected[0], found[0], strict=True)), what
+            assert differing(found[1], expected[1]) == [] and differing(found[2], expected[2]) == [], what
+            outcomes["same bits"] += 1
+        taken += len(script)
+        seed += 1
+        gc.collect()
+        assert leftovers(swap) == [], what
+        if seed == 20:
+            settled = process.num_fds(), process.num_threads()
+        if seed == 60:
+            memory = process.memory_info().rss
+        if settled and seed > 20:
+            assert process.num_fds() <= settled[0] + 2, what
+    print(outcomes)
+    assert outcomes["same bits"] > seed / 3
+    if seed > 120:
+        assert process.memory_info().rss < memory + LEAK_NBYTES
+
+
+def test_short_soak(tmp_path):
+    """Method: 60 steps of random rounds; same bits or the right error each time, and nothing is left behind."""
+    soak(60, tmp_path / "soak")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_long_soak(tmp_path):
+    """Method: the same, 2,000 steps."""
+    soak(int(os.environ.get("INFINITY_SOAK_STEPS", "2000")), tmp_path / "soak")
+
+
+def test_a_soak_tells_other_numbers(tmp_path, monkeypatch):
+    """The twin: an engine whose gradients lose one bit is found out in a few rounds."""
+    from infinity.gradients import GradientBank
+
+    land = GradientBank.land
+
+    def careless(self, handle, grad):
+        if handle.engine.config.params != "device":
+            grad = grad * (1 + 2**-7)
+        land(self, handle, grad)
+
+    monkeypatch.setattr(GradientBank, "land", careless)
+    with pytest.raises(AssertionError):
+        soak(60, tmp_path / "soak")
