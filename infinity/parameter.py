@@ -60,6 +60,12 @@ def handle_of(param: torch.Tensor) -> ParamHandle | None:
     return param.__dict__.get("_infinity") if isinstance(param, torch.Tensor) else None
 
 
+def own_bytes(param: torch.Tensor) -> torch.Tensor:
+    """The detached tensor over a parameter's device bytes, whatever its class is just now. Valid while it is resident."""
+    with _DisableTorchFunction():
+        return torch.Tensor.detach(param)
+
+
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
     """What autograd accumulated into ``param.grad`` itself."""
     with _DisableTorchFunction():
@@ -234,8 +240,7 @@ class StoredAlias(_Stored, torch.Tensor):
         """The parameter's own bytes, once they are on the device."""
         handle = handle_of(self)
         param = handle.shard.params[handle.index]
-        with _DisableTorchFunction():
-            data = torch.Tensor.detach(param)
+        data = own_bytes(param)
         handle.unit.watch(param, data)
         return data
 

@@ -20,7 +20,7 @@ import torch
 
 from . import guard, native
 from .errors import InfinityError, StorageError, UsageError
-from .parameter import ParamHandle, ResidentParameter, StoredParameter
+from .parameter import ParamHandle, ResidentParameter, StoredParameter, own_bytes
 from .shard import ParamShard
 from .store import ShardStore
 from .tiers import Ledger, Reservation, Tier
@@ -217,7 +217,7 @@ class ParamUnit:
                     f"{param._infinity.name} was changed in place inside a forward, and its master cannot follow. "
                     "Change it through .data, or inside infinity.full_params(..., writeback=True)."
                 )
-            shard.write_changes(store, index, param.detach(), before=before, version=shard.weight.extent.version)
+            shard.write_changes(store, index, own_bytes(param), before=before, version=shard.weight.extent.version)
 
     def conceal(self) -> None:
         """Makes touching a parameter come by the engine, whether its bytes are still on the device or not.

@@ -2192,3 +2192,32 @@ def test_adapters_of_peft(home, tmp_path):
     assert differing(adapters, {name: value for name, value in peft.get_peft_model_state_dict(model).items()}) == []
     with torch.no_grad(), model.disable_adapter(), plain.disable_adapter():
         assert torch.equal(model(input_ids=tokens(1)).logits, plain(input_ids=tokens(1)).logits)
+
+
+class Rescaled(nn.Module):
+    """Halves its blocks' weights in the first forward of an evaluation, from outside the blocks (as RWKV does)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.halved = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training and not self.halved:
+            with torch.no_grad():
+                for block in self.blocks:
+                    block.weight.div_(2)
+            self.halved = True
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+def test_weights_changed_in_place_from_outside_their_block(home, tmp_path):
+    """Method: a model that rescales its blocks inside its own forward; outputs and the state dict are plain torch's."""
+    plain = seeded(SEED, Rescaled).eval()
+    model, _ = infinity.wrap_model(seeded(SEED, Rescaled).eval(), None, at_home(home, "auto", tmp_path))
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(torch.ones(2, 16)), plain(torch.ones(2, 16)))
+    assert differing(model.state_dict(), plain.state_dict()) == []

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -241,13 +241,28 @@ def run(system: str, options: list[str], *, timeout: float = 900) -> dict | str:
         return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]
 
 
-def measure(settings: Settings, *, size: str = "134M", systems: list[str] | None = None, options: list[str] = (), name: str = "") -> Measured:
-    """Rows ``train.<system>`` (tokens/s) and ``train.<system>.peak`` (GiB); systems take turns, one process each."""
-    chosen = systems or [system for system in SYSTEMS if settings.peers or system.startswith(("plain", "infinity"))]
+def measure(settings: Settings) -> Measured:
+    """Rows ``train.<system>`` (tokens/s) and ``train.<system>.peak`` (GiB), then the same with clipping and with eight
+    micro-batches (``train.clip``, ``train.micro8``; ``train.units8`` runs them unit by unit)."""
+    size = "134M" if settings.scale >= 1 else "50M"
+    found = _turns(settings, list(SYSTEMS), size, ROUNDS)
+    few = ["plain", "infinity_host", "infinity_nvme", "deepspeed_cpu", "deepspeed_nvme_tuned"]
+    found.add(_turns(settings, few, size, 1, options=["--clip"], name=".clip"))
+    eight = ["--micro-batches", "8", "--steps", "2"]
+    found.add(_turns(settings, few, size, 1, options=eight, name=".micro8"))
+    found.add(_turns(settings, ["infinity_host", "infinity_nvme"], size, 1, options=[*eight, "--units-at-once"], name=".units8"))
+    return found
+
+
+def _turns(
+    settings: Settings, systems: list[str], size: str, rounds: int, *, options: Sequence[str] = (), name: str = ""
+) -> Measured:
+    """The rows of ``systems``, which take turns, one process each."""
+    chosen = [system for system in systems if settings.peers or system.startswith(("plain", "infinity"))]
     found: dict[str, list[dict]] = {system: [] for system in chosen}
     notes = []
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             for system in list(found):
                 result = run(system, ["--size", size, "--folder", folder, *options])
                 if isinstance(result, str):

@@ -22,12 +22,13 @@ MODULES = {
     "copy": "infinity.bench.copies",
     "step": "infinity.bench.step",
 }
+APART = {"train": "infinity.bench.endtoend"}  # a quarter of an hour: not part of "all"
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Registers the command."""
     parser = subparsers.add_parser("bench", help="measure the engine beside its ceilings and its peers")
-    parser.add_argument("theme", choices=(*MODULES, "all", "report"), help="what to measure, or a page of what was")
+    parser.add_argument("theme", choices=(*MODULES, *APART, "all", "report"), help="what to measure, or a page of what was")
     parser.add_argument("--json", metavar="PATH", help="the result as one JSON object: a file, a folder, or - for stdout")
     parser.add_argument("--folder", default=".", metavar="DIR", help="on the disk to measure (default: here)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of which the median is given (default 5)")
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     measured = results.Measured([])
     with _stdout_for(args.json):
         for theme in MODULES if args.theme == "all" else (args.theme,):
-            found = importlib.import_module(MODULES[theme]).measure(settings)
+            found = importlib.import_module((MODULES | APART)[theme]).measure(settings)
             print(results.table(found.rows), flush=True)
             measured.add(found)
         for note in measured.notes:
