@@ -327,34 +327,46 @@ void Updater::finish(Chunk& chunk) {
   });
 }
 
+// Tile by tile, so that the bytes of one are checked, stepped and summed while they are in the cache.
 void Updater::step(Chunk& chunk) {
-  for_parts(chunk, [](Part& part, const IoEngine& engine) { part.extent->verify(part.at, part.span, engine); });
-  for (const Run& run : chunk.job->update.runs) {
-    const Constants constants = prepare(chunk.job->update.layout.rule, run.hyper);
-    pool_.for_range(std::max(run.begin, chunk.begin), std::min(run.end, chunk.end), 4096,
-                    [&](std::size_t begin, std::size_t end) { chunk.job->kernel(chunk.arrays, begin, end, constants); });
-  }
-  for_parts(chunk, [](Part& part, const IoEngine&) {
-    if (part.saved) part.extent->remember(part.at, part.span);
-  });
-  for (int role = 0; role < 4; ++role)
-    if (const auto& extent = chunk.job->update.*kRoles[role].extent) extent->version = chunk.job->update.version;
-}
-
-// `work` on every part, parts in parallel; throws the first error.
-void Updater::for_parts(Chunk& chunk, void (*work)(Part&, const IoEngine&)) {
-  std::vector<std::exception_ptr> errors(chunk.parts.size());
-  pool_.for_range(0, chunk.parts.size(), 1, [&](std::size_t begin, std::size_t end) {
-    for (std::size_t i = begin; i < end; ++i) {
-      try {
-        work(chunk.parts[i], *engine_);
-      } catch (...) {
-        errors[i] = std::current_exception();
-      }
+  const UnitUpdate& update = chunk.job->update;
+  const std::size_t grain = chunk_grain(update.layout);
+  std::vector<Constants> constants;
+  for (const Run& run : update.runs) constants.push_back(prepare(update.layout.rule, run.hyper));
+  Failure failure;
+  pool_.for_range(chunk.begin, chunk.end, grain, [&](std::size_t begin, std::size_t end) {
+    try {
+      for (std::size_t at = begin; at < end; at += grain) step_tile(chunk, constants, at, std::min(at + grain, end));
+    } catch (...) {
+      failure.set(std::current_exception());
     }
   });
-  for (const auto& error : errors)
-    if (error) std::rethrow_exception(error);
+  if (const auto error = failure.get()) std::rethrow_exception(error);
+  for (int role = 0; role < 4; ++role)
+    if (const auto& extent = update.*kRoles[role].extent) extent->version = update.version;
+}
+
+void Updater::step_tile(Chunk& chunk, const std::vector<Constants>& constants, std::size_t begin, std::size_t end) {
+  const std::size_t count = chunk.end - chunk.begin;
+  const auto part_of = [&](const Part& part) {
+    const std::size_t size = part.span.nbytes / count;  // bytes of an element
+    const std::size_t skipped = (begin - chunk.begin) * size;
+    return std::pair{part.at + skipped, Span{part.span.data + skipped, (end - begin) * size}};
+  };
+  for (const Part& part : chunk.parts) {
+    const auto [at, span] = part_of(part);
+    part.extent->verify(at, span, *engine_);
+  }
+  for (std::size_t i = 0; i < constants.size(); ++i) {
+    const Run& run = chunk.job->update.runs[i];
+    const std::size_t first = std::max(run.begin, begin), last = std::min(run.end, end);
+    if (first < last) chunk.job->kernel(chunk.arrays, first, last, constants[i]);
+  }
+  for (const Part& part : chunk.parts) {
+    if (!part.saved) continue;
+    const auto [at, span] = part_of(part);
+    part.extent->remember(at, span);
+  }
 }
 
 }  // namespace infinity

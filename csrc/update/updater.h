@@ -132,7 +132,7 @@ class Updater {
   void load(Chunk& chunk, int slot);
   void finish(Chunk& chunk);
   void step(Chunk& chunk);
-  void for_parts(Chunk& chunk, void (*work)(Part&, const IoEngine&));
+  void step_tile(Chunk& chunk, const std::vector<Constants>& constants, std::size_t begin, std::size_t end);
   int free_slot() const;
 
   const std::shared_ptr<IoEngine> engine_;
