@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,7 @@ class Passes:
         self.awaited: dict[ParamUnit, set[ParamHandle]] = {}  # held by the backward; least recently used first
         self._since: dict[ParamUnit, float] = {}  # when the backward came to each of those
         self.tasks: set[int] = set()
+        self.on_landed: Callable[[ParamUnit], None] | None = None  # told when all of a unit's gradients have landed
         self.reached: set[ParamUnit] = set()  # units that got a gradient in this backward
 
     @property
@@ -260,6 +261,8 @@ class Passes:
             awaited.discard(handle)
             if not awaited:
                 self.let_go(handle.unit)
+                if self.on_landed is not None:
+                    self.on_landed(handle.unit)
 
     def let_go(self, unit: ParamUnit) -> None:
         """The backward is done with ``unit``."""

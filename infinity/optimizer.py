@@ -7,6 +7,8 @@ run    consecutive parameters of a shard with the same hyperparameters and step 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,7 @@ from .shard import ParamShard
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .unit import ParamUnit
 
 SUPPORTED = "torch.optim.AdamW, Adam, SGD (with or without momentum), and Lion (lr, betas, weight_decay)"
 
@@ -67,6 +70,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: Engine, wrapped: torch.optim.Optimizer, rule: native.Rule):
         self._engine, self.wrapped, self._rule = engine, wrapped, rule
         self._ready = False
+        self._begun = False  # a step was begun by step_in_backward
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
         self._ready = True
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -100,12 +104,15 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 loss = closure()
         engine = self._engine
         engine.check_alive()
-        self._check_unconsumed()
+        begun, self._begun = self._begun, False
+        if not begun:
+            self._check_unconsumed()
         self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
         if engine.config.max_grad_norm is not None:
             params = [param for group in self.param_groups for param in group["params"]]
             torch.nn.utils.clip_grad_norm_(params, engine.config.max_grad_norm)
-        engine.begin_step()
+        if not begun:
+            engine.begin_step()
         order = list(engine.schedule.first())
         order += [unit.index for unit in engine.units if unit.index not in set(order)]
         with engine.store.guarding():
@@ -118,6 +125,47 @@ class InfinityOptimizer(torch.optim.Optimizer):
                     self._submit(shard)
         engine.end_step()
         return loss
+
+    @contextmanager
+    def step_in_backward(self) -> Iterator[None]:
+        """Around the last backward before :meth:`step`: a unit is stepped as soon as its gradients have landed, while the
+        backward goes on; ``step()`` does the rest. The arithmetic is the same.
+
+        What has been stepped cannot be clipped, unscaled or changed any more: that raises UsageError, as does clipping
+        by the engine itself (``max_grad_norm``) here. An exception inside leaves part of the step done, and the job can
+        then only go on from a checkpoint.
+        """
+        engine = self._engine
+        engine.check_alive()
+        if engine.config.max_grad_norm is not None:
+            raise UsageError(
+                "step_in_backward: max_grad_norm needs the norm of all gradients before the first unit is stepped. Leave "
+                "out one of the two."
+            )
+        self._check_unconsumed()
+        engine.begin_step()
+        self._begun = True
+        engine.passes.on_landed = self._step_unit
+        try:
+            yield
+        except BaseException:
+            if any(handle.grad.state is GradState.CONSUMED for handle in engine.group_of):
+                engine.store.failure = partial(
+                    UsageError, "an exception inside step_in_backward left part of a step done: go on from a checkpoint"
+                )
+            raise
+        finally:
+            engine.passes.on_landed = None
+
+    @torch.no_grad()
+    def _step_unit(self, unit: ParamUnit) -> None:
+        """The backward is done with ``unit``. One with parameters that are not trained waits: the backward may still need
+        those, and a unit's values change together."""
+        params = [param for shard in unit.shards for param in shard.params]
+        if all(shard.spec.stepped for shard in unit.shards) and all(param.requires_grad for param in params):
+            self._engine.prefetcher.release_all([unit])
+            for shard in unit.shards:
+                self._submit(shard)
 
     def _check_unconsumed(self) -> None:
         for handle in self._engine.group_of:

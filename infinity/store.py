@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from . import disks, native
-from .errors import CapacityError, ConfigError, CorruptionError, StorageError, UsageError
+from .errors import CapacityError, ConfigError, CorruptionError, InfinityError, StorageError, UsageError
 from .layout import round_up
 from .tiers import Ledger, Reservation, Tier, format_nbytes
 from .trace import Traffic
@@ -128,7 +128,7 @@ class ShardStore:
     ):
         self.ledger, self.traffic, self.checksums = ledger, traffic, checksums
         self.pid = os.getpid()
-        self.failure: Callable[[], StorageError | CorruptionError] | None = None
+        self.failure: Callable[[], InfinityError] | None = None
         self._paths = tuple(nvme_paths)
         self._shares = disks.shares(self._paths)
         profiles = [disks.disk_profile(path) for path in self._paths]

@@ -1,0 +1,130 @@
+"""step_in_backward: units are stepped while the backward goes on, with the arithmetic of a step after it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+
+from models import at_home, differing, loss_of, seeded, tokens, transformer
+
+SEED = 11
+
+
+def trained(home: str, folder, how: str, *, frozen: bool = False, micro: int = 1):
+    model = transformer(SEED)
+    if frozen:
+        for param in model.blocks[0].parameters():
+            param.requires_grad_(False)
+        next(model.blocks[1].parameters()).requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model, optimizer = infinity.wrap_model(model, optimizer, at_home(home, home, folder))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    losses = []
+    for step in range(4):
+        torch.manual_seed(step)
+        for index in range(micro):
+            loss = loss_of(model, tokens(SEED + step + index)) / micro
+            if how == "inside" and index == micro - 1:
+                with optimizer.step_in_backward():
+                    loss.backward()
+            else:
+                loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return losses, model.state_dict(), optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("frozen", [False, True], ids=["all", "partly frozen"])
+@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+def test_the_same_bits_as_a_step_after_the_backward(home, frozen, micro, tmp_path):
+    """Method: train with the step inside the last backward and after it; losses, weights and moments have the same bits."""
+    inside, after = (trained(home, tmp_path, how, frozen=frozen, micro=micro) for how in ("inside", "after"))
+    assert torch.equal(torch.stack(inside[0]), torch.stack(after[0]))
+    assert differing(inside[1], after[1]) == []
+    for index, state in after[2].items():
+        assert differing(inside[2][index], state) == []
+
+
+def test_units_are_stepped_before_the_backward_ends(tmp_path):
+    """Method: a hook on the first block's input looks at the last block's gradients: consumed already. Twin: without the
+    context they have landed and wait."""
+    seen = []
+    for inside in (True, False):
+        model = seeded(SEED, lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))))
+        model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), at_home("host", "host", tmp_path))
+        x = torch.ones(2, 64, requires_grad=True)
+        x.register_hook(lambda _: seen.append(model[3][0].weight._infinity.grad.state.name))
+        loss = model(x).sum()
+        if inside:
+            with optimizer.step_in_backward():
+                loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+    assert seen == ["CONSUMED", "LANDED"]
+
+
+def test_what_was_stepped_cannot_be_clipped(tmp_path):
+    """Method: clip after a backward that stepped; UsageError. max_grad_norm with it is refused before anything happens."""
+    for options, when in (({}, "after"), ({"max_grad_norm": 1.0}, "before")):
+        model = transformer(SEED)
+        config = at_home("host", "host", tmp_path, **options)
+        model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), config)
+        loss = loss_of(model, tokens(SEED))
+        before = model.state_dict()
+        if when == "before":
+            with pytest.raises(infinity.UsageError, match="max_grad_norm"), optimizer.step_in_backward():
+                loss.backward()
+            assert differing(model.state_dict(), before) == []
+            continue
+        with optimizer.step_in_backward():
+            loss.backward()
+        with pytest.raises(infinity.UsageError, match="consumed"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def test_an_exception_inside_ends_the_job(tmp_path):
+    """Method: a backward that fails half-way after units were stepped; nothing can be trained or saved on after it, and a
+    checkpoint from before loads into a new model. Twin: one that fails before any unit was stepped can be tried again."""
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("stop")
+
+    def build(place: int) -> nn.Module:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks, self.fails = nn.ModuleList(nn.Linear(64, 64) for _ in range(4)), True
+
+            def forward(self, x):
+                for number, block in enumerate(self.blocks):
+                    x = block(x)
+                    x = Fail.apply(x) if self.fails and number == place else x
+                return x
+
+        return seeded(SEED, Model)
+
+    for place, ends in ((1, True), (3, False)):
+        model = build(place)
+        model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), at_home("host", "host", tmp_path))
+        with pytest.raises(ValueError, match="stop"), optimizer.step_in_backward():
+            model(torch.ones(2, 64)).sum().backward()
+        model.fails = False
+        if ends:
+            with pytest.raises(infinity.UsageError, match="step_in_backward"):
+                model(torch.ones(2, 64))
+        else:
+            optimizer.zero_grad()
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
