@@ -12,9 +12,9 @@ is taken when it is first needed and kept for the next step, which needs the sam
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,24 +27,68 @@ from .store import ShardStore, StateArray
 from .tiers import Tier
 
 SMALLEST_NBYTES = 64 * 1024  # what is smaller stays: moving it would cost more than it frees
-LARGEST_EXCESS = 4  # a storage is moved whole unless the saved view is less than this part of it
+LARGEST_EXCESS = 4  # a storage is moved whole unless it is more than so many times what the saved view needs
+ALIGNMENT = 64  # bytes: a part of a storage starts where its bytes lie as they did
 READ_AHEAD = 2  # storages that are read before the backward asks for them
 
 
 def blocks(nbytes: int) -> int:
-    """``nbytes`` in whole disk blocks."""
-    return round_up(nbytes, native.BLOCK_NBYTES)
+    """``nbytes`` in whole blocks of a checksum, of which any part can be written."""
+    return round_up(nbytes, native.CHECKSUM_NBYTES)
+
+
+def _span(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
+    """First byte and number of bytes of the storage that are to be saved for ``tensor``."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    begin = tensor.storage_offset() * tensor.itemsize // ALIGNMENT * ALIGNMENT
+    end = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    return (begin, end - begin) if storage_nbytes > LARGEST_EXCESS * (end - begin) else (0, storage_nbytes)
+
+
+class Kept:
+    """A saved tensor that stays as it is, with torch's own check for changes in place, which hooks would switch off."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor.detach()  # the tensor itself would keep the graph that keeps it
+        self._version = tensor._version
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor. Raises RuntimeError, as torch does, when it was changed since."""
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self._tensor.type()} {list(self._tensor.shape)}] is at version {self._tensor._version}; expected "
+                f"version {self._version} instead."
+            )
+        return self._tensor
+
+
+class WithinBudget:
+    """A saved tensor that the device's budget has room for, counted for as long as it is saved. ``packed`` stands for it."""
+
+    __slots__ = ("packed", "_store", "_nbytes")
+
+    def __init__(self, packed: Any, store: ActivationStore, nbytes: int):
+        self.packed, self._store, self._nbytes = packed, store, nbytes
+        store.kept_nbytes += nbytes
+
+    def __del__(self):
+        self._store.kept_nbytes -= self._nbytes
 
 
 class Saved:
-    """One storage at home."""
+    """Bytes of one storage at home: all of it, or the part that one view needs."""
 
-    def __init__(self, store: ActivationStore, storage: torch.UntypedStorage):
-        self.nbytes = storage.nbytes()
-        self.place: Place | None = store.take(self.nbytes)
+    def __init__(self, store: ActivationStore, begin: int, nbytes: int):
+        self.place: StateArray | None = None
         self.read: tuple[native.Ticket, native.Lease] | None = None  # under way into staging
+        self.writes: list[native.Ticket] = []
+        self.begin, self.nbytes = begin, nbytes
         self._store = weakref.ref(store)
         self._there: StorageWeakRef | None = None  # where the bytes are on the device again
+        self.place = store.take(nbytes)
 
     def bytes_on_device(self) -> torch.UntypedStorage | None:
         """The storage that has the bytes again, while anything holds it."""
@@ -53,7 +97,14 @@ class Saved:
         return torch.UntypedStorage._new_with_weak_ptr(self._there.cdata)
 
     def came_back(self, storage: torch.UntypedStorage) -> None:
+        """``storage`` has the bytes."""
         self._there = StorageWeakRef(storage)
+
+    def settle(self) -> None:
+        """Waits until the bytes are at home."""
+        for write in self.writes:
+            write.wait()
+        self.writes.clear()
 
     def __del__(self):
         store = self._store()
@@ -63,27 +114,22 @@ class Saved:
 
 @dataclass(frozen=True)
 class View:
-    """A saved tensor: which storage, and how it lies in it."""
+    """A saved tensor: which bytes, and how it lies in them."""
 
     saved: Saved
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int  # elements, in the storage that was saved
+    conj: bool
+    neg: bool
 
-
-@dataclass(eq=False)
-class Place:
-    """Space at home, with the writes that put bytes there."""
-
-    array: StateArray
-    writes: list[native.Ticket] = field(default_factory=list)
-
-    def settle(self) -> None:
-        """Waits until the bytes are at home."""
-        for write in self.writes:
-            write.wait()
-        self.writes.clear()
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor, in ``storage`` that has its bytes again."""
+        offset = self.offset - self.saved.begin // self.dtype.itemsize
+        tensor = torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, offset, self.size, self.stride)
+        tensor = tensor.conj() if self.conj else tensor
+        return torch._neg_view(tensor) if self.neg else tensor
 
 
 class ActivationStore:
@@ -92,9 +138,9 @@ class ActivationStore:
     def __init__(self, store: ShardStore, tier: Tier, staging: native.PinnedPool | None, *, spare_nbytes: int | None):
         self._store, self._tier, self._staging = store, tier, staging
         self._spare_nbytes = spare_nbytes  # what may stay on the device; None: nothing, and home has to have room
-        self._kept_nbytes = 0
+        self.kept_nbytes = 0  # that do
         self._stays: set[int] = set()
-        self._free: dict[int, list[Place]] = defaultdict(list)
+        self._free: list[StateArray] = []  # on the host; on the disk the store keeps the space
         self._order: list[weakref.ref[Saved]] = []  # as they were saved: the backward needs the last ones first
         self._known: dict[int, tuple[StorageWeakRef, int, weakref.ref[Saved]]] = {}  # by storage: its version, its bytes
         self._transfers: deque[tuple[native.Ticket, native.Lease]] = deque()  # whose staging memory nobody waits for
@@ -104,7 +150,6 @@ class ActivationStore:
     def begin(self, stays: set[int]) -> None:
         """A forward starts. ``stays``: storages (by address) that are not activations: buffers, foreign parameters."""
         self._stays = stays
-        self._kept_nbytes = 0
         self._order = [ref for ref in self._order if ref() is not None]
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
 
@@ -114,63 +159,75 @@ class ActivationStore:
 
         def pack(tensor: torch.Tensor) -> Any:
             if self._is_taken(tensor):
-                saved = self._saved(tensor)
-                if saved is not None:
-                    return View(saved, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-            return outer_pack(tensor) if outer_pack else tensor
+                packed = self._pack(tensor)
+                if packed is not None:
+                    return packed
+                nbytes = tensor.untyped_storage().nbytes()
+                return WithinBudget(outer_pack(tensor) if outer_pack else Kept(tensor), self, nbytes)
+            return outer_pack(tensor) if outer_pack else Kept(tensor)
 
         def unpack(packed: Any) -> torch.Tensor:
-            if not isinstance(packed, View):
-                return outer_unpack(packed) if outer_unpack else packed
-            storage = self._bring(packed.saved)
-            return torch.empty(0, dtype=packed.dtype, device="cpu").set_(
-                storage, packed.offset, packed.size, packed.stride
-            )
+            packed = packed.packed if isinstance(packed, WithinBudget) else packed
+            if isinstance(packed, View):
+                return packed.over(self._bring(packed.saved))
+            return packed.tensor() if isinstance(packed, Kept) else outer_unpack(packed)
 
         return pack, unpack
 
     def _is_taken(self, tensor: torch.Tensor) -> bool:
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or type(tensor) is not torch.Tensor:
             return False
-        storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
-        if nbytes < SMALLEST_NBYTES or nbytes > LARGEST_EXCESS * max(1, tensor.nbytes):
+        if tensor.is_nested or not tensor.numel() or tensor.nbytes < SMALLEST_NBYTES // LARGEST_EXCESS:
             return False
-        return storage._cdata not in self._stays
-
-    def _saved(self, tensor: torch.Tensor) -> Saved | None:
-        """The storage's bytes at home; None where the budget has room for them on the device."""
         storage = tensor.untyped_storage()
-        known = self._known.get(storage._cdata)
-        if known is not None and not known[0].expired() and known[1] == tensor._version:
-            saved = known[2]()
-            if saved is not None:
-                return saved
-        if self._kept_nbytes + storage.nbytes() <= (self._spare_nbytes or 0):
-            self._kept_nbytes += storage.nbytes()
-            return None
-        with self._store.guarding():
-            try:
-                saved = Saved(self, storage)
-            except CapacityError:
-                if self._spare_nbytes is None:
-                    raise
+        return storage.nbytes() >= SMALLEST_NBYTES and storage._cdata not in self._stays
+
+    def _pack(self, tensor: torch.Tensor) -> View | None:
+        """What stands for ``tensor``; None where it stays: there is room for it, or none at home and none is needed."""
+        storage = tensor.untyped_storage()
+        begin, nbytes = _span(tensor, storage.nbytes())
+        saved = self._known_bytes(tensor, begin, nbytes)
+        if saved is None:
+            if self.kept_nbytes + storage.nbytes() <= (self._spare_nbytes or 0):
                 return None
-            self._send(saved, storage)
-        self._known[storage._cdata] = (StorageWeakRef(storage), tensor._version, weakref.ref(saved))
-        self._order.append(weakref.ref(saved))
-        return saved
+            with self._store.guarding():
+                try:
+                    saved = Saved(self, begin, nbytes)
+                except CapacityError:
+                    if self._spare_nbytes is None:
+                        raise
+                    return None
+                self._send(saved, storage)
+            if nbytes == storage.nbytes():
+                self._known[storage._cdata] = (StorageWeakRef(storage), tensor._version, weakref.ref(saved))
+            self._order.append(weakref.ref(saved))
+        return View(saved, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())
+
+    def _known_bytes(self, tensor: torch.Tensor, begin: int, nbytes: int) -> Saved | None:
+        """The bytes, where they are at home already and have not changed since."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        if known is None or known[0].expired() or known[1] != tensor._version:
+            return None
+        return known[2]()
 
     # --- space ---
 
-    def take(self, nbytes: int) -> Place:
+    def take(self, nbytes: int) -> StateArray:
         """Space at home for ``nbytes``. Raises CapacityError over the tier's budget."""
         size = blocks(nbytes)
-        if self._free[size]:
-            return self._free[size].pop()
+        fitting = [array for array in self._free if size <= array.nbytes <= size + size // 8]
+        if fitting:
+            best = min(fitting, key=lambda array: array.nbytes)
+            self._free.remove(best)
+            return best
         try:
-            return Place(self._store.allocate_more(self._tier, size, "activations"))
+            return self._store.allocate_more(self._tier, size, "activations")
         except CapacityError as error:
+            if self._free:  # of other sizes: given up for one of this
+                for array in self._free:
+                    self._store.free_more(array)
+                self._free.clear()
+                return self.take(nbytes)
             raise CapacityError(
                 f"activations: {error} Give more, run fewer samples at once (micro_batch), recompute more of the forward "
                 "(gradient checkpointing), or choose another home: Config(activations=...)."
@@ -181,18 +238,20 @@ class ActivationStore:
         place, saved.place = saved.place, None
         if saved.read is not None:
             self._transfers.append(saved.read)
-        self._free[place.array.nbytes].append(place)
+        if place.tier is Tier.NVME:
+            self._store.free_more(place, after=[*saved.writes, *([saved.read[0]] if saved.read else [])])
+        else:
+            self._free.append(place)
 
     # --- moving ---
 
     def _send(self, saved: Saved, storage: torch.UntypedStorage) -> None:
-        source = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-        array = saved.place.array
+        source = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)[saved.begin : saved.begin + saved.nbytes]
+        array = saved.place
         if array.tier is not Tier.NVME:
             with self._store.traffic.copying("device->host", saved.nbytes, "activations"):
                 array.flat[: saved.nbytes] = source
             return
-        saved.place.settle()  # of its last use
         for begin, end in self._parts(saved):
             lease = self._lease(blocks(end - begin))
             whole = self._staged(lease, blocks(end - begin))
@@ -200,17 +259,19 @@ class ActivationStore:
                 whole[: end - begin] = source[begin:end]
                 whole[end - begin :] = 0
             write = self._store.engine.write(array.extent, begin, lease.address, whole.numel())
-            saved.place.writes.append(write)
+            saved.writes.append(write)
             self._transfers.append((write, lease))
 
     def _bring(self, saved: Saved) -> torch.UntypedStorage:
         storage = saved.bytes_on_device()
         if storage is not None:
             return storage
+        if self._store.engine is None:
+            raise UsageError("this backward needs activations that went with the engine: run it before unwrap_model")
         with self._store.guarding():
             storage = torch.UntypedStorage(saved.nbytes, device="cpu")
             target = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-            array = saved.place.array
+            array = saved.place
             if array.tier is not Tier.NVME:
                 with self._store.traffic.copying("host->device", saved.nbytes, "activations"):
                     target.copy_(array.flat[: saved.nbytes])
@@ -221,7 +282,7 @@ class ActivationStore:
 
     def _read(self, saved: Saved, target: torch.Tensor) -> None:
         if saved.read is None and saved.nbytes <= self._largest:
-            self._start_read(saved, self._lease(saved.place.array.nbytes))
+            self._start_read(saved, self._lease(blocks(saved.nbytes)))
         self._read_ahead(saved)
         if saved.read is not None:
             (ticket, lease), saved.read = saved.read, None
@@ -230,25 +291,25 @@ class ActivationStore:
             finally:
                 lease.release()
             return
-        saved.place.settle()
+        saved.settle()
         for begin, end in self._parts(saved):
             lease = self._lease(blocks(end - begin))
             try:
-                ticket = self._store.engine.read(saved.place.array.extent, begin, lease.address, blocks(end - begin))
+                ticket = self._store.engine.read(saved.place.extent, begin, lease.address, blocks(end - begin))
                 self._finish_read(saved, begin, end, ticket, lease, target)
             finally:
                 lease.release()
 
     def _start_read(self, saved: Saved, lease: native.Lease) -> None:
-        array, writes = saved.place.array, saved.place.writes
-        after = writes[-1] if writes else None  # what is staged at once was written at once
-        saved.read = self._store.engine.read(array.extent, 0, lease.address, array.nbytes, after=after), lease
+        after = saved.writes[-1] if saved.writes else None  # what is staged at once was written at once
+        nbytes = blocks(saved.nbytes)
+        saved.read = self._store.engine.read(saved.place.extent, 0, lease.address, nbytes, after=after), lease
 
     def _finish_read(self, saved: Saved, begin: int, end: int, ticket, lease, target: torch.Tensor) -> None:
         with self._store.traffic.stalled("nvme->host", "activations"):
             ticket.wait()
         nbytes = blocks(end - begin)
-        self._store.verify(saved.place.array, lease.address, nbytes, offset=begin)
+        self._store.verify(saved.place, lease.address, nbytes, offset=begin)
         self._store.traffic.mark("nvme->host", "activations", *ticket.times)
         with self._store.traffic.copying("host->device", end - begin, "activations"):
             target[begin:end] = self._staged(lease, nbytes)[: end - begin]
@@ -261,7 +322,7 @@ class ActivationStore:
             if other is None or other.place is None or other.read is not None or other.nbytes > self._largest:
                 continue
             self._collect()
-            lease = self._staging.try_lease(other.place.array.nbytes)
+            lease = self._staging.try_lease(blocks(other.nbytes))
             if lease is None:
                 return
             self._start_read(other, lease)

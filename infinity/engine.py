@@ -218,7 +218,8 @@ class Engine:
     # --- what the optimizer asks ---
 
     def check_alive(self) -> None:
-        """Raises UsageError after :func:`infinity.unwrap_model`."""
+        """Raises UsageError after :func:`infinity.unwrap_model`, and in a forked child."""
+        self.store.check_process()
         if not self._finalizer.alive:
             raise UsageError("this optimizer's model was unwrapped: use the optimizer that unwrap_model returned")
 

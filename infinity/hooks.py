@@ -25,12 +25,17 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_map_only
 
+from .activations import Kept
+from .activations import __name__ as activations_module
 from .errors import UsageError
 from .parameter import ParamHandle, handle_of, raw_grad, set_raw_grad
 from .unit import ParamUnit
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+
+OUR_HOOKS = {__name__, activations_module}
 
 
 @dataclass(eq=False)
@@ -54,6 +59,8 @@ class SavedWeight:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    conj: bool
+    neg: bool
 
 
 class Passes:
@@ -83,6 +90,8 @@ class Passes:
         """A forward of ``module`` starts."""
         self.engine.store.check_process()
         in_backward = torch._C._current_graph_task_id() != -1
+        if is_root and self.frames and not in_backward and self.frames[0].module is module:
+            self._clean_up_after_interrupt()
         if not self.frames and not in_backward:
             self.abandon()
             if is_root:
@@ -137,6 +146,17 @@ class Passes:
         if not self.frames and not torch.is_grad_enabled():
             self.engine.prefetcher.release_idle()
         return output
+
+    def _clean_up_after_interrupt(self) -> None:
+        """Ctrl-C ended the last forward, of which torch tells no hook: lets go what it held."""
+        while self.frames:
+            frame = self.frames.pop()
+            for _ in range(frame.saves):
+                top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+                if top is not None and top[0].__module__ in OUR_HOOKS:
+                    torch._C._autograd._pop_saved_tensors_default_hooks()
+            for unit in frame.units:
+                self.engine.prefetcher.unhold(unit)
 
     def _is_weight_view(self, tensor: torch.Tensor) -> bool:
         if tensor.layout is not torch.strided or type(tensor) in _OPAQUE or handle_of(tensor) is not None:
@@ -203,15 +223,16 @@ class Passes:
                         outer_pack(tensor)
                     unit, flat = entry
                     return SavedWeight(
-                        unit, unit.version, flat, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
-                    )
-            return outer_pack(tensor) if outer_pack else tensor
+                        unit, unit.version, flat, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype,
+                        tensor.is_conj(), tensor.is_neg(),
+                    )  # fmt: skip
+            return outer_pack(tensor) if outer_pack else Kept(tensor)
 
         me = weakref.ref(self)
 
         def unpack(saved: Any) -> torch.Tensor:
             if not isinstance(saved, SavedWeight):
-                return outer_unpack(saved) if outer_unpack else saved
+                return saved.tensor() if isinstance(saved, Kept) else outer_unpack(saved)
             if saved.version != saved.unit.version:
                 raise UsageError(
                     f"this backward needs weights of unit {saved.unit.name} as they were in its forward, but they were "
@@ -225,7 +246,9 @@ class Passes:
             if passes := me():
                 passes.hold_for_backward(saved.unit)
             bare = torch.empty(0, dtype=saved.dtype, device=saved.flat.device)
-            return bare.set_(saved.flat.untyped_storage(), saved.offset, saved.size, saved.stride)
+            bare = bare.set_(saved.flat.untyped_storage(), saved.offset, saved.size, saved.stride)
+            bare = bare.conj() if saved.conj else bare
+            return torch._neg_view(bare) if saved.neg else bare
 
         return pack, unpack
 

@@ -50,19 +50,6 @@ class StateArray:
         return self.numel * self.dtype.itemsize
 
 
-@dataclass
-class Growth:
-    """A file that was added later: how much of it is used."""
-
-    file: int
-    nbytes: int
-    used: int = 0
-
-    @property
-    def left(self) -> int:
-        return self.nbytes - self.used
-
-
 class JobFolder:
     """A locked folder for one job's swap file; removed by :meth:`remove`."""
 
@@ -140,7 +127,8 @@ class ShardStore:
         self._file_nbytes = [0] * len(self._paths)
         self._reservations: list[Reservation] = []
         self._jobs: list[JobFolder] = []
-        self._more: Growth | None = None
+        self._spaces: list[tuple[int, int, int]] = []  # file, offset and bytes that are free in files that were added
+        self._leaving: list[tuple[list[native.Ticket], tuple[int, int, int]]] = []  # free when these transfers are over
         self._service_nbytes = service_nbytes
         self._service: native.Region | None = None
         self.staging: native.PinnedPool | None = None  # weights on their way to the device
@@ -210,20 +198,51 @@ class ShardStore:
             array = self.allocate(tier, torch.uint8, nbytes, what)
             self.ledger.accounts[tier].planned_nbytes += round_up(nbytes, native.BLOCK_NBYTES)
             return array
-        if self._more is None or self._more.left < nbytes:
-            self._more = self._make_file(nbytes, what)
-        extent = native.Extent.in_file(self._more.file, self._more.used, nbytes)
-        self._more.used += nbytes
-        return StateArray(tier, torch.uint8, nbytes, extent)
+        if (space := self._take_space(nbytes)) is None:
+            self._grow(nbytes, what)
+            space = self._take_space(nbytes)
+        return StateArray(tier, torch.uint8, nbytes, native.Extent.in_file(*space, nbytes))
 
-    def _make_file(self, nbytes: int, what: str) -> Growth:
-        """A further file with room for ``nbytes``, and for more of the kind where the budget allows."""
+    def free_more(self, array: StateArray, *, after: Sequence[native.Ticket] = ()) -> None:
+        """Gives back what :meth:`allocate_more` gave. Space on disk is taken anew once the transfers ``after`` are over."""
+        if array.tier is Tier.NVME:
+            self._leaving.append((list(after), (array.extent.file, array.extent.offset, array.nbytes)))
+        else:
+            array.reservation.release()
+            self.ledger.accounts[array.tier].planned_nbytes -= round_up(array.nbytes, native.BLOCK_NBYTES)
+            array.flat = array.extent = None
+
+    def _take_space(self, nbytes: int) -> tuple[int, int] | None:
+        """File and offset of ``nbytes`` in the files that were added; None when there is no such space."""
+        done = [all(ticket.done for ticket in tickets) for tickets, _ in self._leaving]
+        self._spaces += [space for (_, space), over in zip(self._leaving, done) if over]
+        self._leaving = [entry for entry, over in zip(self._leaving, done) if not over]
+        self._spaces.sort()
+        joined: list[tuple[int, int, int]] = []
+        for file, offset, size in self._spaces:
+            if joined and joined[-1][0] == file and sum(joined[-1][1:]) == offset:
+                joined[-1] = (file, joined[-1][1], joined[-1][2] + size)
+            else:
+                joined.append((file, offset, size))
+        self._spaces = joined
+        fitting = [space for space in joined if space[2] >= nbytes]
+        if not fitting:
+            return None
+        file, offset, size = min(fitting, key=lambda space: space[2])
+        self._spaces.remove((file, offset, size))
+        if size > nbytes:
+            self._spaces.append((file, offset + nbytes, size - nbytes))
+        return file, offset
+
+    def _grow(self, nbytes: int, what: str) -> None:
+        """A further file with room for ``nbytes``, and for more of the kind where budget and disk allow."""
         account = self.ledger.accounts[Tier.NVME]
         room = GROWTH_NBYTES if account.budget_nbytes is None else account.budget_nbytes - account.charged_nbytes
-        size = max(nbytes, min(GROWTH_NBYTES, room // native.BLOCK_NBYTES * native.BLOCK_NBYTES))
+        fastest = max(range(len(self._jobs)), key=self._shares.__getitem__)
+        room = min(GROWTH_NBYTES, room, shutil.disk_usage(self._jobs[fastest].path).free // 2)
+        size = max(nbytes, room // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES)
         reservation = self.ledger.reserve(Tier.NVME, size, what)
         account.planned_nbytes += size
-        fastest = max(range(len(self._jobs)), key=self._shares.__getitem__)
         path = self._jobs[fastest].path / f"{SWAP_NAME}-{len(self._reservations)}"
         try:
             file = self._create(path, size)
@@ -231,7 +250,7 @@ class ShardStore:
             reservation.release()
             raise
         self._reservations.append(reservation)
-        return Growth(file, size)
+        self._spaces.append((file, 0, size))
 
     # --- moving parts of arrays, synchronously ---
 

@@ -18,10 +18,6 @@ ThreadPool::ThreadPool(int thread_count) {
 }
 
 ThreadPool::~ThreadPool() {
-  if (getpid() != process_) {  // a forked child has a copy of this object and no threads
-    for (auto& thread : workers_) thread.detach();
-    return;
-  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;

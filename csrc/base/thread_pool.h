@@ -1,8 +1,6 @@
 // ThreadPool: a fork-join pool. The caller works too, so a pool of one has no threads at all.
 #pragma once
 
-#include <unistd.h>
-
 #include <condition_variable>
 #include <cstddef>
 #include <functional>
@@ -32,7 +30,6 @@ class ThreadPool {
  private:
   void worker(int part);
 
-  const int process_ = getpid();
   std::vector<std::thread> workers_;
   std::mutex mutex_;
   std::condition_variable start_, finish_;

@@ -80,12 +80,6 @@ IoEngine::IoEngine(const IoOptions& options) : options_(options) {
 }
 
 IoEngine::~IoEngine() {
-  if (getpid() != process_) {  // a forked child has a copy of this object, no threads, and its parent's ring
-    completion_thread_.detach();
-    (void)backend_.release();
-    for (const File& file : files_) close(file.descriptor);
-    return;
-  }
   {
     std::unique_lock<std::mutex> lock(mutex_);
     idle_.wait(lock, [this] {
@@ -199,6 +193,7 @@ void IoEngine::validate(const Request& request) const {
 }
 
 TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr& after) {
+  INFINITY_REQUIRE(is_ours(), "an I/O engine of process ", process_, " was used in its forked child ", getpid());
   INFINITY_REQUIRE(!requests.empty(), "a submission without requests");
   std::size_t pieces = 0;
   {

@@ -80,6 +80,9 @@ class IoEngine {
   // Throws UsageError, with the numbers, for a request that `submit` would refuse.
   void validate(const Request& request) const;
 
+  // False in a forked child, which has neither the threads nor a ring of its own.
+  bool is_ours() const { return getpid() == process_; }
+
   const char* backend_name() const { return backend_->name(); }
   std::vector<std::string> notes() const {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -42,6 +42,15 @@ void translate(std::exception_ptr pointer) {
   }
 }
 
+// A forked child has a copy of the object without its threads: it is never destroyed there, since a lock or a condition
+// that a thread held or waited on at the fork stays so.
+template <class Object>
+std::shared_ptr<Object> kept_in_children(Object* object) {
+  return {object, [](Object* mine) {
+            if (mine->is_ours()) delete mine;
+          }};
+}
+
 // Waits without the GIL, looking up now and then so that Ctrl-C works during a long wait.
 void wait_for_ticket(const Ticket& ticket) {
   for (;;) {
@@ -149,7 +158,7 @@ void bind_io(py::module_& m) {
              options.timeout_seconds = timeout_seconds;
              options.inject_faults = faults != nullptr;
              if (faults) options.faults = *faults;
-             return std::make_shared<IoEngine>(options);
+             return kept_in_children(new IoEngine(options));
            }),
            py::arg("kind") = "auto", py::arg("depth") = 64, py::arg("block_nbytes") = 1 << 20, py::arg("threads") = 8,
            py::arg("faults") = nullptr, py::arg("timeout_seconds") = 120.0)
@@ -283,7 +292,7 @@ void bind_update(py::module_& m) {
   shared_class<Updater>(m, "Updater")
       .def(py::init([](std::shared_ptr<IoEngine> engine, Address address, std::size_t nbytes, int slot_count,
                        int thread_count) {
-             return std::make_shared<Updater>(std::move(engine), Span{at(address), nbytes}, slot_count, thread_count);
+             return kept_in_children(new Updater(std::move(engine), Span{at(address), nbytes}, slot_count, thread_count));
            }),
            py::arg("engine"), py::arg("address"), py::arg("nbytes"), py::arg("slot_count"), py::arg("thread_count"))
       .def("submit", &Updater::submit, py::arg("update"), py::call_guard<py::gil_scoped_release>())

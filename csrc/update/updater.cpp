@@ -86,10 +86,6 @@ Updater::Updater(std::shared_ptr<IoEngine> engine, Span slots, int slot_count, i
 }
 
 Updater::~Updater() {
-  if (getpid() != process_) {  // a forked child has a copy of this object and no threads
-    thread_.detach();
-    return;
-  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
@@ -114,6 +110,7 @@ std::size_t Updater::chunk_elements(const UnitUpdate& update, std::size_t slot_n
 }
 
 TicketPtr Updater::submit(UnitUpdate update) {
+  INFINITY_REQUIRE(is_ours(), "an updater of process ", process_, " was used in its forked child ", getpid());
   check_update(update);
   auto job = std::make_shared<Job>();
   job->kernel = find_kernel(update.layout);

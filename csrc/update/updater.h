@@ -67,6 +67,8 @@ class Updater {
   // every later one fails with the same error: a half-updated state must not train on.
   TicketPtr submit(UnitUpdate update);
 
+  bool is_ours() const { return getpid() == process_; }  // false in a forked child, which has no threads
+
   UpdaterTotals totals() const;
 
   // From now on every load, step and save of a slot is remembered, until it is taken.

@@ -251,7 +251,24 @@ def measure(settings: Settings) -> Measured:
     eight = ["--micro-batches", "8", "--steps", "2"]
     found.add(_turns(settings, few, size, 1, options=eight, name=".micro8"))
     found.add(_turns(settings, ["infinity_host", "infinity_nvme"], size, 1, options=[*eight, "--units-at-once"], name=".units8"))
+    found.series["train.budget"] = _budgets(settings)
     return found
+
+
+SHARES = (0.25, 0.4, 0.6, 0.8, 1.1)  # of the training state
+
+
+def _budgets(settings: Settings) -> list[dict]:
+    """Tokens per second of the 50 M model with everything at home on NVMe, against the host budget."""
+    state_nbytes = 12 * sum(param.numel() for param in make_model("50M").parameters())
+    points = []
+    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
+        for share in SHARES:
+            options = ["--size", "50M", "--folder", folder, "--host-memory", str(round(share * state_nbytes))]
+            result = run("infinity_nvme", options)
+            if isinstance(result, dict):
+                points.append({"share": share, "tokens/s": result["tokens_per_second"]})
+    return points
 
 
 def _turns(

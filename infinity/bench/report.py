@@ -152,8 +152,16 @@ def _draw_timeline(events: Sequence[dict]) -> str:
     return axes.draw(content)
 
 
+def _draw_budget(points: Sequence[dict]) -> str:
+    speeds = [point["tokens/s"] for point in points]
+    ticks = [f"{100 * point['share']:.0f} %" for point in points]
+    axes = Axes("everything at home on NVMe", "host budget, of the training state", "tokens/s", ticks, 1.1 * max(speeds))
+    return axes.draw([axes.line(speeds, "50 M parameters", 0)])
+
+
 PLOTS: dict[str, Callable[[Sequence[dict]], str]] = {
     "io.sweep": _draw_sweep,
     "adam.threads": _draw_threads,
     "update.timeline": _draw_timeline,
+    "train.budget": _draw_budget,
 }
