@@ -223,6 +223,11 @@ class Engine:
         if not self._finalizer.alive:
             raise UsageError("this optimizer's model was unwrapped: use the optimizer that unwrap_model returned")
 
+    def check_open(self) -> None:
+        """Raises UsageError when the homes are gone."""
+        if not self._finalizer.alive:
+            raise UsageError("this backward needs weights that went with the engine: run it before unwrap_model")
+
     def begin_step(self) -> None:
         """An optimizer step starts: its updates carry the next version."""
         self.passes.abandon()

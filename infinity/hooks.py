@@ -110,10 +110,11 @@ class Passes:
         if torch.is_grad_enabled():
             activations = self.engine.activations
             if activations is not None and not self.frames and not in_backward:
-                activations.begin(self._foreign_storages(module))
                 outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-                torch._C._autograd._push_saved_tensors_default_hooks(*activations.hooks(outer))
-                frame.saves += 1
+                if not _is_checkpoint(outer):  # what is computed again is not kept anywhere
+                    activations.begin(self._foreign_storages(module))
+                    torch._C._autograd._push_saved_tensors_default_hooks(*activations.hooks(outer))
+                    frame.saves += 1
             if units:
                 torch._C._autograd._push_saved_tensors_default_hooks(*self._saving_hooks())
                 frame.saves += 1
@@ -213,7 +214,7 @@ class Passes:
         storages = self.engine.storages
         # A checkpoint counts what is saved, and must count the same in its forward and in its recomputation, in which
         # the same weight may be saved with or without these hooks.
-        counted = outer_pack is not None and outer_pack.__module__ == "torch.utils.checkpoint"
+        counted = _is_checkpoint(outer)
 
         def pack(tensor: torch.Tensor) -> Any:
             if tensor.layout is torch.strided and type(tensor) not in _OPAQUE:
@@ -256,6 +257,7 @@ class Passes:
 
     def hold_for_backward(self, unit: ParamUnit) -> None:
         """The running backward needs ``unit``."""
+        self.engine.check_open()
         self._join_task()
         if unit in self.awaited:
             self.awaited[unit] = self.awaited.pop(unit)
@@ -340,6 +342,11 @@ class Passes:
             self.let_go(unit)
 
 
+def _is_checkpoint(hooks: tuple | None) -> bool:
+    """Whether a pair of saved-tensor hooks is a non-reentrant checkpoint's."""
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors inside nested containers, dataclasses and simple objects (caches, model outputs)."""
     pending, seen = [value], set()
@@ -381,6 +388,7 @@ def install(engine: Engine, root: torch.nn.Module, owners: dict[torch.nn.Module,
 
         # A compiled model breaks its graph here: what moves weights is nothing to be compiled.
         before, after = torch.compiler.disable(before), torch.compiler.disable(after)
+        before.is_infinity = after.is_infinity = True
         removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
     passes = weakref.ref(engine.passes)

@@ -9,7 +9,9 @@ holds between them is that of one chunk. The sums over samples are those of grad
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +19,17 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from .errors import ConfigError, UsageError
+from .errors import ConfigError, InfinityError, UsageError
+from .replaced import ReplacedForward, own_forward
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .unit import ParamUnit
 
 # How far two samples together may differ from each alone: kernels add up in another order.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 OTHER_TOLERANCE = 5e-2
+SCALARS = (bool, int, float, str, torch.dtype, torch.device)
 
 
 def check(name: str, block: nn.Module) -> None:
@@ -40,31 +45,21 @@ def check(name: str, block: nn.Module) -> None:
             raise ConfigError(f"micro_batch: {where} takes the sequence first; build it with batch_first=True")
 
 
-def install(engine: Engine, name: str, block: nn.Module, samples: int) -> Remover:
+def install(engine: Engine, name: str, block: nn.Module, samples: int) -> ReplacedForward:
     """Has ``block`` run its forward in chunks of ``samples``."""
-    return Remover(block, Chunked(engine, name, block, samples))
-
-
-class Remover:
-    """Puts a block's own forward back."""
-
-    def __init__(self, block: nn.Module, chunked: Chunked):
-        self._block, self._own = block, block.__dict__.get("forward")
-        block.forward = chunked
-
-    def remove(self) -> None:
-        """The forward as it was."""
-        del self._block.forward
-        if self._own is not None:
-            self._block.forward = self._own
+    params = set(block.parameters())
+    whole = [unit for unit in engine.units if not engine.sizes[unit.index].tile_nbytes]
+    units = [unit for unit in whole if any(p in params for shard in unit.shards for p in shard.params)]
+    return ReplacedForward(block, Chunked(engine, name, block, samples, units))
 
 
 class Chunked:
     """The forward of a block, in chunks."""
 
-    def __init__(self, engine: Engine, name: str, block: nn.Module, samples: int):
-        self._engine, self._name, self._block, self._samples = engine, name, block, samples
-        self._forward: Callable = block.forward
+    def __init__(self, engine: Engine, name: str, block: nn.Module, samples: int, units: list[ParamUnit]):
+        self._engine, self._name, self._samples, self._units = engine, name, samples, units
+        self._block = weakref.ref(block)
+        self._forward = own_forward(block)
         self._checked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,6 +115,9 @@ class Chunked:
 
     def _compute(self, spec: Any, *leaves: Any) -> Any:
         args, kwargs = tree_unflatten(list(leaves), spec)
+        if torch._C._current_graph_task_id() != -1:  # recomputation: nobody else may have asked for the weights yet
+            for unit in self._units:
+                self._engine.passes.hold_for_backward(unit)
         with self._engine.saving_tensors():
             return self._forward(*args, **kwargs)
 
@@ -129,37 +127,86 @@ class Chunked:
         sizes = [min(self._samples, batch - begin) for begin in range(0, batch, self._samples)]
         joined = []
         for parts in zip(*(leaves for leaves, _ in flattened)):
-            if not any(isinstance(part, torch.Tensor) for part in parts):
+            if all(isinstance(part, torch.Tensor) for part in parts):
+                joined.append(self._join_tensors(parts, sizes))
+            elif all(part is None or (isinstance(part, SCALARS) and part == parts[0]) for part in parts):
                 joined.append(parts[0])
-            elif all(part.dim() and part.size(0) == size for part, size in zip(parts, sizes)):
-                joined.append(torch.cat(parts))
             else:
-                raise UsageError(
-                    f"micro_batch: {self._name} returned a tensor of shape {tuple(parts[0].shape)} for {sizes[0]} samples: "
-                    "what does not come per sample cannot be put together. Leave micro_batch at None."
-                )
+                raise self._not_per_sample(f"{type(parts[0]).__name__} {parts[0]!r:.80}")
         return tree_unflatten(joined, spec)
+
+    def _join_tensors(self, parts: tuple[torch.Tensor, ...], sizes: list[int]) -> torch.Tensor:
+        if all(part.dim() and part.size(0) == size for part, size in zip(parts, sizes)):
+            return torch.cat(parts)
+        if all(torch.equal(part, parts[0]) for part in parts[1:]):
+            return parts[0]  # of no sample, as a table of positions
+        raise self._not_per_sample(f"a tensor of shape {tuple(parts[0].shape)} for {sizes[0]} samples")
+
+    def _not_per_sample(self, what: str) -> UsageError:
+        return UsageError(
+            f"micro_batch: {self._name} returned {what}: what does not come per sample cannot be put together. Leave "
+            "micro_batch at None."
+        )
 
     @torch.no_grad()
     def _check_independence(self, leaves: list, spec: Any, split: list[bool]) -> None:
-        """Raises UsageError when a sample's result depends on the ones beside it. Run once, without dropout."""
-        modes = {module: module.training for module in self._block.modules()}
+        """Raises UsageError when a sample's result depends on the ones beside it, or the block cannot run on parts."""
         try:
-            for module in modes:
-                module.training = False
-            together = self._compute(spec, *self._chunk(leaves, split, 0, 2))
-            alone = self._compute(spec, *self._chunk(leaves, split, 0, 1))
-        finally:
-            for module, training in modes.items():
-                module.training = training
-        for both, one in zip(tree_flatten(together)[0], tree_flatten(alone)[0]):
-            if not isinstance(both, torch.Tensor) or not both.is_floating_point():
+            with _unheard(self._block()):
+                together, first, second = self._try(leaves, spec, split)
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError) as error:
+            if isinstance(error, InfinityError):
+                raise
+            raise UsageError(
+                f"micro_batch: {self._name} cannot run on parts of its batch ({error}). Leave micro_batch at None."
+            ) from error
+        for both, *alone in zip(*(tree_flatten(output)[0] for output in (together, first, second))):
+            if not isinstance(both, torch.Tensor) or not both.is_floating_point() or not both.dim() or both.size(0) != 2:
                 continue
-            if both.dim() and both.size(0) == 2 and one.size(0) == 1:
-                scale = both.abs().max().item()
-                away = (both[:1] - one).abs().max().item() if both.shape[1:] == one.shape[1:] else float("inf")
-                if not away <= TOLERANCES.get(both.dtype, OTHER_TOLERANCE) * max(scale, 1e-6):
+            for index, one in enumerate(alone):
+                scale = both.abs().max().item() if both.numel() else 0.0
+                same = both.shape[1:] == one.shape[1:] and one.size(0) == 1
+                away = (both[index : index + 1] - one).abs().max().item() if same and both.numel() else float("inf")
+                if both.numel() and not away <= TOLERANCES.get(both.dtype, OTHER_TOLERANCE) * max(scale, 1e-6):
                     raise UsageError(
                         f"micro_batch: the result of {self._name} for a sample changes by {away:.3g} (of {scale:.3g}) with "
                         "the samples beside it: it depends on the whole batch. Leave micro_batch at None."
                     )
+
+    def _try(self, leaves: list, spec: Any, split: list[bool]) -> list:
+        """Two samples together and each alone: as in training, or where that is random, as in an evaluation."""
+        spans = ((0, 2), (0, 1), (1, 2))
+        before = torch.get_rng_state()
+        outputs = [self._compute(spec, *self._chunk(leaves, split, *span)) for span in spans]
+        if torch.equal(torch.get_rng_state(), before):
+            return outputs
+        modes = {module: module.training for module in self._block().modules()}
+        try:
+            for module in modes:
+                module.training = False
+            return [self._compute(spec, *self._chunk(leaves, split, *span)) for span in spans]
+        finally:
+            torch.set_rng_state(before)
+            for module, training in modes.items():
+                module.training = training
+
+
+@contextmanager
+def _unheard(block: nn.Module) -> Iterator[None]:
+    """No hook of the user's or of a library hears what runs inside, and buffers are as they were afterwards."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
+    silenced = []
+    for module in block.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            foreign = {key: hook for key, hook in hooks.items() if not getattr(hook, "is_infinity", False)}
+            silenced.append((hooks, dict(hooks)))
+            for key in foreign:
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, all_of_them in silenced:
+            hooks.clear()
+            hooks.update(all_of_them)
+        for buffer, value in buffers:
+            buffer.copy_(value)

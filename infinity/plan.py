@@ -19,11 +19,12 @@ from . import native
 from .config import Config
 from .errors import CapacityError, ConfigError
 from .layout import round_up
-from .shard import ARRAYS, ShardSpec, home_of
+from .shard import ARRAYS, SCALES, ShardSpec, home_of
 from .tiers import BUDGETS, Tier, format_nbytes
 
 MIB = 1024 * 1024
 MIN_CHUNK = native.CHECKSUM_NBYTES // 2  # elements: whole checksum blocks at every element size
+STATE = ("weight", "master", "exp_avg", "exp_avg_sq")
 CHECKSUMMED = 5  # arrays of a shard that can be on disk, each with a last block of its own
 
 
@@ -113,15 +114,20 @@ def make_plan(units: Sequence[UnitSize], config: Config, *, held_nbytes: int) ->
             raise ConfigError(f"nvme_paths: there is no folder {path}. Create it, or name another.")
     budgets = {tier: _budget(tier, config) for tier in Tier}
     least: MemoryPlan | None = None
+    fitting: list[MemoryPlan] = []
     for params, optimizer in _homes(config):
-        grads = [Tier.DEVICE] if optimizer is Tier.DEVICE else [Tier.HOST]
-        grads += [Tier.NVME] if config.nvme_paths else []
-        for grad, choice in itertools.product(grads, LADDER):
-            plan = _plan(units, config, params, optimizer, grad, choice, held_nbytes)
-            if all(plan.planned_nbytes(tier) <= budgets[tier] for tier in Tier):
-                return _use_the_rest(plan, units, config, budgets)
-            if least is None or _excess(plan, budgets) < _excess(least, budgets):
-                least = plan
+        grads = [Tier.DEVICE] if optimizer is Tier.DEVICE else []
+        grads += [Tier.HOST, Tier.NVME] if config.nvme_paths else [Tier.HOST]
+        for grad in grads:
+            for choice in LADDER:
+                plan = _plan(units, config, params, optimizer, grad, choice, held_nbytes)
+                if all(plan.planned_nbytes(tier) <= budgets[tier] for tier in Tier):
+                    fitting.append(_use_the_rest(plan, units, config, budgets))
+                    break  # a less generous choice would cache a little more, and look less far ahead
+                if least is None or _excess(plan, budgets) < _excess(least, budgets):
+                    least = plan
+    if fitting:
+        return min(fitting, key=lambda plan: _cost(plan, units))
     if least.planned_nbytes(Tier.NVME) and not config.nvme_paths:
         raise ConfigError("something has its home on NVMe, but nvme_paths is empty: name a folder on the disk to use")
     tight = max(Tier, key=lambda tier: least.planned_nbytes(tier) - budgets[tier])
@@ -197,6 +203,30 @@ class _Filling:
         return replace(self._plan, terms=self._terms, placed=self._placed, kept=self._kept)
 
 
+def traffic(plan: MemoryPlan, units: Sequence[UnitSize], *, passes: int = 1) -> dict[str, int]:
+    """Bytes of a step with ``passes`` forwards and backwards over every edge, and through memory in the optimizer."""
+    edges = dict.fromkeys(("nvme->host", "host->nvme", "host->device", "device->host", "optimizer"), 0)
+    for index, unit in enumerate(units):
+        tiers, kept = plan.tiers_of(index), plan.kept_of(index)
+        for shard in unit.shards:
+            weight = shard.nbytes("weight")
+            on_disk = {name: tiers[name] is Tier.NVME and name not in kept for name in tiers}
+            if tiers["weight"] is not Tier.DEVICE:
+                edges["host->device"] += 2 * passes * weight
+                edges["nvme->host"] += 2 * passes * weight * on_disk["weight"]
+            if not shard.spec.stepped:
+                continue
+            grad = shard.nbytes("grad")
+            edges["device->host"] += passes * grad
+            edges["nvme->host"] += (passes + 1) * grad * on_disk["grad"]  # read to be added to, and by the step
+            edges["host->nvme"] += passes * grad * on_disk["grad"]
+            for name in STATE:
+                edges["nvme->host"] += shard.nbytes(name) * on_disk[name]
+                edges["host->nvme"] += shard.nbytes(name) * on_disk[name]
+            edges["optimizer"] += grad + 2 * sum(shard.nbytes(name) for name in (*STATE, *SCALES.values()))
+    return edges
+
+
 def _homes(config: Config) -> list[tuple[Tier, Tier]]:
     """Homes of (weights, optimizer state) that the configuration allows, fastest first."""
     everywhere = [tier for tier in Tier if tier is not Tier.NVME or config.nvme_paths]
@@ -205,6 +235,12 @@ def _homes(config: Config) -> list[tuple[Tier, Tier]]:
     speed = list(Tier).index
     # Weights are moved twice a step and state once each way, but state is several times as large.
     return sorted(itertools.product(params, optimizer), key=lambda homes: (speed(homes[0]) + speed(homes[1]), homes))
+
+
+def _cost(plan: MemoryPlan, units: Sequence[UnitSize]) -> tuple[int, int]:
+    """Bytes of a step over the slowest edges first."""
+    edges = traffic(plan, units)
+    return edges["nvme->host"] + edges["host->nvme"], edges["host->device"] + edges["device->host"]
 
 
 def _excess(plan: MemoryPlan, budgets: dict[Tier, int]) -> tuple[int, int]:

@@ -15,12 +15,9 @@ from functools import cache
 import torch
 
 from . import disks, native
-from .plan import MemoryPlan, UnitSize
-from .shard import SCALES
-from .tiers import Tier
+from .plan import MemoryPlan, UnitSize, traffic
 
 PROBE_NBYTES = 64 * 1024 * 1024
-STATE = ("weight", "master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -52,30 +49,6 @@ class Prediction:
     def bottleneck(self) -> str:
         """The resource that needs most."""
         return max(self.seconds, key=self.seconds.get)
-
-
-def traffic(plan: MemoryPlan, units: Sequence[UnitSize], *, passes: int = 1) -> dict[str, int]:
-    """Bytes of a step with ``passes`` forwards and backwards over every edge, and through memory in the optimizer."""
-    edges = dict.fromkeys(("nvme->host", "host->nvme", "host->device", "device->host", "optimizer"), 0)
-    for index, unit in enumerate(units):
-        tiers, kept = plan.tiers_of(index), plan.kept_of(index)
-        for shard in unit.shards:
-            weight = shard.nbytes("weight")
-            on_disk = {name: tiers[name] is Tier.NVME and name not in kept for name in tiers}
-            if tiers["weight"] is not Tier.DEVICE:
-                edges["host->device"] += 2 * passes * weight
-                edges["nvme->host"] += 2 * passes * weight * on_disk["weight"]
-            if not shard.spec.stepped:
-                continue
-            grad = shard.nbytes("grad")
-            edges["device->host"] += passes * grad
-            edges["nvme->host"] += (2 * passes) * grad * on_disk["grad"]  # read to be added to, and by the step
-            edges["host->nvme"] += passes * grad * on_disk["grad"]
-            for name in STATE:
-                edges["nvme->host"] += shard.nbytes(name) * on_disk[name]
-                edges["host->nvme"] += shard.nbytes(name) * on_disk[name]
-            edges["optimizer"] += grad + 2 * sum(shard.nbytes(name) for name in (*STATE, *SCALES.values()))
-    return edges
 
 
 def predict(

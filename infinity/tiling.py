@@ -9,9 +9,10 @@ autograd's would have landed whole. Sums over tiles are added in another order t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch import nn
 
 from .errors import UsageError
 from .parameter import ParamHandle, handle_of
+from .replaced import ReplacedForward
 from .tiers import Tier
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def is_tileable(module: nn.Module) -> bool:
     """Whether ``module`` is a layer that this file can run in tiles."""
+    if "forward" in module.__dict__:
+        return False
     if type(module) is nn.Embedding:
         return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
     return type(module) is nn.Linear or is_conv1d(module)
@@ -95,13 +99,21 @@ class Tiles:
             finally:
                 charge.release()
 
-    @property
-    def wants_grad(self) -> bool:
-        return self.handle.grad is not None and self.param.requires_grad
+    def wants_grad(self, ctx) -> bool:
+        """Whether the running backward accumulates the weight's gradient: ``autograd.grad`` does not."""
+        accumulate = ctx.next_functions[-1][0]  # the weight is the last tensor among the arguments
+        return self.handle.grad is not None and accumulate is not None and torch._C._will_engine_execute_node(accumulate)
 
-    def check_version(self, version: int) -> None:
-        """Raises UsageError when the weight changed since its forward."""
-        if version != self.handle.version:
+    def check(self, version: int | None) -> None:
+        """Raises UsageError when this backward cannot be right. ``version``: of the weight in its forward, if it matters."""
+        if self.handle is None:
+            raise UsageError("this backward needs a weight that ran in tiles, and its model was unwrapped since")
+        if torch.is_grad_enabled():
+            raise UsageError(
+                f"create_graph=True: {self.handle.name} runs in tiles, whose backward has no graph of its own. Second-order "
+                "gradients need a larger device_memory."
+            )
+        if version is not None and version != self.handle.version:
             raise UsageError(
                 f"this backward needs {self.handle.name} as it was in its forward, but it was changed since (by "
                 "optimizer.step() or load_state_dict()). Run backward before the step."
@@ -127,13 +139,14 @@ class TiledLinear(torch.autograd.Function):
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         tiles: Tiles = ctx.tiles
-        tiles.check_version(ctx.version)
+        tiles.check(ctx.version)
         x_rows, dy_rows = x.reshape(-1, x.shape[-1]).to(dy.dtype), dy.reshape(-1, dy.shape[-1])
-        dx = torch.zeros_like(x_rows) if ctx.needs_input_grad[0] else None
-        with tiles.engine.gradients.landing_rows(tiles.handle, wanted=tiles.wants_grad) as land:
+        # Sums over tiles are kept in fp32: each product is rounded already.
+        dx = torch.zeros_like(x_rows, dtype=torch.promote_types(x_rows.dtype, torch.float32)) if ctx.needs_input_grad[0] else None
+        with tiles.engine.gradients.landing_rows(tiles.handle, wanted=tiles.wants_grad(ctx)) as land:
             for begin, end, weight in tiles.each() if dx is not None else ((*span, None) for span in tiles.spans()):
                 if dx is not None:
-                    dx.addmm_(dy_rows[:, begin:end], weight.to(dy.dtype))
+                    dx.add_(dy_rows[:, begin:end] @ weight.to(dy.dtype))
                 land(begin, end, lambda begin=begin, end=end: dy_rows[:, begin:end].T @ x_rows)
         db = dy_rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[1] else None
         return None if dx is None else dx.view(x.shape).to(x.dtype), db, None, None
@@ -144,12 +157,15 @@ class TiledConv1D(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, bias, param, tiles: Tiles):
-        out = None
+        out, dtype = None, None
         for begin, end, weight in tiles.each():
             part = x[..., begin:end] @ weight
+            dtype = part.dtype
+            part = part.to(torch.promote_types(dtype, torch.float32))
             out = part if out is None else out.add_(part)
         if bias is not None:
             out = out.add_(bias)
+        out = out.to(dtype)
         ctx.save_for_backward(x)
         ctx.tiles, ctx.version, ctx.has_bias = tiles, tiles.handle.version, bias is not None
         return out
@@ -158,10 +174,10 @@ class TiledConv1D(torch.autograd.Function):
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         tiles: Tiles = ctx.tiles
-        tiles.check_version(ctx.version)
+        tiles.check(ctx.version)
         x_rows, dy_rows = x.reshape(-1, x.shape[-1]).to(dy.dtype), dy.reshape(-1, dy.shape[-1])
         dx = torch.empty_like(x_rows) if ctx.needs_input_grad[0] else None
-        with tiles.engine.gradients.landing_rows(tiles.handle, wanted=tiles.wants_grad) as land:
+        with tiles.engine.gradients.landing_rows(tiles.handle, wanted=tiles.wants_grad(ctx)) as land:
             for begin, end, weight in tiles.each() if dx is not None else ((*span, None) for span in tiles.spans()):
                 if dx is not None:
                     torch.mm(dy_rows, weight.T.to(dy.dtype), out=dx[:, begin:end])
@@ -190,8 +206,9 @@ class TiledEmbedding(torch.autograd.Function):
     def backward(ctx, dy):
         (ids,) = ctx.saved_tensors
         tiles: Tiles = ctx.tiles
+        tiles.check(None)
         dy_rows = dy.reshape(-1, dy.shape[-1])
-        with tiles.engine.gradients.landing_rows(tiles.handle, wanted=tiles.wants_grad) as land:
+        with tiles.engine.gradients.landing_rows(tiles.handle, wanted=tiles.wants_grad(ctx)) as land:
             for begin, end in tiles.spans():
                 land(begin, end, lambda begin=begin, end=end: TiledEmbedding._grad(ids, dy_rows, begin, end, ctx.padding_idx))
         return None, None, None, None
@@ -206,43 +223,37 @@ class TiledEmbedding(torch.autograd.Function):
         return grad.index_add_(0, ids[chosen] - begin, dy[chosen])
 
 
-def install(engine: Engine, model: nn.Module, rows: dict[nn.Parameter, int]) -> list[Remover]:
+def install(engine: Engine, model: nn.Module, rows: dict[nn.Parameter, int]) -> list[ReplacedForward]:
     """Has every user of the weights in ``rows`` run in tiles of so many rows."""
     removers = []
     for module in model.modules():
         param = module._parameters.get("weight")
         if param is not None and param in rows:
-            removers.append(Remover(module, _forward(module, Tiles(engine, param, rows[param]))))
+            removers.append(ReplacedForward(module, _forward(module, Tiles(engine, param, rows[param]))))
     return removers
 
 
 def _forward(module: nn.Module, tiles: Tiles) -> Callable[[torch.Tensor], torch.Tensor]:
+    reference = weakref.ref(module)
     if isinstance(module, nn.Embedding):
-        last = module.num_embeddings
+        last, padding_idx = module.num_embeddings, module.padding_idx
 
-        def embed(ids: torch.Tensor) -> torch.Tensor:
-            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < last:
+        def embed(input: torch.Tensor) -> torch.Tensor:
+            if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < last:
                 raise IndexError(f"index out of range in self: an embedding of {last} rows")
-            return TiledEmbedding.apply(ids, module.padding_idx, tiles.param, tiles)
+            return TiledEmbedding.apply(input, padding_idx, tiles.param, tiles)
 
         return embed
-    function = TiledLinear if isinstance(module, nn.Linear) else TiledConv1D
+    if isinstance(module, nn.Linear):
 
-    def apply(x: torch.Tensor) -> torch.Tensor:
-        return function.apply(x, module.bias, tiles.param, tiles)
+        def linear(input: torch.Tensor) -> torch.Tensor:
+            return TiledLinear.apply(input, reference().bias, tiles.param, tiles)
 
-    return apply
+        return linear
 
+    def conv1d(x: torch.Tensor) -> torch.Tensor:
+        if x.size(-1) != tiles.param.size(0):
+            raise RuntimeError(f"an input of {x.size(-1)} columns for a weight of {tuple(tiles.param.shape)}")
+        return TiledConv1D.apply(x, reference().bias, tiles.param, tiles)
 
-class Remover:
-    """Puts a module's own forward back."""
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]):
-        self._module, self._own = module, module.__dict__.get("forward")
-        module.forward = forward
-
-    def remove(self) -> None:
-        """The forward as it was."""
-        del self._module.forward
-        if self._own is not None:
-            self._module.forward = self._own
+    return conv1d

@@ -83,9 +83,14 @@ def wrap_model(
     group_of = _groups_of_optimizer(optimizer)
     groups, shards, plan = _lay_out(model, config, lambda group: _make_shards(group, group_of, rule, optimizer, config))
     if config.micro_batch is not None:
-        for group in groups:
-            if group.block is not None:
-                microbatch.check(group.name, group.block)
+        blocks = [group for group in groups if group.block is not None]
+        if not blocks:
+            raise ConfigError(
+                f"micro_batch: {type(model).__name__} has no repeated block to run in parts of a batch. Name the classes "
+                "that are: Config(units=[...])"
+            )
+        for group in blocks:
+            microbatch.check(group.name, group.block)
     units = [ParamUnit(i, group.name, s) for i, (group, s) in enumerate(zip(groups, shards))]
     engine = Engine(config, plan, units, stepping=optimizer is not None)
     engine.sizes = [_size_of(group, unit_shards) for group, unit_shards in zip(groups, shards)]
@@ -131,7 +136,7 @@ def _lay_out(
         try:
             plan = make_plan(sizes, config, held_nbytes=held)
         except CapacityError as error:
-            refused = refused or error
+            refused = error
             continue
         if tiled:
             _tell_of_tiles([group for group in groups if group.tile_rows], config)
@@ -151,10 +156,11 @@ def _tell_of_tiles(groups: list[Group], config: Config) -> None:
 def _tile_limits(config: Config) -> Iterator[int]:
     """Sizes of a tile to try, in bytes, largest first."""
     if config.device_memory is not None and config.params != "device":
-        limit = config.device_memory // 4
-        while limit >= tiling.SMALLEST_TILE_NBYTES:
+        limit = 1 << max(0, (config.device_memory // 4).bit_length() - 1)
+        while limit > tiling.SMALLEST_TILE_NBYTES:
             yield limit
             limit //= 2
+        yield tiling.SMALLEST_TILE_NBYTES
 
 
 def _size_of(group: Group, shards: list[ParamShard]) -> UnitSize:
@@ -478,7 +484,7 @@ def unwrap_model(
                 values[param] = shard.read_value(engine.store, index)
                 grad = param.grad
                 grads[param] = grad.clone().to(shard.spec.wrapped_dtype) if grad is not None else None
-    for remover in record.removers:
+    for remover in reversed(record.removers):  # a forward may have been replaced twice
         remover.remove()
     engine.prefetcher.release_all(engine.units)
     for param, value in values.items():

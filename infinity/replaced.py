@@ -1,0 +1,41 @@
+"""A module's forward replaced for a while, without a reference from the module to itself: when the last reference to a
+model goes, it goes at once, and with it what the engine holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward that ``module`` has now, as a function that does not keep the module."""
+    if "forward" in module.__dict__:
+        return module.__dict__["forward"]
+    forward, reference = type(module).forward, weakref.ref(module)
+
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(reference(), *args, **kwargs)
+
+    return call
+
+
+class ReplacedForward:
+    """Has ``module`` run ``forward`` until :meth:`remove`."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]):
+        self._module, self._own = weakref.ref(module), module.__dict__.get("forward")
+        module.forward = forward
+
+    def remove(self) -> None:
+        """The forward as it was."""
+        module = self._module()
+        if module is not None:
+            del module.forward
+            if self._own is not None:
+                module.forward = self._own
