@@ -109,6 +109,8 @@ class Config:
         norm = self.max_grad_norm
         if norm is not None and not (isinstance(norm, (int, float)) and not isinstance(norm, bool) and norm > 0):
             raise ConfigError(f"max_grad_norm={norm!r} must be a positive number, or None for no clipping")
+        if self.trace is not None and (not isinstance(self.trace, (str, os.PathLike)) or "\0" in os.fspath(self.trace)):
+            raise ConfigError(f"trace={self.trace!r} must be the path of a file, or None")
         if not isinstance(self.checksums, bool):
             raise ConfigError(f"checksums={self.checksums!r} must be True or False")
 

@@ -75,7 +75,10 @@ class Engine:
             checksums=config.checksums,
             faults=_faults_from_environment(),
         )
-        self._finalizer = weakref.finalize(self, _shut_down, self.store, [s for unit in units for s in unit.shards])
+        self._last_updates: list[native.Updater] = []  # whose events are to be drawn when the engine goes
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self.store, [s for unit in units for s in unit.shards], self._last_updates, [u.name for u in units]
+        )
         self.updater: native.Updater | None = None
         try:
             self._allocate(stepping)
@@ -132,6 +135,7 @@ class Engine:
             )
             if self.traffic.timeline is not None:
                 self.updater.record_events()
+                self._last_updates.append(self.updater)
 
     def _make_activations(self) -> ActivationStore | None:
         """What takes activations home; None where they stay with torch."""
@@ -243,11 +247,7 @@ class Engine:
             self.traffic.timeline.flush()
 
     def _draw_updates(self) -> None:
-        """Puts on the timeline what the updater has done since the last time."""
-        lanes = {"load": "nvme->host", "step": "optimizer", "save": "host->nvme"}
-        for kind, unit, _, start, end in self.updater.take_events():
-            name = self.units[unit].name
-            self.traffic.mark(lanes[kind], name if kind == "step" else f"{name} state", start, end)
+        _draw_updates(self.updater, self.traffic, [unit.name for unit in self.units])
 
     # --- everything ---
 
@@ -265,7 +265,14 @@ class Engine:
         self.updater = self._slots = None
 
 
-def _shut_down(store: ShardStore, shards: list[ParamShard]) -> None:
+def _draw_updates(updater: native.Updater, traffic: Traffic, names: list[str]) -> None:
+    """Puts on the timeline what the updater has done since the last time."""
+    lanes = {"load": "nvme->host", "step": "optimizer", "save": "host->nvme"}
+    for kind, unit, _, start, end in updater.take_events():
+        traffic.mark(lanes[kind], names[unit] if kind == "step" else f"{names[unit]} state", start, end)
+
+
+def _shut_down(store: ShardStore, shards: list[ParamShard], updaters: list[native.Updater], names: list[str]) -> None:
     if store.pid != os.getpid():
         return  # a forked child ends (a data loader's worker): everything is the parent's
     for shard in shards:
@@ -273,6 +280,9 @@ def _shut_down(store: ShardStore, shards: list[ParamShard]) -> None:
             shard.settle()
         except Exception:  # noqa: BLE001 - whoever needed these bytes was told; here they are thrown away
             shard.update = None
+    for updater in updaters:
+        _draw_updates(updater, store.traffic, names)
+    updaters.clear()
     store.close()
     if store.traffic.timeline is not None:
         store.traffic.timeline.close()

@@ -40,7 +40,7 @@ class Timeline:
 
     def add(self, lane: str, name: str, start: float, end: float, **details) -> None:
         """One piece of work in ``lane``."""
-        if self._descriptor is None:
+        if self._descriptor is None or os.getpid() != self._pid:
             return
         event = {"ph": "X", "name": name, "cat": lane, "tid": self._row(lane, start, end)}
         event |= {"ts": round(1e6 * (start - self._origin), 3), "dur": round(1e6 * max(0.0, end - start), 3)}
@@ -65,7 +65,7 @@ class Timeline:
 
     def flush(self) -> None:
         """Puts everything so far into the file. A full disk ends the timeline, not the training."""
-        if self._descriptor is None or not self._lines:
+        if self._descriptor is None or not self._lines or os.getpid() != self._pid:
             return
         data = "".join(line + "\n" for line in self._lines).encode()
         self._lines.clear()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-LARGEST_PROBE_NBYTES = 2 << 30
+LARGEST_PROBE_NBYTES = 3 << 29
 LARGEST_PROBE_FLOPS = 3e12
 ROUNDS = 3
 
@@ -34,10 +34,37 @@ def compute_time(model: nn.Module, config: Any, *, batch: int, length: int, dtyp
     layers = _layer_count(config)
     params = sum(param.numel() for param in model.parameters())
     flops = _flops(config, params, batch * length, length) * (4 / 3 if checkpointing else 1)
-    if layers and 3 * params / layers * dtype.itemsize < LARGEST_PROBE_NBYTES and 3 * flops / layers < LARGEST_PROBE_FLOPS:
-        one, three = (_measure(config, count, batch, length, dtype, checkpointing) for count in (1, 3))
-        return Compute(max(one, one + (layers - 1) * (three - one) / 2), "measured")
+    try:
+        if layers and _is_small(_with_layers(config, 3), batch * length, length, dtype):
+            one, three = (_measure(config, count, batch, length, dtype, checkpointing) for count in (1, 3))
+            return Compute(max(one, one + (layers - 1) * (three - one) / 2), "measured")
+    except Exception:  # noqa: BLE001 - an architecture that cannot be had smaller: it is estimated
+        pass
     return Compute(flops / _product_rate(dtype), "estimated")
+
+
+def _with_layers(config: Any, layers: int) -> Any:
+    """A copy of ``config`` with so many layers, of the same kinds in turn."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    text.num_hidden_layers = layers
+    if isinstance(types := getattr(text, "layer_types", None), list) and types:
+        text.layer_types = [types[index % len(types)] for index in range(layers)]
+    small.use_cache = False
+    return small
+
+
+def _is_small(config: Any, tokens: int, length: int, dtype: torch.dtype) -> bool:
+    """Whether a model of ``config`` can be built and run in passing: with gradients, and logits of a batch."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    params = sum(param.numel() for param in model.parameters())
+    logits = 4 * tokens * (getattr(config.get_text_config(), "vocab_size", 0) or 0)
+    nbytes = (2 * params + logits) * dtype.itemsize
+    return nbytes < LARGEST_PROBE_NBYTES and _flops(config, params, tokens, length) < LARGEST_PROBE_FLOPS
 
 
 def _layer_count(config: Any) -> int | None:
@@ -55,12 +82,7 @@ def _measure(config: Any, layers: int, batch: int, length: int, dtype: torch.dty
     import torch
     from transformers import AutoModelForCausalLM
 
-    small = copy.deepcopy(config)
-    small.get_text_config().num_hidden_layers = layers
-    if isinstance(types := getattr(small.get_text_config(), "layer_types", None), list):
-        small.get_text_config().layer_types = types[:layers]
-    small.use_cache = False
-    model = AutoModelForCausalLM.from_config(small, dtype=dtype).train()
+    model = AutoModelForCausalLM.from_config(_with_layers(config, layers), dtype=dtype).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tokens = torch.zeros(batch, length, dtype=torch.long)

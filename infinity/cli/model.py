@@ -31,7 +31,7 @@ def read_model_config(path: Path | None) -> Any:
         return built_in_model_config()
     try:
         return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - a config may be wrong in every way
         raise ConfigError(f"transformers cannot read {path}: {_first_line(error)}") from None
 
 

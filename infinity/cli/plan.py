@@ -72,14 +72,17 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     settings = _settings(args)
     model_config = read_model_config(args.model)
     length = choose_sequence_length(args.sequence_length, model_config)
-    if args.batch_size < 1:
-        raise ConfigError(f"--batch-size {args.batch_size}: give at least 1")
+    if getattr(model_config.get_text_config(), "vocab_size", 1) == 0:
+        raise ConfigError(f"{args.model}: a model with a vocabulary of 0 has nothing to predict")
+    for option, value, least in (("batch-size", args.batch_size, 1), ("sequence-length", length, 2)):
+        if value < least:
+            raise ConfigError(f"--{option} {value}: give at least {least}")
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
     with torch.device("meta"):
         try:
             model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise ConfigError(f"transformers cannot build a causal LM from {args.model}: {error}") from None
+        except Exception as error:  # noqa: BLE001 - a config may be wrong in every way
+            raise ConfigError(f"transformers cannot build a causal LM from {args.model}: {error!r}") from None
     config = engine_config(settings, model)
     plan, units = lay_out(model, make_optimizer(model, lr=1e-4, weight_decay=0.1), config)
     compute = compute_time(
@@ -106,11 +109,12 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     args.micro_batch = args.trace = args.max_grad_norm = None
+    if args.nvme_capacity is not None and not args.nvme_path and args.config is None:
+        args.nvme_path = [Path(".")]  # of another machine's disk only the size is known
     settings = engine_settings(args)
     if args.nvme_capacity is not None:
         settings["nvme_capacity"] = args.nvme_capacity
-    if args.nvme_capacity is not None and not settings.get("nvme_paths"):
-        settings["nvme_paths"] = ["."]  # of another machine's disk only the size is known
+        settings.setdefault("nvme_paths", ["."])
     return settings
 
 

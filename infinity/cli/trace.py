@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +24,7 @@ COMPUTE = ("forward", "backward")
 WIDTH, LANE_HEIGHT, MARGIN = 1000, 26, 110
 COLOURS = {"forward": "#2a8c4a", "backward": "#7a4fb0", "optimizer": "#8a6d1b", "stalled": "#c4511d"}
 EDGE_COLOUR = "#1f6fb2"
+NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -35,6 +38,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the summary."""
+    if args.steps < 0:
+        raise ConfigError(f"--steps {args.steps}: give 0 (all) or more")
     events = last_steps(read(args.file), args.steps)
     found = summary(events)
     if args.json:
@@ -61,9 +66,12 @@ def read(path: Path) -> list[dict[str, Any]]:
         try:
             event = json.loads(line)
             if event["ph"] == "X":
-                events.append({"lane": str(event["cat"]), "name": str(event["name"]), "start": float(event["ts"]) / 1e6,
-                               "end": (float(event["ts"]) + float(event["dur"])) / 1e6})  # fmt: skip
-        except (ValueError, LookupError, TypeError) as error:
+                start, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
+                if not (math.isfinite(start) and math.isfinite(seconds) and seconds >= 0):
+                    raise ValueError(f"from {start} for {seconds} s")
+                lane, name = str(event["cat"]), str(event["name"])
+                events.append({"lane": lane, "name": name, "start": start, "end": start + seconds})
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             if number == len(lines) - 1:
                 break  # the line that was being written when the job was killed
             raise ConfigError(f"{path}, line {number + 1}, is not of a timeline: {error!r}") from error
@@ -163,7 +171,7 @@ def draw(events: list[dict]) -> str:
             if event["lane"] == lane:
                 x, width = MARGIN + scale * (event["start"] - begin), max(0.4, scale * (event["end"] - event["start"]))
                 colour = "#bbb" if lane == "step" else COLOURS.get(lane, EDGE_COLOUR)
-                label = f"{event['name']}, {1e3 * (event['end'] - event['start']):.1f} ms"
+                label = f"{NOT_IN_XML.sub('', event['name'])}, {1e3 * (event['end'] - event['start']):.1f} ms"
                 parts.append(f"<rect x='{x:.1f}' y='{y}' width='{width:.1f}' height='{LANE_HEIGHT - 6}' fill='{colour}' "
                              f"fill-opacity='.6'><title>{html.escape(label)}</title></rect>")  # fmt: skip
     height = 10 + len(lanes) * LANE_HEIGHT + 24
