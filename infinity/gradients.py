@@ -46,6 +46,7 @@ class GradRecord:
     factors: list[float] = field(default_factory=list)
     stand_in: LandedGrad | None = None
     norm: tuple[float, torch.Tensor] | None = None  # order, and the norm of what is at home; None where it is not known
+    viewed: bool = False  # a view was handed out, through which the bytes may change unheard: norms are taken anew
 
 
 @dataclass(eq=False)
@@ -114,7 +115,7 @@ class GradientBank:
                 home.add_(grad)
             # While the bytes are near: they need not be read once more, from a disk perhaps.
             order = self._norm_order
-            record.norm = None if order is None else (order, torch.linalg.vector_norm(home, order))
+            record.norm = None if order is None or record.viewed else (order, torch.linalg.vector_norm(home, order))
         record.state = GradState.LANDED
 
     @staticmethod
@@ -188,7 +189,7 @@ class GradientBank:
         """The vector norm of the gradient: the one taken when it landed, where that is still true."""
         record = handle.grad
         self._norm_order = order
-        if record.norm is not None and record.norm[0] == order:
+        if record.norm is not None and record.norm[0] == order and not record.viewed:
             return record.norm[1].clone()
         norm = torch.linalg.vector_norm(self.value(handle, write=False), order)
         record.norm = order, norm.clone()
@@ -328,7 +329,7 @@ class LandedGrad(torch.Tensor):
         for grad in grads:
             grad._bank  # noqa: B018 - raises for a stale one
             if func.is_view:
-                _writable(grad)  # nobody hears of a write through the view
+                _writable(grad).grad.viewed = True  # nobody hears of a write through the view
         # One from disk is lent in its staging slot. Several may not fit there at once: copies are lent then.
         from_disk = [grad for grad in grads if grad._infinity_grad.shard.arrays["grad"].tier is Tier.NVME]
         if from_disk and func.is_view:

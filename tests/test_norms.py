@@ -36,7 +36,7 @@ def test_a_norm_is_that_of_the_bytes_at_home(home, seed, tmp_path):
     for one in (plain, model):
         backward(one, 0)
     for turn in range(25):
-        action, order, index = rng.choice(["norm"] * 4 + ["backward", "scale", "edit", "zero"]), rng.choice([1, 2, 3, float("inf")]), rng.randrange(6)
+        action, order, index = rng.choice(["norm"] * 4 + ["backward", "scale", "edit", "zero", "row", "kept view"]), rng.choice([1, 2, 3, float("inf")]), rng.randrange(6)
         seen = []
         for one in (plain, model):
             grad = list(one.parameters())[index].grad
@@ -48,6 +48,18 @@ def test_a_norm_is_that_of_the_bytes_at_home(home, seed, tmp_path):
                 grad.add_(0.125)
             elif action == "zero":
                 grad.zero_()
+            elif action == "row" and grad.dim() and (one is plain or home == "host"):  # a view of one on disk is refused
+                grad[0] = 0.25
+            elif action == "kept view" and (one is plain or home == "host"):
+                kept = grad.view(-1)
+                torch.linalg.vector_norm(grad, order)
+                kept.mul_(3)
+            elif home == "nvme" and one is model and action in ("row", "kept view"):
+                with torch.no_grad():
+                    if action == "row":
+                        grad.copy_(torch.cat([torch.full_like(grad.clone()[:1], 0.25), grad.clone()[1:]]))
+                    else:
+                        grad.copy_(grad.clone() * 3)
             seen.append(torch.linalg.vector_norm(grad, order))
         assert torch.equal(*seen), (turn, action, order)
     norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (plain, model)]
