@@ -37,6 +37,10 @@ def blocks(nbytes: int) -> int:
     return round_up(nbytes, native.CHECKSUM_NBYTES)
 
 
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+
 def _span(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
     """First byte and number of bytes of the storage that are to be saved for ``tensor``."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -86,6 +90,7 @@ class Saved:
         self.read: tuple[native.Ticket, native.Lease] | None = None  # under way into staging
         self.writes: list[native.Ticket] = []
         self.begin, self.nbytes = begin, nbytes
+        self.checksum = 0  # of bytes on disk, to tell whether they are still those of the storage
         self._store = weakref.ref(store)
         self._there: StorageWeakRef | None = None  # where the bytes are on the device again
         self.place = store.take(nbytes)
@@ -142,7 +147,7 @@ class ActivationStore:
         self._stays: set[int] = set()
         self._free: list[StateArray] = []  # on the host; on the disk the store keeps the space
         self._order: list[weakref.ref[Saved]] = []  # as they were saved: the backward needs the last ones first
-        self._known: dict[int, tuple[StorageWeakRef, int, weakref.ref[Saved]]] = {}  # by storage: its version, its bytes
+        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Saved]]] = {}  # by storage: its bytes at home
         self._transfers: deque[tuple[native.Ticket, native.Lease]] = deque()  # whose staging memory nobody waits for
 
     # --- the hooks ---
@@ -186,7 +191,7 @@ class ActivationStore:
         """What stands for ``tensor``; None where it stays: there is room for it, or none at home and none is needed."""
         storage = tensor.untyped_storage()
         begin, nbytes = _span(tensor, storage.nbytes())
-        saved = self._known_bytes(tensor, begin, nbytes)
+        saved = self._known_bytes(tensor)
         if saved is None:
             if self.kept_nbytes + storage.nbytes() <= (self._spare_nbytes or 0):
                 return None
@@ -199,16 +204,22 @@ class ActivationStore:
                     return None
                 self._send(saved, storage)
             if nbytes == storage.nbytes():
-                self._known[storage._cdata] = (StorageWeakRef(storage), tensor._version, weakref.ref(saved))
+                self._known[storage._cdata] = (StorageWeakRef(storage), weakref.ref(saved))
             self._order.append(weakref.ref(saved))
         return View(saved, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())
 
-    def _known_bytes(self, tensor: torch.Tensor, begin: int, nbytes: int) -> Saved | None:
-        """The bytes, where they are at home already and have not changed since."""
-        known = self._known.get(tensor.untyped_storage()._cdata)
-        if known is None or known[0].expired() or known[1] != tensor._version:
+    def _known_bytes(self, tensor: torch.Tensor) -> Saved | None:
+        """The whole storage's bytes, where they are at home already and have not changed since. Torch does not count every
+        change (not those through ``.data`` or NumPy), so the bytes are looked at."""
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage._cdata)
+        saved = known[1]() if known is not None and not known[0].expired() else None
+        if saved is None:
             return None
-        return known[2]()
+        source = _bytes_of(storage)
+        if saved.place.tier is Tier.NVME:
+            return saved if native.crc32c(source) == saved.checksum else None
+        return saved if torch.equal(saved.place.flat[: saved.nbytes], source) else None
 
     # --- space ---
 
@@ -223,10 +234,10 @@ class ActivationStore:
         try:
             return self._store.allocate_more(self._tier, size, "activations")
         except CapacityError as error:
-            if self._free:  # of other sizes: given up for one of this
-                for array in self._free:
+            free, self._free = self._free, []  # at once: what the collector finds meanwhile is added
+            if free:  # of other sizes: given up for one of this
+                for array in free:
                     self._store.free_more(array)
-                self._free.clear()
                 return self.take(nbytes)
             raise CapacityError(
                 f"activations: {error} Give more, run fewer samples at once (micro_batch), recompute more of the forward "
@@ -246,12 +257,13 @@ class ActivationStore:
     # --- moving ---
 
     def _send(self, saved: Saved, storage: torch.UntypedStorage) -> None:
-        source = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)[saved.begin : saved.begin + saved.nbytes]
+        source = _bytes_of(storage)[saved.begin : saved.begin + saved.nbytes]
         array = saved.place
         if array.tier is not Tier.NVME:
             with self._store.traffic.copying("device->host", saved.nbytes, "activations"):
                 array.flat[: saved.nbytes] = source
             return
+        saved.checksum = native.crc32c(source)
         for begin, end in self._parts(saved):
             lease = self._lease(blocks(end - begin))
             whole = self._staged(lease, blocks(end - begin))
@@ -270,7 +282,7 @@ class ActivationStore:
             raise UsageError("this backward needs activations that went with the engine: run it before unwrap_model")
         with self._store.guarding():
             storage = torch.UntypedStorage(saved.nbytes, device="cpu")
-            target = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+            target = _bytes_of(storage)
             array = saved.place
             if array.tier is not Tier.NVME:
                 with self._store.traffic.copying("host->device", saved.nbytes, "activations"):
@@ -316,6 +328,8 @@ class ActivationStore:
 
     def _read_ahead(self, saved: Saved) -> None:
         """Starts reading what was saved just before ``saved``: the backward will ask for it next."""
+        while self._order and self._order[-1]() is None:
+            self._order.pop()
         index = next((i for i in range(len(self._order) - 1, -1, -1) if self._order[i]() is saved), 0)
         for ref in self._order[max(0, index - READ_AHEAD) : index][::-1]:
             other = ref()

@@ -214,9 +214,12 @@ class ShardStore:
 
     def _take_space(self, nbytes: int) -> tuple[int, int] | None:
         """File and offset of ``nbytes`` in the files that were added; None when there is no such space."""
-        done = [all(ticket.done for ticket in tickets) for tickets, _ in self._leaving]
-        self._spaces += [space for (_, space), over in zip(self._leaving, done) if over]
-        self._leaving = [entry for entry, over in zip(self._leaving, done) if not over]
+        leaving, self._leaving = self._leaving, []  # at once: what the collector finds meanwhile is added
+        for tickets, space in leaving:
+            if all(ticket.done for ticket in tickets):
+                self._spaces.append(space)
+            else:
+                self._leaving.append((tickets, space))
         self._spaces.sort()
         joined: list[tuple[int, int, int]] = []
         for file, offset, size in self._spaces:
@@ -242,7 +245,6 @@ class ShardStore:
         room = min(GROWTH_NBYTES, room, shutil.disk_usage(self._jobs[fastest].path).free // 2)
         size = max(nbytes, room // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES)
         reservation = self.ledger.reserve(Tier.NVME, size, what)
-        account.planned_nbytes += size
         path = self._jobs[fastest].path / f"{SWAP_NAME}-{len(self._reservations)}"
         try:
             file = self._create(path, size)
@@ -250,6 +252,7 @@ class ShardStore:
             reservation.release()
             raise
         self._reservations.append(reservation)
+        account.planned_nbytes += size
         self._spaces.append((file, 0, size))
 
     # --- moving parts of arrays, synchronously ---

@@ -102,8 +102,10 @@ def wrap_model(
                 _send_home(engine, shard, optimizer, rule, done=materialized.sent)
         managed = InfinityOptimizer.__new__(InfinityOptimizer) if optimizer is not None else None
     except BaseException:
-        materialized.undo()
-        engine.shut_down()
+        try:
+            materialized.undo()
+        finally:
+            engine.shut_down()
         raise
     return _commit(model, optimizer, managed, rule, engine, groups, group_of)
 

@@ -712,6 +712,24 @@ def test_a_change_in_place_of_a_saved_tensor_gives_no_wrong_gradient(tmp_path):
     assert not wrong, f"silently wrong gradients with activations on {wrong}"
 
 
+@pytest.mark.parametrize("home", ["host", "nvme"])
+def test_a_change_that_torch_does_not_count_is_saved_as_it_is_then(home, small_ones_too, tmp_path):
+    """Method: small ones too. A storage is saved, changed through .data (or NumPy), and saved again: what was saved
+    second is the changed value, as on the device; what was saved first is not asked for."""
+    def middle(h):
+        y = h * 1
+        y.sin()
+        kept = y.sin()  # keeps the first copy at home alive
+        y.data.mul_(2)
+        y.detach().numpy()[0] = 0.5
+        return y.cos() + kept.detach()
+
+    scenario = between(middle)
+    right, _ = trained(scenario, configuration("device", scenario[0], tmp_path))
+    found, _ = trained(scenario, configuration(home, scenario[0], tmp_path))
+    assert differing(found, right) == []
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What moves, and what stays
 # ---------------------------------------------------------------------------------------------------------------------
