@@ -96,6 +96,9 @@ class Passes:
             self.abandon()
             if is_root:
                 self.engine.begin_pass(training=torch.is_grad_enabled())
+        # Before anything is held: a module of unknown tensors may raise here.
+        keeping = self.engine.activations if torch.is_grad_enabled() and not self.frames and not in_backward else None
+        foreign = self._foreign_storages(module) if keeping is not None else set()
         held: list[ParamUnit] = []
         try:
             with self.engine.store.guarding():
@@ -107,17 +110,14 @@ class Passes:
                 self.engine.prefetcher.unhold(unit)
             raise
         frame = Frame(module, held)
-        if torch.is_grad_enabled():
-            activations = self.engine.activations
-            if activations is not None and not self.frames and not in_backward:
-                outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-                if not _is_checkpoint(outer):  # what is computed again is not kept anywhere
-                    activations.begin(self._foreign_storages(module))
-                    torch._C._autograd._push_saved_tensors_default_hooks(*activations.hooks(outer))
-                    frame.saves += 1
-            if units:
-                torch._C._autograd._push_saved_tensors_default_hooks(*self._saving_hooks())
-                frame.saves += 1
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if keeping is not None and not _is_checkpoint(outer):  # what is computed again is not kept anywhere
+            keeping.begin(foreign)
+            torch._C._autograd._push_saved_tensors_default_hooks(*keeping.hooks(outer))
+            frame.saves += 1
+        if units and torch.is_grad_enabled():
+            torch._C._autograd._push_saved_tensors_default_hooks(*self._saving_hooks())
+            frame.saves += 1
         self.frames.append(frame)
 
     @staticmethod

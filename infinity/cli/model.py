@@ -97,7 +97,7 @@ def build_model(
     from the folder (:func:`is_streamed`), and they are never all in memory.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     torch.manual_seed(seed)
@@ -107,6 +107,8 @@ def build_model(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
         if is_streamed(model, path):
+            if (path / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(path)
             return model
         model, found = AutoModelForCausalLM.from_pretrained(
             path, config=model_config, dtype=dtype, local_files_only=True, output_loading_info=True
@@ -124,14 +126,15 @@ def is_streamed(model: nn.Module, path: Path | None) -> bool:
 
     if path is None or not path.is_dir() or not all(param.is_meta for param in model.parameters()):
         return False
-    if not any(path.glob("*.safetensors")):
-        return False
+    if not any(path.glob("*.safetensors")) or getattr(model, "_keep_in_fp32_modules", None):
+        return False  # some weights are to stay in fp32, which only from_pretrained knows
     found = WeightFiles(path).tensors
     names: dict[int, set[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), set()).add(name)
+    kept = model.state_dict(keep_vars=True)  # persistent buffers too
+    for name, tensor in kept.items():
+        names.setdefault(id(tensor), set()).add(name)
     return all(of_one & set(found) for of_one in names.values()) and all(
-        found[name].shape == param.shape for name, param in model.named_parameters() if name in found
+        found[name].shape == tensor.shape for name, tensor in kept.items() if name in found
     )
 
 
