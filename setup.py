@@ -1,7 +1,11 @@
-"""Builds the native core `infinity._C`: C++17, no torch at build time, liburing from the system where there is one.
+"""Builds the native core `infinity._C`: C++17, no torch at build time, liburing from the system where there is one; and,
+where nvcc is found, the GPU's kernels as `infinity._cuda`.
 
 `LIBURING_ROOT` points at a liburing outside the system's paths. Without liburing the build succeeds with the thread
 engine and says so. Each SIMD unit is compiled with its own flags; which one runs is decided at run time.
+
+`INFINITY_CUDA`: "auto" (the default) builds `_cuda` where there is an nvcc, "0" never, "1" always. `INFINITY_CUDA_ARCH`
+names other GPUs than sm_80, sm_90 and, by PTX, later ones: "sm_89", say.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -29,6 +34,8 @@ UNIT_FLAGS = {
     "unit_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", *QUIET],
 }
 NOT_HERE = (set() if X86 else set(UNIT_FLAGS)) | (set() if ARM else {"unit_neon.cpp"})
+CUDA_SOURCES = ["csrc/cuda/step.cu", "csrc/cuda/scan.cu", "csrc/cuda/bindings.cpp", "csrc/adam/constants.cpp"]
+GPUS = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"]
 LIGHT = {"bindings.cpp"}  # only converts: optimising it would take half of the build
 
 
@@ -48,11 +55,23 @@ def find_liburing() -> tuple[list[str], list[str]] | None:
     return [flag for flag in flags if flag not in links], links
 
 
+def find_nvcc() -> str | None:
+    """The CUDA compiler, or None where `_cuda` is not to be built."""
+    wanted = os.environ.get("INFINITY_CUDA") or "auto"
+    if wanted not in ("auto", "0", "1"):
+        raise SystemExit(f"INFINITY_CUDA={wanted} is not one of auto, 0, 1")
+    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    nvcc = shutil.which("nvcc") or shutil.which(str(Path(home, "bin", "nvcc")))
+    if wanted == "1" and nvcc is None:
+        raise SystemExit("INFINITY_CUDA=1, but there is no nvcc on the PATH or in CUDA_HOME")
+    return nvcc if wanted != "0" else None
+
+
 class BuildExtension(build_ext):
     """Compiles with ninja: every core at once, and only what changed."""
 
     def build_extension(self, extension: Pybind11Extension) -> None:
-        folder = Path(self.build_temp).resolve()
+        folder = Path(self.build_temp, extension.name).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         target = Path(self.get_ext_fullpath(extension.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -75,15 +94,59 @@ class BuildExtension(build_ext):
             "rule link",
             "  command = $cxx -shared $in -o $out $links",
             "  description = $out",
+            f"nvcc = {find_nvcc()}",
+            f"nvflags = {shlex.join([*NVCC_FLAGS, *gpus(), *includes])}",
+            "rule cuda",
+            "  command = $nvcc -MMD -MF $out.d $nvflags -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  description = $in",
         ]
         objects = []
         for source in extension.sources:
             objects.append(source.replace("/", "_") + ".o")
             name = Path(source).name
+            if name.endswith(".cu"):
+                lines.append(f"build {objects[-1]}: cuda {ROOT.resolve() / source}")
+                continue
             unit = ["-O1"] if name in LIGHT else UNIT_FLAGS.get(name, [])
             lines += [f"build {objects[-1]}: compile {ROOT.resolve() / source}", f"  unit = {shlex.join(unit)}"]
         lines += [f"build {target}: link {' '.join(objects)}", f"default {target}", ""]
         return "\n".join(lines)
+
+
+# -fmad=false: no contraction, as on the processor.
+NVCC_FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-Wall,-pthread", "--threads", "2", "-DNDEBUG"]
+
+
+def gpus() -> list[str]:
+    """nvcc's arguments for what to compile for."""
+    named = os.environ.get("INFINITY_CUDA_ARCH")
+    return [f"-arch={named}"] if named else GPUS
+
+
+def toolkit(nvcc: str) -> Path:
+    """The folder that nvcc takes its own parts from; the one on the PATH may be a script."""
+    told = subprocess.run([nvcc, "--dryrun", "-x", "cu", "/dev/null"], capture_output=True, text=True).stderr
+    top = next((line.partition("TOP=")[2].strip() for line in told.splitlines() if "TOP=" in line), "")
+    return Path(top or Path(nvcc).resolve().parent.parent).resolve()
+
+
+def cuda_extension(nvcc: str) -> Pybind11Extension:
+    """The description of `infinity._cuda`. The runtime is linked in: nothing of CUDA has to be there to import it."""
+    places = ("lib64", "lib", "targets/*/lib")
+    found = [path.parent for place in places for path in toolkit(nvcc).glob(f"{place}/libcudart_static.a")]
+    if not found:
+        raise SystemExit(f"{toolkit(nvcc)} has no libcudart_static.a: install CUDA's runtime, or build with INFINITY_CUDA=0")
+    return Pybind11Extension(
+        "infinity._cuda",
+        CUDA_SOURCES,
+        include_dirs=[str(ROOT.resolve() / "csrc")],
+        cxx_std=17,
+        extra_compile_args=["-O2", "-Wall", "-Wextra", "-pthread"],
+        extra_link_args=[f"-L{found[0]}", "-lcudart_static", "-ldl", "-lrt", "-pthread"],
+        depends=[str(path) for path in (ROOT / "csrc").glob("*/*.h")],
+    )
 
 
 def extension() -> Pybind11Extension:
@@ -113,4 +176,9 @@ def extension() -> Pybind11Extension:
     return core
 
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})
+extensions = [extension()]
+if (nvcc := find_nvcc()) is not None:
+    extensions.append(cuda_extension(nvcc))
+else:
+    print("infinity._cuda is not built: no nvcc, or INFINITY_CUDA=0")
+setup(ext_modules=extensions, cmdclass={"build_ext": BuildExtension})

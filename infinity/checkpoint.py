@@ -6,10 +6,14 @@ is removed afterwards. So whatever happens, the manifest names data that is whol
 
 Tensors are stored per parameter, under its name:  ``weight/<name>`` in the dtype the model computes in,
 ``master/<name>`` (low halves or fp32) where there is one, ``exp_avg/<name>`` and ``exp_avg_sq/<name>``.
+
+Of several ranks each writes what it has at home, in files of its own; the manifest says which elements of a tensor a
+file's part is. Any number of ranks reads them: each what its own homes need.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -28,6 +32,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from . import native
+from .collectives import Peers
 from .engine import Engine
 from .errors import CorruptionError, InfinityError, StorageError, UsageError
 from .gradients import GradState
@@ -37,7 +42,7 @@ from .shard import ARRAYS, MOMENTS
 from .unit import ParamUnit
 from .wrap import wrapped
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 DATA_NAME = re.compile(r"infinity-[0-9a-f]{12}")
 SAVED = [name for name in ARRAYS if name != "grad"]
@@ -58,6 +63,12 @@ def save_checkpoint(
     checkpoint as it was.
     """
     engine = _engine_of(model, optimizer)
+    with engine.peers.together("save_checkpoint"):
+        _save(Path(path), engine, model, optimizer, extra)
+
+
+def _save(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> None:
+    peers = engine.peers
     engine.settle()
     if landed := [handle.name for handle in engine.group_of if handle.grad.state is GradState.LANDED]:
         raise UsageError(
@@ -67,36 +78,42 @@ def save_checkpoint(
     tensors: dict[str, torch.Tensor] = {}
     content = {
         "format": FORMAT,
-        "data": f"infinity-{secrets.token_hex(6)}",
+        "data": f"infinity-{_token(peers)}",
         "parameters": {handle.name: _describe(handle) for unit in engine.units for handle in unit.handles},
         "optimizer": optimizer.rule_name if optimizer is not None else None,
         "groups": _encode(_groups(optimizer), tensors, "groups"),
-        "random": _random_state(),
+        "random": peers.collect(_random_state(), "random state"),
         "step_index": engine.step_index,
         "extra": _encode(extra, tensors, "extra"),
     }
     tensors |= {f"buffer/{name}": buffer.detach().clone() for name, buffer in _buffers(model).items()}
     tensors |= {f"unmanaged/{name}": param.detach().clone() for name, param in _unmanaged(model).items()}
-    tensors |= _random_state_tensors()
-    root = Path(path)
+    for rank, states in enumerate(peers.collect(_random_state_tensors(), "random state")):
+        tensors |= {f"random/{rank}/{name}": state for name, state in states.items()}
     data = root / content["data"]
     published = False
     try:
-        data.mkdir(parents=True)
-        content["files"] = {"other.safetensors": _write_tensors(data / "other.safetensors", tensors)}
-        for unit in engine.units:
-            name = f"unit-{unit.index:05d}.safetensors"
-            content["files"][name] = _write_tensors(data / name, _unit_tensors(engine, unit))
-        _write_synced(data / MANIFEST, _seal(content))
-        _sync_folder(data)
-        os.replace(data / MANIFEST, root / MANIFEST)
-        published = True  # from here on the new data is the checkpoint, whatever fails
-        _sync_folder(root)
-        for old in root.iterdir():
-            if DATA_NAME.fullmatch(old.name) and old.name != data.name:
-                shutil.rmtree(old, ignore_errors=True)
+        data.mkdir(parents=True, exist_ok=not peers.alone)
+        files = _write_units(engine, data) if peers.writes else {}
+        everyones = peers.collect(files, "the files of a checkpoint")
+        if peers.is_first:
+            content["files"] = {name: entry for of_one in everyones for name, entry in of_one.items()}
+            content["files"]["other.safetensors"] = _write_tensors(data / "other.safetensors", tensors)
+            if missing := [name for name in content["files"] if not (data / name).exists()]:
+                raise StorageError(
+                    errno.ENOENT, f"{missing[0]}, which another rank wrote, is not there: all ranks must see the same folder",
+                    str(data / missing[0]),
+                )  # fmt: skip
+            _write_synced(data / MANIFEST, _seal(content))
+            _sync_folder(data)
+            os.replace(data / MANIFEST, root / MANIFEST)
+            published = True  # from here on the new data is the checkpoint, whatever fails
+            _sync_folder(root)
+            for old in root.iterdir():
+                if DATA_NAME.fullmatch(old.name) and old.name != data.name:
+                    shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
-        if not published:
+        if not published and peers.is_first:
             shutil.rmtree(data, ignore_errors=True)
         if not isinstance(error, OSError) or isinstance(error, StorageError):
             raise
@@ -104,6 +121,22 @@ def save_checkpoint(
         raise StorageError(
             error.errno, f"checkpoint {root} {state}: {os.strerror(error.errno or 0)}", str(error.filename or root)
         ) from error
+
+
+def _token(peers: Peers) -> str:
+    """A name nobody had before, the same on all ranks."""
+    return bytes(peers.broadcast(torch.tensor(list(secrets.token_bytes(6)), dtype=torch.uint8), "a name").tolist()).hex()
+
+
+def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
+    """Writes what this rank has at home. Returns the manifest's entries."""
+    entries = {}
+    for unit in engine.units:
+        rank = "" if engine.peers.size == 1 else f"-rank-{engine.peers.rank:05d}"
+        name = f"unit-{unit.index:05d}{rank}.safetensors"
+        tensors, begins = _unit_tensors(engine, unit)
+        entries[name] = _write_tensors(data / name, tensors) | ({"begin": begins} if begins else {})
+    return entries
 
 
 def _seal(content: dict[str, Any]) -> bytes:
@@ -123,15 +156,21 @@ def _engine_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Eng
     return engine
 
 
-def _unit_tensors(engine: Engine, unit: ParamUnit) -> dict[str, torch.Tensor]:
-    tensors = {}
+def _unit_tensors(engine: Engine, unit: ParamUnit) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """The unit's tensors, and where the part of one begins that is not there from its first element on."""
+    tensors, begins = {}, {}
     for handle in unit.handles:
         shard = handle.shard
         for name in SAVED:
             # Elements in the order of their strides: what is read back is what lies at home, whatever the layout.
             if name in shard.arrays and (name in ("weight", "master") or handle.step):
-                tensors[f"{name}/{handle.name}"] = shard.read_part(engine.store, name, handle.index)
-    return tensors
+                begin = shard.own_part(name, handle.index)[0] - shard.part(name, handle.index)[0]
+                part = shard.read_own_part(engine.store, name, handle.index)
+                if part.numel() or engine.peers.size == 1:
+                    tensors[f"{name}/{handle.name}"] = part
+                    if begin:
+                        begins[f"{name}/{handle.name}"] = begin
+    return tensors, begins
 
 
 def _describe(handle: ParamHandle) -> dict[str, Any]:
@@ -205,8 +244,13 @@ def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.
     parameters when the checkpoint is of another model.
     """
     engine = _engine_of(model, optimizer)
-    root = Path(path)
+    with engine.peers.together("load_checkpoint"):
+        return _load(Path(path), engine, model, optimizer)
+
+
+def _load(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
     manifest = _read_manifest(root)
+    rank = engine.peers.data_rank
     try:
         data = root / manifest["data"]
         _check_parameters(engine, manifest["parameters"])
@@ -215,7 +259,8 @@ def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.
         other = dict(_read_tensors(data / "other.safetensors"))
         groups, extra = _decode(manifest["groups"], other), _decode(manifest["extra"], other)
         _check_complete(engine, manifest, data)
-        generators = _check_random_state(manifest["random"], other)
+        # A rank that did not exist then goes on with the generators it has.
+        generators = _check_random_state(manifest["random"][rank], other, rank) if rank < len(manifest["random"]) else None
         if optimizer is not None:
             _check_optimizer(optimizer, manifest["optimizer"], groups)
         _check_shapes({f"buffer/{name}": value for name, value in _buffers(model).items()}, other)
@@ -226,18 +271,20 @@ def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.
         # Its checksum is right, so it was written like this: by something else, or by another version.
         raise CorruptionError(f"{root / MANIFEST} does not describe a checkpoint: {error!r}") from error
 
+    engine.peers.meet("a checkpoint that every rank can load")
     engine.settle()
     engine.passes.abandon()
     engine.prefetcher.release_all(engine.units)
     engine.step_index = manifest["step_index"]
     by_name = {handle.name: handle for unit in engine.units for handle in unit.handles}
-    for name in manifest["files"]:
+    for name, entry in manifest["files"].items():
         if name.startswith("unit-"):
             for key, tensor in _read_tensors(data / name):
                 array, _, parameter = key.partition("/")
                 handle = by_name[parameter]
                 if array in handle.shard.arrays:
-                    handle.shard.write_part(engine.store, array, handle.index, tensor, version=engine.step_index)
+                    begin = entry.get("begin", {}).get(key, 0)
+                    handle.shard.write_part(engine.store, array, handle.index, tensor, begin=begin, version=engine.step_index)
     for handle in by_name.values():
         _restore_step(engine, handle, manifest["parameters"][handle.name]["step"])
     if optimizer is not None:
@@ -248,7 +295,8 @@ def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.
             for name, target in targets.items():
                 if prefix + name in other:
                     target.copy_(other[prefix + name])
-    _restore_random_state(generators, other)
+    if generators is not None:
+        _restore_random_state(generators, other, rank)
     return extra
 
 
@@ -319,10 +367,13 @@ def _check_complete(engine: Engine, manifest: dict[str, Any], data: Path) -> Non
     """The unit files together hold every array that the manifest's steps ask for, each at its length here."""
     if type(manifest["step_index"]) is not int:
         raise TypeError(f"step_index is {manifest['step_index']!r}")
-    lengths: dict[str, int] = {}
-    for name in manifest["files"]:
+    parts: dict[str, list[tuple[int, int]]] = {}
+    for name, entry in manifest["files"].items():
         if name.startswith("unit-"):
-            lengths |= _tensor_lengths(data / name)
+            for key, length in _tensor_lengths(data / name).items():
+                begin = entry.get("begin", {}).get(key, 0)
+                parts.setdefault(key, []).append((begin, begin + length))
+    lengths = {key: _covered(spans) for key, spans in parts.items()}
     for unit in engine.units:
         for handle in unit.handles:
             step = manifest["parameters"][handle.name]["step"]
@@ -333,6 +384,16 @@ def _check_complete(engine: Engine, manifest: dict[str, Any], data: Path) -> Non
                 wanted = array in ("weight", "master") or (step and array in SAVED)
                 if wanted and lengths.get(f"{array}/{handle.name}") != end - begin:
                     raise CorruptionError(f"{data} holds no {array} of {handle.name} with {end - begin} elements")
+
+
+def _covered(spans: list[tuple[int, int]]) -> int:
+    """How far from the first element on ``spans`` follow each other without a gap."""
+    reached = 0
+    for begin, end in sorted(spans):
+        if begin != reached:
+            return -1
+        reached = end
+    return reached
 
 
 def _check_optimizer(optimizer: InfinityOptimizer, rule_name: str | None, groups: list[dict] | None) -> None:
@@ -383,13 +444,13 @@ def _random_state() -> dict[str, Any]:
 
 
 def _random_state_tensors() -> dict[str, torch.Tensor]:
-    states = {"random/cpu": torch.get_rng_state()}
+    states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        states |= {f"random/cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+        states |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
     return states
 
 
-def _check_random_state(state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple:
+def _check_random_state(state: dict[str, Any], tensors: dict[str, torch.Tensor], rank: int) -> tuple:
     """The states as the generators take them, tried on generators of our own."""
     version, internal, gauss = state["python"]
     kind, keys, position, has_gauss, cached = state["numpy"]
@@ -397,18 +458,18 @@ def _check_random_state(state: dict[str, Any], tensors: dict[str, torch.Tensor])
     for_numpy = (kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached)
     random.Random().setstate(for_python)
     np.random.RandomState().set_state(for_numpy)
-    torch.Generator().set_state(tensors["random/cpu"])
+    torch.Generator().set_state(tensors[f"random/{rank}/cpu"])
     return for_python, for_numpy
 
 
-def _restore_random_state(states: tuple, tensors: dict[str, torch.Tensor]) -> None:
+def _restore_random_state(states: tuple, tensors: dict[str, torch.Tensor], rank: int) -> None:
     for_python, for_numpy = states
     random.setstate(for_python)
     np.random.set_state(for_numpy)
-    torch.set_rng_state(tensors["random/cpu"])
+    torch.set_rng_state(tensors[f"random/{rank}/cpu"])
     for i in range(torch.cuda.device_count()):
-        if f"random/cuda:{i}" in tensors:
-            torch.cuda.set_rng_state(tensors[f"random/cuda:{i}"], i)
+        if f"random/{rank}/cuda:{i}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda:{i}"], i)
 
 
 # --- values in JSON: tensors go to safetensors, what JSON lacks is marked ---

@@ -21,6 +21,7 @@ from .tiers import parse_nbytes
 logger = logging.getLogger(__name__)
 
 HOMES = ("auto", "device", "host", "nvme")
+SHARDED = ("optimizer", "gradients", "parameters")
 MASTERS = ("split", "fp32", "none")
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}  # -> dtype at rest
 DTYPES = {
@@ -41,7 +42,8 @@ class Config:
         Home of the weights, of the optimizer's state (master and moments), and of checkpointed activations:
         ``"auto"``, ``"device"``, ``"host"`` or ``"nvme"``.
     device_memory, host_memory, nvme_capacity
-        Hard budgets: bytes, or text such as ``"48GiB"``. None: what is measured to be free.
+        Hard budgets: bytes, or text such as ``"48GiB"``. None: what is measured to be free. Host memory and disks are a
+        machine's: its ranks share them equally. ``device_memory`` is each rank's own.
     nvme_paths
         Folders for state at home on NVMe; needed when anything is.
     param_dtype
@@ -56,6 +58,9 @@ class Config:
         dtype gradients accumulate in; None: the parameter's own.
     units
         ``"auto"``, or class names of the modules that move as one.
+    shard
+        With several ranks, what each has only its part of: ``"optimizer"`` (its state; ZeRO-1), ``"gradients"`` (these
+        too; ZeRO-2), or ``"parameters"`` (everything; ZeRO-3).
     update_threads
         Threads of the optimizer's kernels; None: as many as torch computes with.
     micro_batch, max_grad_norm, checksums, weights, trace
@@ -75,6 +80,7 @@ class Config:
     moments: str = "fp32"
     grad_dtype: torch.dtype | str | None = None
     units: str | tuple[str, ...] | list[str] = "auto"
+    shard: str = "parameters"
     update_threads: int | None = None
     micro_batch: int | None = None
     max_grad_norm: float | None = None
@@ -87,6 +93,7 @@ class Config:
             self._choose(name, HOMES)
         self._choose("master", MASTERS)
         self._choose("moments", MOMENTS)
+        self._choose("shard", SHARDED)
         for name in ("device_memory", "host_memory", "nvme_capacity"):
             self._set(name, parse_nbytes(getattr(self, name), name))
         for name in ("param_dtype", "grad_dtype"):

@@ -16,6 +16,7 @@ import torch
 
 from . import native
 from .activations import ActivationStore
+from .collectives import Peers
 from .config import Config
 from .errors import UsageError
 from .gradients import GradientBank, GradRecord
@@ -23,6 +24,7 @@ from .hooks import Passes
 from .parameter import ParamHandle
 from .plan import MemoryPlan, UnitSize
 from .prefetch import Prefetcher
+from .reducer import Reducer
 from .schedule import Schedule
 from .shard import ParamShard
 from .store import ShardStore
@@ -50,10 +52,12 @@ class StepClock:
 class Engine:
     """One wrapped model's store, units, schedule, gradients and updater."""
 
-    def __init__(self, config: Config, plan: MemoryPlan, units: list[ParamUnit], *, stepping: bool):
+    def __init__(self, config: Config, plan: MemoryPlan, units: list[ParamUnit], *, stepping: bool, peers: Peers | None = None):
         self.config, self.plan, self.units = config, plan, units
+        self.peers = peers or Peers()
         self.ledger = Ledger()
-        self.traffic = Traffic(timeline=Timeline(config.trace) if config.trace is not None else None)
+        self.traffic = self.peers.traffic
+        self.traffic.timeline = Timeline(_of_rank(config.trace, self.peers)) if config.trace is not None else None
         self.schedule = Schedule()
         self.clock = StepClock()
         self.sizes: list[UnitSize] = []  # of the units, as they were planned with
@@ -76,9 +80,11 @@ class Engine:
             faults=_faults_from_environment(),
         )
         self._last_updates: list[native.Updater] = []  # whose events are to be drawn when the engine goes
+        self.store.on_failure = self.peers.tell
         self._finalizer = weakref.finalize(
-            self, _shut_down, self.store, [s for unit in units for s in unit.shards], self._last_updates, [u.name for u in units]
-        )
+            self, _shut_down, self.store, [s for unit in units for s in unit.shards], self._last_updates, [u.name for u in units],
+            self.peers,
+        )  # fmt: skip
         self.updater: native.Updater | None = None
         try:
             self._allocate(stepping)
@@ -86,7 +92,11 @@ class Engine:
             self.shut_down()
             raise
         self.passes = Passes(self)
-        self.gradients = GradientBank(self.store, self._grad_staging)
+        self.gradients = GradientBank(self.store, self._grad_staging, self.peers)
+        self.reducer: Reducer | None = None
+        if stepping and not self.peers.alone:
+            trained = [unit for unit in units if any(shard.spec.stepped for shard in unit.shards)]
+            self.reducer = self.gradients.reducer = Reducer(self.peers, trained, self.gradients, self.ledger, self.passes.landed_at_home)
         self.activations = self._make_activations()
         self.prefetcher = Prefetcher(
             units,
@@ -96,6 +106,7 @@ class Engine:
             window_nbytes=plan.device_window_nbytes,
             units_ahead=plan.units_ahead,
             give_way=self.passes.give_way,
+            peers=self.peers,
         )
 
     def _allocate(self, stepping: bool) -> None:
@@ -215,6 +226,9 @@ class Engine:
 
     def end_backward(self) -> None:
         """The outermost backward ended: every gradient is on its way home."""
+        if self.reducer is not None:
+            with self.store.guarding():
+                self.reducer.end_backward()
         self.gradients.close_all([shard for unit in self.units for shard in unit.shards])
         if not self.passes.frames:
             self.prefetcher.release_idle()
@@ -272,7 +286,15 @@ def _draw_updates(updater: native.Updater, traffic: Traffic, names: list[str]) -
         traffic.mark(lanes[kind], names[unit] if kind == "step" else f"{names[unit]} state", start, end)
 
 
-def _shut_down(store: ShardStore, shards: list[ParamShard], updaters: list[native.Updater], names: list[str]) -> None:
+def _of_rank(path: str | os.PathLike, peers: Peers) -> str:
+    """Every rank has a timeline of its own: ``trace.json`` becomes ``trace-rank1.json``."""
+    stem, suffix = os.path.splitext(os.fspath(path))
+    return os.fspath(path) if peers.alone else f"{stem}-rank{peers.world_rank}{suffix}"
+
+
+def _shut_down(
+    store: ShardStore, shards: list[ParamShard], updaters: list[native.Updater], names: list[str], peers: Peers
+) -> None:
     if store.pid != os.getpid():
         return  # a forked child ends (a data loader's worker): everything is the parent's
     for shard in shards:
@@ -284,6 +306,7 @@ def _shut_down(store: ShardStore, shards: list[ParamShard], updaters: list[nativ
         _draw_updates(updater, store.traffic, names)
     updaters.clear()
     store.close()
+    peers.close()
     if store.traffic.timeline is not None:
         store.traffic.timeline.close()
     for shard in shards:

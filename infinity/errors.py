@@ -25,3 +25,7 @@ class CorruptionError(InfinityError):
 
 class UsageError(InfinityError, RuntimeError):
     """A call at the wrong time or on the wrong object; the message names the right one."""
+
+
+class PeerError(InfinityError, RuntimeError):
+    """Another rank of the job failed, or is gone; the message has what is known of it."""

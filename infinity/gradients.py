@@ -6,6 +6,7 @@
 
 opened     a shard's gradients lie in memory: always where their home is memory, in a slot of the gradient staging pool
            while one from disk is being written or read
+average    with other ranks, the mean of what all of them landed; each has its slice of it at home
 factor     a multiplication of the gradient that was asked for and not done yet: the optimizer kernel does it, rounding
            as the in-place multiplication would have
 """
@@ -16,16 +17,21 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from . import native
+from .collectives import Peers
 from .errors import UsageError
 from .parameter import ParamHandle
 from .shard import ParamShard
 from .store import ShardStore
 from .tiers import Tier
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
 
 aten = torch.ops.aten
 
@@ -46,6 +52,8 @@ class GradRecord:
     factors: list[float] = field(default_factory=list)
     stand_in: LandedGrad | None = None
     norm: tuple[float, torch.Tensor] | None = None  # order, and the norm of what is at home; None where it is not known
+    stand_in_norm: tuple[float, torch.Tensor] | None = None  # the same over all ranks, as long as ``norm`` is known
+    averaged: bool = False  # over the ranks; with others only this rank's slice is true then
     viewed: bool = False  # a view was handed out, through which the bytes may change unheard: norms are taken anew
 
 
@@ -61,8 +69,10 @@ class OpenedShard:
 class GradientBank:
     """Lands, lends and consumes gradients. Used from the thread that runs backward or the step."""
 
-    def __init__(self, store: ShardStore, staging: native.PinnedPool | None):
+    def __init__(self, store: ShardStore, staging: native.PinnedPool | None, peers: Peers):
         self._store, self._staging = store, staging
+        self.peers = peers
+        self.reducer: Reducer | None = None  # where there are other ranks
         self._opened: dict[ParamShard, OpenedShard] = {}  # least recently used first
         self._writes: dict[ParamShard, tuple[native.Ticket, native.Lease]] = {}
         self._norm_order: float | None = None  # of the norms that are asked for: they are taken as gradients land
@@ -71,6 +81,7 @@ class GradientBank:
 
     def get(self, handle: ParamHandle) -> LandedGrad | None:
         """``p.grad``."""
+        self.average()
         record = handle.grad
         if record.state is GradState.ABSENT:
             return None
@@ -92,7 +103,16 @@ class GradientBank:
                 raise UsageError(f"{handle.name}.grad: a gradient of shape {tuple(value.shape)} for another shape")
             value = value.detach().clone()
             self.clear(handle)
-            self.land(handle, value)
+            self.average()
+            handle.grad.state, handle.grad.averaged = GradState.LANDED, not self.peers.alone
+            with self._store.guarding():
+                handle.shard.settle()
+                self.put(handle, value)
+
+    def average(self) -> None:
+        """Has gradients that wait for it averaged over the ranks. Every rank comes here."""
+        if self.reducer is not None:
+            self.reducer.average()
 
     def clear(self, handle: ParamHandle) -> None:
         """``p.grad = None``."""
@@ -104,6 +124,14 @@ class GradientBank:
         self._refuse_consumed(handle)
         if grad.is_sparse:
             raise UsageError(f"{handle.name} got a sparse gradient; build the embedding with sparse=False")
+        if self.reducer is not None and not self.peers.keeps_gradients:
+            self.reducer.add(handle, grad)
+            return
+        if record.averaged:
+            raise UsageError(
+                f"a backward through {handle.name} after its gradient was read: with shard='optimizer' reading averages it "
+                "over the ranks. Read gradients after the last backward of a step, or use shard='gradients'."
+            )
         nbytes = grad.numel() * shard.spec.grad_dtype.itemsize
         with self._store.traffic.copying("device->host", nbytes, handle.name):
             shard.settle()
@@ -118,6 +146,23 @@ class GradientBank:
             record.norm = None if order is None or record.viewed else (order, torch.linalg.vector_norm(home, order))
         record.state = GradState.LANDED
 
+    def land_average(self, handle: ParamHandle, average: torch.Tensor) -> None:
+        """Takes this rank's elements of the average of all ranks' gradients, in fp32: adds them to what has landed."""
+        record, shard = handle.grad, handle.shard
+        with self._store.traffic.copying("device->host", average.numel() * shard.spec.grad_dtype.itemsize, handle.name):
+            shard.settle()
+            home = self._slice(handle, write=True)
+            average = average.to(shard.spec.grad_dtype)
+            if record.state is GradState.ABSENT or self.peers.keeps_gradients:
+                home.copy_(average)
+            else:
+                self._apply_factors(record, home)
+                home.add_(average)
+        order = self._norm_order
+        record.norm = None if order is None else (order, self._slice_norm(home, order))
+        record.stand_in_norm = None
+        record.state, record.averaged = GradState.LANDED, True
+
     @staticmethod
     def _refuse_consumed(handle: ParamHandle) -> None:
         if handle.grad.state is GradState.CONSUMED:
@@ -130,7 +175,7 @@ class GradientBank:
     def landing_rows(self, handle: ParamHandle, *, wanted: bool) -> Iterator[Callable]:
         """Lands a gradient in parts: yields ``land(begin, end, compute)``, which puts what ``compute()`` returns where
         rows ``begin`` to ``end`` are. Raises UsageError as :meth:`land` does."""
-        record, shard = handle.grad, handle.shard
+        record, shard = handle.grad, handle.shard  # never with other ranks: a plan with tiles is refused there
         if not wanted:
             yield lambda begin, end, compute: None
             return
@@ -156,10 +201,11 @@ class GradientBank:
         """Leaves zeros, which the next step applies."""
         record = handle.grad
         handle.shard.settle()
-        self._view(handle, write=True).zero_()
+        whole = self.peers.size == 1 or self.peers.keeps_gradients
+        (self._view(handle, write=True) if whole else self._slice(handle, write=True)).zero_()
         record.factors.clear()
         record.norm = None
-        record.state = GradState.LANDED
+        record.state, record.averaged = GradState.LANDED, False
 
     def scale(self, handle: ParamHandle, factor: float) -> None:
         """Multiplies the gradient: noted, and done by the step's kernel."""
@@ -168,11 +214,14 @@ class GradientBank:
             return
         record.norm = None
         if len(record.factors) == native.MAX_GRAD_FACTORS:
-            self._apply_factors(record, self._view(handle, write=True))
+            self._apply_factors(record, self._slice(handle, write=True))
         record.factors.append(factor)
 
     def value(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
-        """The gradient as a tensor over its home, with every factor applied."""
+        """The gradient as a tensor over its home, with every factor applied. With other ranks it is a copy, made of all of
+        their slices: :meth:`put` takes changes home."""
+        if self.peers.size > 1:
+            return self._gathered(handle)
         record = handle.grad
         with self._store.guarding():
             handle.shard.settle()
@@ -185,15 +234,103 @@ class GradientBank:
             self._apply_factors(record, view)
             return view
 
+    def put(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """Makes ``value`` the gradient."""
+        if self.peers.size == 1:
+            self.value(handle, write=True).copy_(value)
+            return
+        place = handle.shard.layout.placements[handle.index]
+        flat = torch.empty(place.numel, dtype=handle.shard.spec.grad_dtype, device="cpu")
+        flat.as_strided(place.shape, place.stride).copy_(value)
+        begin, end = handle.shard.slice_part(handle.index)
+        self._slice(handle, write=True).copy_(flat[begin - place.offset : end - place.offset])
+        handle.grad.factors.clear()
+        handle.grad.norm = None
+
     def norm(self, handle: ParamHandle, order: float) -> torch.Tensor:
         """The vector norm of the gradient: the one taken when it landed, where that is still true."""
         record = handle.grad
+        if self.peers.size > 1:
+            return self._norm_over_ranks(handle, order)
         self._norm_order = order
         if record.norm is not None and record.norm[0] == order and not record.viewed:
             return record.norm[1].clone()
         norm = torch.linalg.vector_norm(self.value(handle, write=False), order)
         record.norm = order, norm.clone()
         return norm
+
+    def own(self, handle: ParamHandle) -> torch.Tensor:
+        """This rank's elements of the gradient, to be changed in place."""
+        if self.peers.size == 1:
+            return self.value(handle, write=True)
+        home = self._settled_slice(handle)
+        handle.grad.norm = None
+        return self._slice(handle, write=True) if handle.grad.state is GradState.LANDED else home
+
+    # --- gradients whose slices are on several ranks ---
+
+    def whole(self, shard: ParamShard) -> torch.Tensor:
+        """This rank's whole flat gradient, where it has one (ZeRO-1)."""
+        shard.settle()
+        return shard.arrays["grad"].flat
+
+    def _slice(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
+        """This rank's elements of the gradient: a view of their home."""
+        shard = handle.shard
+        if self.peers.size == 1:
+            return self._view(handle, write=write)
+        array = shard.arrays["grad"]
+        flat = array.flat if array.tier is not Tier.NVME else self._open(shard, write=write).flat
+        begin, end = shard.slice_part(handle.index)
+        first = shard.own("grad")[0]
+        return flat[begin - first : end - first]
+
+    def _settled_slice(self, handle: ParamHandle) -> torch.Tensor:
+        """The same, up to date, for reading."""
+        record = handle.grad
+        with self._store.guarding():
+            handle.shard.settle()
+            if record.state is GradState.CONSUMED:
+                return self._with_factors(record.factors, self._slice(handle, write=False).clone())
+            home = self._slice(handle, write=bool(record.factors))
+            if record.factors:
+                record.norm = None
+            self._apply_factors(record, home)
+            return home
+
+    def _gathered(self, handle: ParamHandle) -> torch.Tensor:
+        shard, place = handle.shard, handle.shard.layout.placements[handle.index]
+        out = torch.empty(place.numel, dtype=shard.spec.grad_dtype, device="cpu")
+        spans = [shard.slice_part(handle.index, rank) for rank in range(self.peers.size)]
+        pieces = [(begin - place.offset, end - place.offset) for begin, end in spans]
+        begin, end = pieces[self.peers.rank]
+        out[begin:end] = self._settled_slice(handle)
+        self.peers.assemble(out, pieces, f"reading the gradient of {handle.name}")
+        return out.as_strided(place.shape, place.stride)
+
+    def _norm_over_ranks(self, handle: ParamHandle, order: float) -> torch.Tensor:
+        """Norms of all gradients that have none yet are put together at once: everyone asks for the others' next."""
+        self._norm_order = order
+        record = handle.grad
+        if record.stand_in_norm is None or record.stand_in_norm[0] != order or record.norm is None:
+            handles = [h for h in handle.engine.group_of if h.grad.state is not GradState.ABSENT]
+            parts = torch.stack([self._own_norm(h, order) for h in handles])
+            everyones = self.peers.exchange(parts, f"norms of {len(handles)} gradients")
+            for h, norm in zip(handles, torch.linalg.vector_norm(everyones, order, dim=0)):
+                h.grad.stand_in_norm = order, norm.to(h.shard.spec.grad_dtype)
+        return record.stand_in_norm[1].clone()
+
+    def _own_norm(self, handle: ParamHandle, order: float) -> torch.Tensor:
+        record = handle.grad
+        if record.norm is None or record.norm[0] != order:
+            record.norm = order, self._slice_norm(self._settled_slice(handle), order)
+        return record.norm[1]
+
+    @staticmethod
+    def _slice_norm(values: torch.Tensor, order: float) -> torch.Tensor:
+        if not values.numel():
+            return torch.zeros((), dtype=torch.float32, device="cpu")
+        return torch.linalg.vector_norm(values, order, dtype=torch.float32)
 
     # --- what the optimizer sees ---
 
@@ -320,7 +457,9 @@ class LandedGrad(torch.Tensor):
             return result
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             for grad in args[0]:  # one at a time: they need not fit in memory together
-                func([grad._bank.value(_writable(grad), write=True)] if isinstance(grad, LandedGrad) else [grad], *args[1:])
+                func([grad._bank.own(_writable(grad))] if isinstance(grad, LandedGrad) else [grad], *args[1:])
+            if landed := [grad for grad in args[0] if isinstance(grad, LandedGrad)]:
+                args[1].copy_(landed[0]._bank.peers.exchange(args[1], "overflow of gradients").amax(0))
             return None
         if func is aten.linalg_vector_norm.default and subject is not None and len(args) < 3 and not kwargs:
             return subject._bank.norm(subject._infinity_grad, float(args[1]) if len(args) > 1 else 2.0)
@@ -330,6 +469,11 @@ class LandedGrad(torch.Tensor):
             grad._bank  # noqa: B018 - raises for a stale one
             if func.is_view:
                 _writable(grad).grad.viewed = True  # nobody hears of a write through the view
+        if (sharded := bool(grads) and grads[0]._bank.peers.size > 1) and func.is_view:
+            raise UsageError(
+                f"{func} of {grads[0]._infinity_grad.name}.grad, which lies on several ranks: a view would be of a copy. Take "
+                ".clone() first."
+            )
         # One from disk is lent in its staging slot. Several may not fit there at once: copies are lent then.
         from_disk = [grad for grad in grads if grad._infinity_grad.shard.arrays["grad"].tier is Tier.NVME]
         if from_disk and func.is_view:
@@ -344,15 +488,15 @@ class LandedGrad(torch.Tensor):
                 write = any(grad is other for other in mutated)
                 handle = _writable(grad) if write else grad._infinity_grad
                 value = grad._bank.value(handle, write=write)
-                lent[id(grad)] = value.clone() if len(from_disk) > 1 else value
+                lent[id(grad)] = value.clone() if len(from_disk) > 1 and not sharded else value
             return lent[id(grad)]
 
         lent_args, lent_kwargs = tree_map_only(LandedGrad, lend, (args, kwargs))
         result = func(*lent_args, **lent_kwargs)
-        if len(from_disk) > 1:
+        if len(from_disk) > 1 or sharded:
             for grad in mutated:
                 if isinstance(grad, LandedGrad):
-                    grad._bank.value(grad._infinity_grad, write=True).copy_(lent[id(grad)])
+                    grad._bank.put(grad._infinity_grad, lent[id(grad)])
         if mutated and isinstance(result, torch.Tensor):
             return next((grad for grad in mutated if isinstance(grad, LandedGrad)), result)
         return result

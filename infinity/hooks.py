@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from .activations import Kept
 from .activations import __name__ as activations_module
 from .errors import UsageError
+from .gradients import GradState
 from .parameter import ParamHandle, handle_of, raw_grad, set_raw_grad
 from .unit import ParamUnit
 
@@ -286,8 +287,15 @@ class Passes:
             awaited.discard(handle)
             if not awaited:
                 self.let_go(handle.unit)
-                if self.on_landed is not None:
+                if self.engine.reducer is not None:
+                    self.engine.reducer.ready(handle.unit)
+                elif self.on_landed is not None:
                     self.on_landed(handle.unit)
+
+    def landed_at_home(self, unit: ParamUnit) -> None:
+        """The averages of ``unit``'s gradients over all ranks have landed."""
+        if self.on_landed is not None and any(handle.grad.state is GradState.LANDED for handle in unit.handles if handle.grad):
+            self.on_landed(unit)
 
     def let_go(self, unit: ParamUnit) -> None:
         """The backward is done with ``unit``."""
@@ -340,6 +348,8 @@ class Passes:
         self.reached.clear()
         for unit in list(self.awaited):
             self.let_go(unit)
+        if self.engine.reducer is not None:
+            self.engine.reducer.abandon()
 
 
 def _is_checkpoint(hooks: tuple | None) -> bool:

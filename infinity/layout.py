@@ -1,8 +1,8 @@
 """FlatLayout: where each parameter of a shard lies in its one flat buffer.
 
 Offsets are multiples of 64 elements, so that every parameter starts as aligned as torch would have allocated it and
-at a block of 8-bit moments, and
-the whole is padded to 4096 elements, so that its arrays of any element size are whole disk blocks.
+at a block of 8-bit moments, and the whole is padded to 4096 elements for every rank, so that each rank's slice of an
+array of any element size is whole disk blocks.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class FlatLayout:
     numel: int
 
     @classmethod
-    def of(cls, params: Sequence[torch.Tensor]) -> FlatLayout:
-        """Lays ``params`` out one after the other."""
+    def of(cls, params: Sequence[torch.Tensor], slices: int = 1) -> FlatLayout:
+        """Lays ``params`` out one after the other, the whole divisible into ``slices``."""
         placements, offset = [], 0
         for param in params:
             stride = tuple(param.stride())
@@ -74,4 +74,4 @@ class FlatLayout:
                 stride = torch.empty(param.shape, device="meta").stride()
             placements.append(Placement(offset, param.shape, tuple(stride)))
             offset = round_up(offset + param.numel(), PARAM_ALIGNMENT)
-        return cls(tuple(placements), max(SHARD_ALIGNMENT, round_up(offset, SHARD_ALIGNMENT)))
+        return cls(tuple(placements), round_up(max(offset, 1), SHARD_ALIGNMENT * slices))

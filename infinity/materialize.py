@@ -30,8 +30,11 @@ PIECE = 4 * 1024 * 1024  # elements that are sent at once
 class Home(Protocol):
     """Where values of managed parameters go."""
 
-    def send(self, param: nn.Parameter, begin: int, values: torch.Tensor) -> None:
-        """Flat ``values``, counted row by row from element ``begin``."""
+    def send(self, param: nn.Parameter, begin: int, values: torch.Tensor, *, drawn: bool) -> None:
+        """Flat ``values``, counted row by row from element ``begin``; ``drawn`` by an initialisation, or from a file."""
+
+    def span(self, param: nn.Parameter) -> tuple[int, int]:
+        """Which elements are wanted of a file."""
 
     def recall(self, param: nn.Parameter) -> torch.Tensor:
         """The value that was sent."""
@@ -129,11 +132,12 @@ class Materialized:
         targets = dict(_targets(self._model))
         made = {buffer for module, name, _ in self._buffers for buffer in [module._buffers[name]]}
         made |= {param for param, _ in self._swapped}
-        for piece in files.stream(names):
+        managed = {name: targets[name] for name in names if isinstance(targets[name], nn.Parameter) and self._managed(targets[name])}
+        self.sent |= set(managed.values())
+        for piece in files.stream(names, {name: home.span(param) for name, param in managed.items()}):
             tensor = targets[piece.name]
-            if isinstance(tensor, nn.Parameter) and self._managed(tensor):
-                home.send(tensor, piece.begin, piece.values)
-                self.sent.add(tensor)
+            if piece.name in managed:
+                home.send(tensor, piece.begin, piece.values, drawn=False)
                 continue
             if tensor not in made:
                 made.add(tensor)
@@ -242,7 +246,7 @@ class _Initialiser:
         for param in lent:
             if param in self._sent or any(param is tensor for tensor in waiting):
                 for begin in range(0, param.numel(), PIECE):
-                    self._home.send(param, begin, param.data.reshape(-1)[begin : begin + PIECE])
+                    self._home.send(param, begin, param.data.reshape(-1)[begin : begin + PIECE], drawn=True)
                 self._sent.add(param)
             _take_storage(param)
 

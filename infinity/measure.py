@@ -29,10 +29,11 @@ class TierStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """See the module. ``edges``: "nvme->host", "host->nvme", "host->device", "device->host". ``tiers``: "device",
-    "host", "nvme". ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence."""
+    """See the module. ``edges``: "nvme->host", "host->nvme", "host->device", "device->host". ``collectives``: "all-gather"
+    and "reduce-scatter", with the bytes this rank received. ``tiers``: "device", "host", "nvme". ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence."""
 
     edges: dict[str, EdgeTraffic]
+    collectives: dict[str, EdgeTraffic]
     tiers: dict[str, TierStats]
     steps: int
     step_seconds: float
@@ -69,13 +70,15 @@ def stats(model: nn.Module) -> Stats:
             f"The last step took {step_seconds:.3f} s; {slowest} alone needs {bound:.3f} s "
             f"({100 * bound / step_seconds if step_seconds else 0:.0f} % of it) and is the bottleneck."
         )
-    return Stats(edges, tiers, engine.clock.steps, step_seconds, bound, sentence)
+    collectives = {name: dataclasses.replace(counted) for name, counted in engine.traffic.collectives.items()}
+    return Stats(edges, collectives, tiers, engine.clock.steps, step_seconds, bound, sentence)
 
 
 def _bounds(engine: Engine, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
     """Seconds that each resource alone needs for one step, by what the steps so far moved on average."""
     steps = max(1, engine.clock.steps)
-    stalls = sum(edge.stall_seconds for edge in edges.values()) / steps
+    waited = [*edges.values(), *engine.traffic.collectives.values()]
+    stalls = sum(edge.stall_seconds for edge in waited) / steps
     bounds = {"compute": max(0.0, engine.clock.step_seconds - stalls)}
     if engine.plan.planned_nbytes(Tier.NVME):
         read, write, both = disks.rates(engine.config.nvme_paths)

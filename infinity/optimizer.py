@@ -104,6 +104,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 loss = closure()
         engine = self._engine
         engine.check_alive()
+        engine.gradients.average()
         begun, self._begun = self._begun, False
         if not begun:
             self._check_unconsumed()
@@ -184,11 +185,22 @@ class InfinityOptimizer(torch.optim.Optimizer):
         shard.settle()
         runs = list(self._runs(shard, handles))
         after = self._engine.gradients.close_shard(shard)
+        if runs:  # else other ranks have these parameters in their slices
+            self._update(shard, runs, after, label=handles[0].unit.index)
+        for handle in handles:
+            if handle.grad.state is GradState.LANDED:
+                handle.step += 1
+                handle.changed()
+                handle.grad.state = GradState.CONSUMED
+
+    def _update(self, shard: ParamShard, runs: list[native.Run], after: native.Ticket | None, *, label: int) -> None:
         extents = {name: array.extent for name, array in shard.arrays.items()}
+        if shard.peers.keeps_gradients:
+            extents["grad"] = shard.slice_of_grad()
         shard.update = self._engine.updater.submit(
             native.UnitUpdate(
                 layout=shard.native_layout(self._rule),
-                count=shard.layout.numel,
+                count=shard.slice_numel,
                 weight=extents["weight"],
                 master=extents.get("master"),
                 exp_avg=extents.get("exp_avg"),
@@ -199,28 +211,25 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 after=after,
                 exp_avg_scale=extents.get("exp_avg_scale"),
                 exp_avg_sq_scale=extents.get("exp_avg_sq_scale"),
-                label=handles[0].unit.index,
+                label=label,
             )
         )
-        for handle in handles:
-            if handle.grad.state is GradState.LANDED:
-                handle.step += 1
-                handle.changed()
-                handle.grad.state = GradState.CONSUMED
 
     def _runs(self, shard: ParamShard, handles: list[ParamHandle]) -> Iterator[native.Run]:
         """The runs of what has landed: neighbours with the same hyperparameters, step and factors are one."""
         key, begin, end = None, 0, 0
-        for handle, place in zip(handles, shard.layout.placements):
+        first = shard.own_slice[0]
+        for handle in handles:
             record = handle.grad
-            landed = record.state is GradState.LANDED and place.numel > 0
+            low, high = shard.slice_part(handle.index)
+            landed = record.state is GradState.LANDED and low < high
             group = self._engine.group_of[handle]
             current = (group, handle.step + 1, tuple(record.factors)) if landed else None
             if current != key:
                 if key is not None:
                     yield native.Run(begin, end, self._hyperparameters(*key))
-                key, begin = current, place.offset
-            end = place.end
+                key, begin = current, low - first
+            end = high - first
         if key is not None:
             yield native.Run(begin, end, self._hyperparameters(*key))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import psutil
@@ -34,10 +34,17 @@ class ShardSize:
 
     spec: ShardSpec
     numel: int
+    slices: int = 1  # ranks that have an equal part each
+    whole_grad: bool = False  # but every one its whole gradient (ZeRO-1)
 
     def nbytes(self, name: str) -> int:
-        """Bytes of array ``name``; 0 when the shard has none."""
-        return round_up(int(self.numel * self.spec.nbytes_per_element().get(name, 0)), native.BLOCK_NBYTES)
+        """Bytes of array ``name`` at home on one rank; 0 when the shard has none."""
+        slices = 1 if name == "grad" and self.whole_grad else self.slices
+        return round_up(int(self.numel // slices * self.spec.nbytes_per_element().get(name, 0)), native.BLOCK_NBYTES)
+
+    def whole_nbytes(self, name: str) -> int:
+        """Bytes of array ``name`` of all ranks."""
+        return self.slices * replace(self, whole_grad=False).nbytes(name)
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,17 @@ class UnitSize:
 
     @property
     def weight_nbytes(self) -> int:
+        """Of the whole weights, as they lie on the device."""
+        return sum(shard.whole_nbytes("weight") for shard in self.shards)
+
+    @property
+    def slice_nbytes(self) -> int:
+        """Of the weights at home on one rank."""
         return sum(shard.nbytes("weight") for shard in self.shards)
+
+    @property
+    def is_sliced(self) -> bool:
+        return any(shard.slices > 1 for shard in self.shards)
 
 
 @dataclass(frozen=True)
@@ -104,20 +121,24 @@ class MemoryPlan:
         return sum(self.terms[tier].values())
 
 
-def make_plan(units: Sequence[UnitSize], config: Config, *, held_nbytes: int) -> MemoryPlan:
-    """The fastest plan within the budgets. ``held_nbytes``: the most weights one moment holds.
+def make_plan(
+    units: Sequence[UnitSize], config: Config, *, held_nbytes: int, free: Mapping[Tier, int] | None = None
+) -> MemoryPlan:
+    """The fastest plan within the budgets. ``held_nbytes``: the most weights one moment holds. ``free``: what a tier
+    without a budget has (None: what is measured now).
 
     Raises CapacityError with the least workable budget, ConfigError when a home has no folder.
     """
     for path in config.nvme_paths:
         if not os.path.isdir(path):
             raise ConfigError(f"nvme_paths: there is no folder {path}. Create it, or name another.")
-    budgets = {tier: _budget(tier, config) for tier in Tier}
+    budgets = {tier: _budget(tier, config, free) for tier in Tier}
     least: MemoryPlan | None = None
     fitting: list[MemoryPlan] = []
     for params, optimizer in _homes(config):
         grads = [Tier.DEVICE] if optimizer is Tier.DEVICE else []
-        grads += [Tier.HOST, Tier.NVME] if config.nvme_paths else [Tier.HOST]
+        whole_grads = any(shard.whole_grad for unit in units for shard in unit.shards)  # they are averaged in memory
+        grads += [Tier.HOST, Tier.NVME] if config.nvme_paths and not whole_grads else [Tier.HOST]
         for grad in grads:
             for choice in LADDER:
                 plan = _plan(units, config, params, optimizer, grad, choice, held_nbytes)
@@ -211,7 +232,7 @@ def traffic(plan: MemoryPlan, units: Sequence[UnitSize], *, passes: int = 1) -> 
         for shard in unit.shards:
             weight = shard.nbytes("weight")
             on_disk = {name: tiers[name] is Tier.NVME and name not in kept for name in tiers}
-            if tiers["weight"] is not Tier.DEVICE:
+            if tiers["weight"] is not Tier.DEVICE or shard.slices > 1:
                 edges["host->device"] += 2 * passes * weight
                 edges["nvme->host"] += 2 * passes * weight * on_disk["weight"]
             if not shard.spec.stepped:
@@ -249,9 +270,11 @@ def _excess(plan: MemoryPlan, budgets: dict[Tier, int]) -> tuple[int, int]:
     return len(short), sum(short)
 
 
-def _budget(tier: Tier, config: Config) -> int:
+def _budget(tier: Tier, config: Config, free: Mapping[Tier, int] | None) -> int:
     given = getattr(config, BUDGETS[tier])
-    return given if given is not None else measured_free(tier, config)
+    if given is not None:
+        return given
+    return free[tier] if free is not None else measured_free(tier, config)
 
 
 def measured_free(tier: Tier, config: Config) -> int:
@@ -278,7 +301,8 @@ def _plan(
 
     sizes = sorted((unit.weight_nbytes for unit in units if not unit.tile_nbytes), reverse=True)
     largest = sizes[0] if sizes else 0
-    staging = sum(sizes[: 1 + choice.units_ahead]) if params is Tier.NVME else 0
+    slices = sorted((unit.slice_nbytes for unit in units if not unit.tile_nbytes), reverse=True)
+    staging = sum(slices[: 1 + choice.units_ahead]) if params is Tier.NVME else 0
     grad_sizes = sorted((shard.nbytes("grad") for shard in shards), reverse=True)
     grad_staging = sum(grad_sizes[:3]) if grad is Tier.NVME else 0
     if choice is LADDER[-1] and grad is Tier.NVME:
@@ -298,15 +322,22 @@ def _plan(
 
     window = 0
     tile = max((unit.tile_nbytes for unit in units), default=0)
-    if params is not Tier.DEVICE:
+    sliced = any(unit.is_sliced for unit in units)
+    keeps = sliced and config.shard != "parameters"
+    if params is not Tier.DEVICE or sliced:
         # What one moment holds, and one unit more: in backward the next unit arrives while the last one's gradients
         # are still landing.
         least = held + largest
         total = sum(sizes)
-        window = min(least, total)
+        window = total if keeps else min(least, total)
         if config.device_memory is not None and config.params != "auto":  # with "auto" units have a home in the rest
             window = min(total, max(window, config.device_memory - tile - sum(terms[Tier.DEVICE].values())))
     add(Tier.DEVICE, "gathered weights", window)
+    if any(shard.slices > 1 and shard.spec.stepped for shard in shards):
+        # One is filled while the one before is on its way, with what comes from other ranks and its fp32 sum.
+        whole = max(shard.whole_nbytes("grad") for shard in shards if shard.spec.stepped)
+        add(Tier.DEVICE, "gradients to be averaged", (2 if not any(shard.whole_grad for shard in shards) else 0) * whole)
+        add(Tier.DEVICE, "gradients of other ranks", 2 * whole)
     add(Tier.DEVICE, "a tile", tile)
     return MemoryPlan(
         tiers=tiers,

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from . import native
+from .collectives import Peers
 from .errors import CapacityError
 from .schedule import Schedule
 from .store import ShardStore
@@ -31,10 +32,12 @@ class Prefetcher:
         window_nbytes: int,
         units_ahead: int,
         give_way: Callable[[], bool],
+        peers: Peers,
     ):
         self.units, self.schedule = units, schedule
         self._store, self._ledger = store, ledger
         self._window_nbytes, self._units_ahead = window_nbytes, units_ahead
+        self._peers = peers
         self._give_way = give_way  # asks the backward to let a unit go; False when it cannot
         self._resident: dict[ParamUnit, None] = {}  # least recently used first
         self._holds: Counter[ParamUnit] = Counter()
@@ -69,11 +72,16 @@ class Prefetcher:
         for unit in units:
             if unit.residency in (Residency.FETCHING, Residency.STAGED):
                 unit.drop(self._store)
-            elif unit.residency is Residency.RESIDENT and not unit.stays:
+                continue
+            if unit.residency is Residency.GATHERING:
+                unit.finish_gather(self._store)
+            if unit.residency is Residency.RESIDENT and not unit.stays:
                 self._evict(unit)
 
     def release_idle(self) -> None:
         """Sends every idle unit home: the pass is over, and at rest a parameter holds no storage."""
+        if self._peers.keeps_weights:
+            return
         for unit in [unit for unit in self._resident if unit not in self._holds]:
             self._evict(unit)
 
@@ -81,6 +89,8 @@ class Prefetcher:
 
     def ensure(self, unit: ParamUnit, *, backward: bool = False) -> None:
         """Makes ``unit`` resident now, then starts fetching what the schedule expects next."""
+        if unit.residency is Residency.GATHERING:
+            unit.finish_gather(self._store)
         if unit.residency is not Residency.RESIDENT:
             self._bring(unit)
         elif unit in self._resident:
@@ -91,6 +101,24 @@ class Prefetcher:
                     shard.settle()
         self.schedule.use(unit.index)
         self.fetch_ahead(self.schedule.upcoming(backward=backward))
+        if self._peers.size > 1:
+            self._gather_ahead(next(iter(self.schedule.upcoming(backward=backward)), None))
+
+    def _gather_ahead(self, index: int | None) -> None:
+        """Starts gathering the next unit while this one computes.
+
+        What decides must be the same on every rank, so nothing here goes by what has arrived: a unit that is still being
+        read is waited for.
+        """
+        unit = self.units[index] if index is not None else None
+        if unit is None or unit.residency in (Residency.RESIDENT, Residency.GATHERING):
+            return
+        if unit.is_staged_from_disk and unit.residency is Residency.STORED:
+            return
+        if self._resident_nbytes() + unit.weight_nbytes <= self._window_nbytes:
+            self._stage(unit)
+            unit.start_gather(self._store, self._ledger)
+            self._resident[unit] = None
 
     def fetch_ahead(self, upcoming: Iterable[int]) -> None:
         """Starts reading the next units that come from disk, as far as the staging pool reaches."""
@@ -99,7 +127,7 @@ class Prefetcher:
             unit = self.units[index]
             if ahead == self._units_ahead:
                 return
-            if not unit.is_staged_from_disk or unit.residency is Residency.RESIDENT:
+            if not unit.is_staged_from_disk or unit.residency in (Residency.RESIDENT, Residency.GATHERING):
                 continue
             ahead += 1
             if unit.residency is Residency.STORED:
@@ -109,6 +137,13 @@ class Prefetcher:
                 unit.fetch(self._store, slots)
 
     def _bring(self, unit: ParamUnit) -> None:
+        self._stage(unit)
+        self._make_room(unit)
+        unit.gather(self._store, self._ledger)
+        self._resident[unit] = None
+
+    def _stage(self, unit: ParamUnit) -> None:
+        """Has the unit's bytes in memory here."""
         if unit.is_staged_from_disk:
             if unit.residency is Residency.STORED:
                 self.misses += 1
@@ -119,9 +154,6 @@ class Prefetcher:
         else:
             for shard in unit.shards:
                 shard.settle()
-        self._make_room(unit)
-        unit.gather(self._store, self._ledger)
-        self._resident[unit] = None
 
     def _make_room(self, unit: ParamUnit) -> None:
         """Evicts idle units, then ones that the backward can do without for now, until ``unit`` fits the window."""
@@ -144,6 +176,8 @@ class Prefetcher:
         return sum(unit.weight_nbytes for unit in self._resident)
 
     def _evict(self, unit: ParamUnit) -> None:
+        if unit.residency is Residency.GATHERING:
+            unit.finish_gather(self._store)
         unit.release()
         self._resident.pop(unit, None)
 
@@ -152,7 +186,7 @@ class Prefetcher:
     def _try_slots(self, unit: ParamUnit) -> list[native.Lease] | None:
         slots = []
         for shard in unit.shards:
-            slot = self._store.staging.try_lease(shard.weight_nbytes)
+            slot = self._store.staging.try_lease(shard.slice_nbytes)
             if slot is None:
                 for taken in slots:
                     taken.release()

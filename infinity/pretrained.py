@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from .engine import Engine
 from .errors import StorageError
 from .parameter import handle_of
 from .wrap import wrapped
@@ -21,20 +22,31 @@ FILE_NBYTES = 256 * 1024 * 1024  # of one safetensors file; what is in memory at
 def save_pretrained(model: nn.Module, folder: str | os.PathLike) -> None:
     """Writes the wrapped ``model`` as safetensors in the dtypes it was wrapped with, and its config where it has one.
 
-    Tied parameters are written once. Every file appears under its name only when it is whole. Raises StorageError.
+    Tied parameters are written once. Every file appears under its name only when it is whole. Of several ranks all call,
+    and the first one writes. Raises StorageError.
     """
     engine = wrapped(model).engine
+    with engine.peers.together("save_pretrained"):
+        _save(model, engine, Path(folder))
+
+
+def _save(model: nn.Module, engine: Engine, folder: Path) -> None:
     engine.settle()
-    folder = Path(folder)
+    writes = engine.peers.is_first
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if writes:
+            folder.mkdir(parents=True, exist_ok=True)
         files = _files(_sources(model, engine.store))
         names = {}
         for number, entries in enumerate(files, start=1):
             single = len(files) == 1
             name = "model.safetensors" if single else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            _write(folder / name, {key: read().contiguous() for key, (_, read) in entries.items()})
+            tensors = {key: read().contiguous() for key, (_, read) in entries.items()}
+            if writes:
+                _write(folder / name, tensors)
             names |= dict.fromkeys(entries, name)
+        if not writes:
+            return
         _write_index(folder, names, sum(nbytes for entries in files for nbytes, _ in entries.values()))
     except OSError as error:
         raise StorageError(error.errno, f"cannot write the model to {folder}: {error}", str(folder)) from error

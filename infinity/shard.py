@@ -6,6 +6,7 @@ moments     exp_avg and exp_avg_sq, or whatever of them the optimizer has
 scales      of 8-bit moments: one byte for each block of 64 elements, always in memory
 gradient    what backward landed, until the step consumes it
 stepped     whether the optimizer updates these parameters; a shard that is not has weights only
+slice       what of every array this rank has: an equal part of the flat elements, of one rank all of them
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from . import native
+from .collectives import Peers
 from .layout import FlatLayout
 from .store import ShardStore, StateArray
 from .tiers import Tier
@@ -70,11 +72,16 @@ def home_of(name: str, weights: Tier, optimizer: Tier, grad: Tier) -> Tier:
 
 
 class ParamShard:
-    """The arrays of one shard and exact conversion between them and parameter values."""
+    """The arrays of one shard and exact conversion between them and parameter values.
 
-    def __init__(self, spec: ShardSpec, params: Sequence[torch.nn.Parameter]):
+    With other ranks, reading a value needs all of them; writing one does not.
+    """
+
+    def __init__(self, spec: ShardSpec, params: Sequence[torch.nn.Parameter], peers: Peers | None = None):
         self.spec, self.params = spec, tuple(params)
-        self.layout = FlatLayout.of(params)
+        self.peers = peers or Peers()
+        self.layout = FlatLayout.of(params, self.peers.size)
+        self.slice_numel = self.layout.numel // self.peers.size
         self.arrays: dict[str, StateArray] = {}
         self._reserved: list[StateArray] = []  # places on disk of what is cached on the host
         self.update: native.Ticket | None = None  # the last submitted step; its bytes are at home once it is done
@@ -85,12 +92,45 @@ class ParamShard:
 
     @property
     def weight_nbytes(self) -> int:
+        """Bytes of the whole weights, as they lie on the device."""
         return self.layout.numel * self.spec.dtype.itemsize
+
+    @property
+    def slice_nbytes(self) -> int:
+        """Bytes of this rank's slice of the weights, as it lies at home."""
+        return self.slice_numel * self.spec.dtype.itemsize
+
+    def own(self, name: str, rank: int | None = None) -> tuple[int, int]:
+        """Elements of the whole array ``name`` that this rank (or ``rank``) has at home: first and behind the last."""
+        if name == "grad" and self.peers.keeps_gradients:
+            return 0, self.layout.numel
+        each = self.slice_numel // elements_each(name)
+        rank = self.peers.rank if rank is None else rank
+        return rank * each, (rank + 1) * each
+
+    @property
+    def own_slice(self) -> tuple[int, int]:
+        """Elements that the optimizer steps here: first and behind the last."""
+        return self.peers.rank * self.slice_numel, (self.peers.rank + 1) * self.slice_numel
+
+    def slice_part(self, index: int, rank: int | None = None) -> tuple[int, int]:
+        """Elements of parameter ``index`` in this rank's slice (or ``rank``'s); none where begin = end."""
+        place = self.layout.placements[index]
+        first = (self.peers.rank if rank is None else rank) * self.slice_numel
+        begin, end = max(place.offset, first), min(place.end, first + self.slice_numel)
+        return begin, max(begin, end)
+
+    def own_part(self, name: str, index: int) -> tuple[int, int]:
+        """Elements of the whole array ``name`` that are parameter ``index``'s and at home here; none where begin = end."""
+        (begin, end), (low, high) = self.part(name, index), self.own(name)
+        begin, end = max(begin, low), min(end, high)
+        return begin, max(begin, end)
 
     def allocate(self, store: ShardStore, tiers: dict[str, Tier], what: str, *, kept: Collection[str] = ()) -> None:
         """Allocates every array at the tier that ``tiers`` gives its name; those in ``kept`` are cached on the host."""
         for name, dtype in self.spec.array_dtypes().items():
-            numel = self.layout.numel // elements_each(name)
+            begin, end = self.own(name)
+            numel = end - begin
             array = store.allocate(tiers[name], dtype, numel, f"{name} of {what}")
             if name in kept:
                 self._reserved.append(array)
@@ -114,6 +154,12 @@ class ParamShard:
             moments=native.MOMENT_DTYPES[spec.moment_dtype],
         )
 
+    def slice_of_grad(self) -> native.Extent:
+        """This rank's slice of a gradient that lies whole in memory."""
+        size = self.spec.grad_dtype.itemsize
+        flat = self.arrays["grad"].flat
+        return native.Extent.in_memory(flat.data_ptr() + self.own_slice[0] * size, self.slice_numel * size)
+
     # --- parameter values ---
 
     def read_value(self, store: ShardStore, index: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -121,10 +167,9 @@ class ParamShard:
         with store.guarding():
             self.settle()
         dtype = dtype or self.spec.wrapped_dtype
-        place = self.layout.placements[index]
-        weight = store.read(self.weight, place.offset, place.end)
+        weight = self.read_part(store, "weight", index)
         if dtype != self.spec.dtype and "master" in self.arrays:
-            master = store.read(self.arrays["master"], place.offset, place.end)
+            master = self.read_part(store, "master", index)
             weight = native.join_master(weight, master) if self.spec.master == native.Master.SPLIT else master
         return self._shaped(weight.to(dtype), index)
 
@@ -149,8 +194,11 @@ class ParamShard:
     def _write_encoded(self, store: ShardStore, offset: int, flat: torch.Tensor, version: int) -> None:
         """Master and weight of ``flat``, in pieces: what they are made of is several times as large."""
         for begin in range(0, flat.numel(), ENCODED_AT_ONCE):
-            for name, part in self.encode(flat[begin : begin + ENCODED_AT_ONCE]).items():
-                store.write(self.arrays[name], offset + begin, part, version=version)
+            first, last = offset + begin, min(offset + begin + ENCODED_AT_ONCE, offset + flat.numel())
+            low, high = self.own("weight")
+            if (first := max(first, low)) < (last := min(last, high)):
+                for name, part in self.encode(flat[first - offset : last - offset]).items():
+                    store.write(self.arrays[name], first - low, part, version=version)
 
     def write_changes(
         self, store: ShardStore, index: int, weight: torch.Tensor, *, version: int, before: torch.Tensor | None = None
@@ -159,15 +207,22 @@ class ParamShard:
         one at home). The masters of the others keep the bits below the weight's precision.
         """
         self.settle()
-        place = self.layout.placements[index]
-        flat = self._flattened(weight, index)
-        home = store.read(self.weight, place.offset, place.end) if before is None else self._flattened(before, index)
+        begin, end = self.own_part("weight", index)
+        if begin == end:
+            return
+        offset, first = self.layout.placements[index].offset, self.own("weight")[0]
+        flat = self._flattened(weight, index)[begin - offset : end - offset]
+        begin, end = begin - first, end - first  # at home
+        if before is None:
+            home = store.read(self.weight, begin, end)
+        else:
+            home = self._flattened(before, index)[begin + first - offset : end + first - offset]
         changed = ~same_bits(flat, home)
         if not changed.any():
             return
         for name, part in self.encode(flat).items():
-            current = store.read(self.arrays[name], place.offset, place.end)
-            store.write(self.arrays[name], place.offset, torch.where(changed, part, current), version=version)
+            current = store.read(self.arrays[name], begin, end)
+            store.write(self.arrays[name], begin, torch.where(changed, part, current), version=version)
 
     def encode(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """Flat values of any float dtype -> the bytes of weight and, where there is one, master."""
@@ -196,11 +251,37 @@ class ParamShard:
 
     def read_part(self, store: ShardStore, name: str, index: int) -> torch.Tensor:
         """Parameter ``index``'s part of array ``name`` as it lies there."""
-        return store.read(self.arrays[name], *self.part(name, index))
+        begin, end = self.part(name, index)
+        low, high = self.own_part(name, index)
+        first = self.own(name)[0]
+        if (low, high) == (begin, end) and self.peers.size == 1:
+            return store.read(self.arrays[name], begin, end)
+        out = torch.empty(end - begin, dtype=self.arrays[name].dtype, device="cpu")
+        if low < high:
+            out[low - begin : high - begin] = store.read(self.arrays[name], low - first, high - first)
+        pieces = []
+        for rank in range(self.peers.size):
+            low, high = self.own(name, rank)
+            low, high = max(begin, low), min(end, high)
+            pieces.append((low - begin, max(low, high) - begin))
+        self.peers.assemble(out, pieces, f"reading {name}, elements {begin} to {end}")
+        return out
 
-    def write_part(self, store: ShardStore, name: str, index: int, part: torch.Tensor, *, version: int) -> None:
-        """Puts ``part`` where :meth:`read_part` reads it."""
-        store.write(self.arrays[name], self.part(name, index)[0], part, version=version)
+    def read_own_part(self, store: ShardStore, name: str, index: int) -> torch.Tensor:
+        """What of :meth:`read_part` is at home here."""
+        begin, end = self.own_part(name, index)
+        first = self.own(name)[0]
+        return store.read(self.arrays[name], begin - first, end - first)
+
+    def write_part(
+        self, store: ShardStore, name: str, index: int, part: torch.Tensor, *, version: int, begin: int = 0
+    ) -> None:
+        """Puts ``part`` where :meth:`read_part` reads it, from its element ``begin`` on: of it, what is at home here."""
+        begin += self.part(name, index)[0]
+        low, high = self.own_part(name, index)
+        low, high = max(low, begin), min(high, begin + part.numel())
+        if low < high:
+            store.write(self.arrays[name], low - self.own(name)[0], part[low - begin : high - begin], version=version)
 
     def part(self, name: str, index: int) -> tuple[int, int]:
         """Elements of array ``name`` that are parameter ``index``'s: first and behind the last."""

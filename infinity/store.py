@@ -116,6 +116,7 @@ class ShardStore:
         self.ledger, self.traffic, self.checksums = ledger, traffic, checksums
         self.pid = os.getpid()
         self.failure: Callable[[], InfinityError] | None = None
+        self.on_failure: Callable[[BaseException], None] = lambda error: None  # tells who else has to know
         self._paths = tuple(nvme_paths)
         self._shares = disks.shares(self._paths)
         profiles = [disks.disk_profile(path) for path in self._paths]
@@ -321,10 +322,12 @@ class ShardStore:
             yield
         except StorageError as error:
             self.failure = partial(StorageError, error.errno, error.strerror, error.filename)
+            self.on_failure(error)
             raise
         except CorruptionError as error:
             # Made anew each time: the error itself would keep its traceback, and with it the model, alive.
             self.failure = partial(CorruptionError, *error.args)
+            self.on_failure(error)
             raise
 
     def check_process(self) -> None:

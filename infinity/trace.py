@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from .errors import ConfigError
 
 EDGES = ("nvme->host", "host->nvme", "host->device", "device->host")
-LANES = ("step", "forward", "backward", "stalled", *EDGES, "optimizer")
+COLLECTIVES = ("all-gather", "reduce-scatter")
+LANES = ("step", "forward", "backward", "stalled", *EDGES, *COLLECTIVES, "optimizer")
 BUFFERED_EVENTS = 512
 
 
@@ -103,9 +104,10 @@ class EdgeTraffic:
 
 @dataclass
 class Traffic:
-    """The four edges of one engine, and its timeline where one is kept."""
+    """The four edges of one engine, what it receives from other ranks, and its timeline where one is kept."""
 
     edges: dict[str, EdgeTraffic] = field(default_factory=lambda: {edge: EdgeTraffic() for edge in EDGES})
+    collectives: dict[str, EdgeTraffic] = field(default_factory=lambda: {name: EdgeTraffic() for name in COLLECTIVES})
     timeline: Timeline | None = None
 
     def mark(self, lane: str, name: str, start: float, end: float | None = None, **details) -> None:
@@ -120,7 +122,8 @@ class Traffic:
         try:
             yield
         finally:
-            self.edges[edge].stall_seconds += time.perf_counter() - start
+            counted = self.edges.get(edge) or self.collectives[edge]
+            counted.stall_seconds += time.perf_counter() - start
             self.mark("stalled", f"{edge} {what}".strip(), start)
 
     @contextmanager

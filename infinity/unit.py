@@ -3,7 +3,7 @@
     STORED     home only; costs nothing above it
     FETCHING   home -> staging slots in flight; slots charged
     STAGED     bytes in staging slots, verified when gathered; slots charged
-    GATHERING  slots (or a memory home) -> device
+    GATHERING  slots (or a memory home) -> device, and from other ranks what they have
     RESIDENT   parameters usable; device bytes charged
 
 A parameter's storage is one view of its shard's device buffer, whose storage is resized to zero and back and never
@@ -19,7 +19,8 @@ from enum import Enum, auto
 import torch
 
 from . import guard, native
-from .errors import InfinityError, StorageError, UsageError
+from .collectives import Peers, Pending
+from .errors import InfinityError, PeerError, StorageError, UsageError
 from .parameter import ParamHandle, ResidentParameter, StoredParameter, own_bytes
 from .shard import ParamShard
 from .store import ShardStore
@@ -58,6 +59,8 @@ class ParamUnit:
         self._slots: list[native.Lease] = []
         self._reads: list[native.Ticket] = []
         self._charge: Reservation | None = None
+        self._peers = shards[0].peers if shards else Peers()
+        self._pending: list[Pending] = []  # gathers under way
         self._versions: list[int] = []  # torch's change counters when the parameters were exposed
         self._watched: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # whose .data was handed out -> value before
 
@@ -68,8 +71,8 @@ class ParamUnit:
 
     @property
     def stays(self) -> bool:
-        """Whether the unit's home is the device: it is resident always."""
-        return all(shard.weight.tier is Tier.DEVICE for shard in self.shards)
+        """Whether the unit's home is the device, and whole: it is resident always."""
+        return self._peers.size == 1 and all(shard.weight.tier is Tier.DEVICE for shard in self.shards)
 
     @property
     def is_staged_from_disk(self) -> bool:
@@ -78,7 +81,7 @@ class ParamUnit:
     def attach(self) -> None:
         """Makes every parameter a view of its shard's device buffer. The values must already be at home."""
         for shard in self.shards:
-            if shard.weight.tier is Tier.DEVICE:
+            if self.stays:
                 flat = shard.weight.flat
             else:
                 flat = torch.empty(shard.layout.numel, dtype=shard.spec.dtype, device="cpu")
@@ -98,7 +101,7 @@ class ParamUnit:
         self._move(Residency.FETCHING)
         self._slots = slots
         self._reads = [
-            store.engine.read(shard.weight.extent, 0, slot.address, shard.weight_nbytes, after=shard.update)
+            store.engine.read(shard.weight.extent, 0, slot.address, shard.slice_nbytes, after=shard.update)
             for shard, slot in zip(self.shards, slots)
         ]
 
@@ -135,32 +138,64 @@ class ParamUnit:
 
     def gather(self, store: ShardStore, ledger: Ledger) -> None:
         """STAGED (or STORED, for a memory home) -> RESIDENT: verifies and copies onto the device."""
+        if self.residency is not Residency.GATHERING:
+            self.start_gather(store, ledger)
+        self.finish_gather(store)
+
+    def start_gather(self, store: ShardStore, ledger: Ledger) -> None:
+        """STAGED (or STORED) -> GATHERING: this rank's bytes are on the device, those of other ranks on their way."""
         from_disk = self.is_staged_from_disk
         if self.residency is not (Residency.STAGED if from_disk else Residency.STORED):
             raise self._illegal("be gathered")
         charge = ledger.reserve(Tier.DEVICE, self.weight_nbytes, f"unit {self.name}")
         self._move(Residency.GATHERING)
+        self._charge = charge
         try:
-            with store.traffic.copying("host->device", self.weight_nbytes, self.name):
+            nbytes = sum(shard.slice_nbytes for shard in self.shards)
+            with store.traffic.copying("host->device", nbytes, self.name):
                 for i, (shard, flat) in enumerate(zip(self.shards, self.flats)):
                     source = self._staged_bytes(store, i) if from_disk else shard.weight.flat
                     guard.open(flat.untyped_storage())
                     flat.untyped_storage().resize_(shard.weight_nbytes)
-                    flat.copy_(source)
+                    flat[slice(*shard.own("weight"))].copy_(source)
+            for i, flat in enumerate(self.flats):
+                pending = self._peers.gather(flat, f"{self.name} ({i})")
+                if pending is not None:
+                    self._pending.append(pending)
         except BaseException:
-            self._move(Residency.STORED)
-            self._empty(charge)
+            self._fail_gather()
             raise
         for read in self._reads:
             store.traffic.mark("nvme->host", self.name, *read.times)
         self._release_slots()
-        self._charge = charge
+
+    def finish_gather(self, store: ShardStore) -> None:
+        """GATHERING -> RESIDENT: waits for the other ranks."""
+        try:
+            if self._pending:
+                with store.traffic.stalled("all-gather", self.name):
+                    for pending in self._pending:
+                        pending.wait()
+        except BaseException:
+            self._fail_gather()
+            raise
+        self._pending = []
         self._move(Residency.RESIDENT)
+
+    def _fail_gather(self) -> None:
+        for pending in self._pending:  # what is under way still writes to the device's memory
+            try:
+                pending.wait()
+            except PeerError:
+                pass
+        self._pending = []
+        self._move(Residency.STORED)
+        self._empty(self._charge)
 
     def _staged_bytes(self, store: ShardStore, i: int) -> torch.Tensor:
         shard, slot = self.shards[i], self._slots[i]
-        store.verify(shard.weight, slot.address, shard.weight_nbytes)
-        return native.tensor_at(store.staging.region, slot.address, shard.layout.numel, shard.spec.dtype)
+        store.verify(shard.weight, slot.address, shard.slice_nbytes)
+        return native.tensor_at(store.staging.region, slot.address, shard.slice_numel, shard.spec.dtype)
 
     def release(self) -> None:
         """RESIDENT -> STORED. The home still has the bytes: weights change only in the optimizer's step."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,6 +36,7 @@ class StoredTensor:
     shape: torch.Size
     begin: int
     end: int
+    first: int = 0  # element that begins there
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,20 @@ class WeightFiles:
         for file in files:
             self.tensors |= _read_header(file)
 
-    def stream(self, names: set[str]) -> Iterator[Piece]:
-        """The pieces of the tensors ``names``, file by file, each tensor's in order."""
+    def stream(self, names: Iterable[str], spans: Mapping[str, tuple[int, int]] | None = None) -> Iterator[Piece]:
+        """The pieces of the tensors ``names``, file by file, each tensor's in order. ``spans``: name -> the elements that
+        are read of it, first and behind the last, where not all are."""
         by_file: dict[Path, dict[str, StoredTensor]] = {}
         for name in names:
-            if self.tensors[name].dtype is None:
-                raise ConfigError(f"{name} in {self.tensors[name].file} has a dtype that this version does not read")
-            by_file.setdefault(self.tensors[name].file, {})[name] = self.tensors[name]
+            stored, span = self.tensors[name], (spans or {}).get(name)
+            if stored.dtype is None:
+                raise ConfigError(f"{name} in {stored.file} has a dtype that this version does not read")
+            if span is not None:
+                first = stored.begin + span[0] * stored.dtype.itemsize
+                last = stored.begin + span[1] * stored.dtype.itemsize
+                stored = replace(stored, begin=first, end=last, first=span[0])
+            if stored.begin < stored.end:
+                by_file.setdefault(stored.file, {})[name] = stored
         for file in sorted(by_file):
             yield from _stream_file(file, by_file[file])
 
@@ -118,14 +126,14 @@ def _pieces(name: str, stored: StoredTensor, at: int, raw: torch.Tensor, carried
     size = stored.dtype.itemsize
     if missing := -at % size:
         shared = carried.pop(name) + bytes(raw[:missing].tolist())
-        yield Piece(name, at // size, torch.frombuffer(bytearray(shared), dtype=stored.dtype))
+        yield Piece(name, stored.first + at // size, torch.frombuffer(bytearray(shared), dtype=stored.dtype))
         raw, at = raw[missing:], at + missing
     if rest := raw.numel() % size:
         carried[name] = bytes(raw[-rest:].tolist())
         raw = raw[:-rest]
     if raw.numel():
         aligned = raw if raw.data_ptr() % size == 0 else raw.clone()
-        yield Piece(name, at // size, aligned.view(stored.dtype))
+        yield Piece(name, stored.first + at // size, aligned.view(stored.dtype))
 
 
 def _blocks(file: Path, spans: list[tuple[int, int]]) -> Iterator[tuple[int, torch.Tensor]]:

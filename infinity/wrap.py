@@ -6,6 +6,7 @@ changes the model: whatever fails before leaves model and optimizer as they were
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import logging
@@ -19,17 +20,20 @@ import torch
 from torch import nn
 
 from . import hooks, microbatch, native, tiling
+from .collectives import Peers
 from .config import MOMENTS, Config
 from .engine import Engine
 from .errors import CapacityError, ConfigError, UsageError
 from .gradients import GradState
 from .materialize import Materialized
+from .mesh import peers_of
 from .optimizer import InfinityOptimizer, moment_names, recognise, saved_step
 from .parameter import handle_of, raw_grad, set_raw_grad
 from .partition import Group, held_nbytes, is_managed, parameter_names, partition
-from .plan import MemoryPlan, ShardSize, UnitSize, make_plan
+from .plan import MemoryPlan, ShardSize, UnitSize, make_plan, measured_free
 from .shard import ParamShard, ShardSpec
 from .tiers import Tier, format_nbytes
+from .trace import Traffic
 from .unit import ParamUnit
 
 logger = logging.getLogger(__name__)
@@ -74,55 +78,133 @@ def wrap_model(
         weights stream and nothing is updated.
     config
         A :class:`Config`, a dict of its fields, or the path of a TOML or JSON file.
+    mesh
+        A ``torch.distributed.device_mesh.DeviceMesh`` of the whole job with axes ``dp``, or ``dp_replicate`` and
+        ``dp_shard``. None: the default process group, where there is one. Every rank has to call, with the same model and
+        configuration; values of the first rank count.
 
-    Raises ConfigError, CapacityError or StorageError with model and optimizer as they were.
+    Raises ConfigError, CapacityError or StorageError with model and optimizer as they were, on all ranks.
     """
-    config = Config.make(config)
-    _check(model, optimizer, config, mesh)
+    peers = peers_of(mesh, traffic=Traffic())
+    try:
+        with peers.together("checking what wrap_model was given"):
+            config = Config.make(config)
+            _check(model, optimizer, config)
+        peers.compare(_description(model, optimizer, config), "wrap_model")
+        peers.shard = config.shard
+        peers.allow_flags(len(list(model.parameters())))
+        return _wrap(model, optimizer, config, peers)
+    except BaseException:
+        peers.close()
+        raise
+
+
+def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, peers: Peers) -> tuple:
     rule = recognise(optimizer) if optimizer is not None else None
     group_of = _groups_of_optimizer(optimizer)
-    groups, shards, plan = _lay_out(model, config, lambda group: _make_shards(group, group_of, rule, optimizer, config))
-    if config.micro_batch is not None:
-        blocks = [group for group in groups if group.block is not None]
-        if not blocks:
-            raise ConfigError(
-                f"micro_batch: {type(model).__name__} has no repeated block to run in parts of a batch. Name the classes "
-                "that are: Config(units=[...])"
-            )
-        for group in blocks:
-            microbatch.check(group.name, group.block)
-    units = [ParamUnit(i, group.name, s) for i, (group, s) in enumerate(zip(groups, shards))]
-    engine = Engine(config, plan, units, stepping=optimizer is not None)
-    engine.sizes = [_size_of(group, unit_shards) for group, unit_shards in zip(groups, shards)]
-    materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real; undone if anything fails
+    config = _own_part(config, peers)
+
+    def make_shards(group: Group) -> list[ParamShard]:
+        return _make_shards(group, group_of, rule, optimizer, config, peers)
+
+    with peers.together("planning"):
+        groups, shards, plan = _lay_out(model, config, make_shards, _free(config, peers))
+    engine = materialized = None
     try:
-        materialized.fill(_Homes(engine))
-        for unit in units:
-            for shard in unit.shards:
-                _send_home(engine, shard, optimizer, rule, done=materialized.sent)
-        managed = InfinityOptimizer.__new__(InfinityOptimizer) if optimizer is not None else None
+        with peers.together("allocating"):
+            if config.micro_batch is not None:
+                _check_micro_batch(model, groups)
+            units = [ParamUnit(i, group.name, s) for i, (group, s) in enumerate(zip(groups, shards))]
+            engine = Engine(config, plan, units, stepping=optimizer is not None, peers=peers)
+            engine.sizes = [_size_of(group, unit_shards) for group, unit_shards in zip(groups, shards)]
+        with peers.together("sending the values home"):
+            materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real; undone if anything fails
+            materialized.fill(_Homes(engine))
+            for unit in units:
+                for shard in unit.shards:
+                    _send_home(engine, shard, optimizer, rule, done=materialized.sent)
+            _broadcast_rest(model, peers)
+            managed = InfinityOptimizer.__new__(InfinityOptimizer) if optimizer is not None else None
     except BaseException:
         try:
-            materialized.undo()
+            if materialized is not None:
+                materialized.undo()
         finally:
-            engine.shut_down()
+            if engine is not None:
+                engine.shut_down()
         raise
     return _commit(model, optimizer, managed, rule, engine, groups, group_of)
+
+
+def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
+    blocks = [group for group in groups if group.block is not None]
+    if not blocks:
+        raise ConfigError(
+            f"micro_batch: {type(model).__name__} has no repeated block to run in parts of a batch. Name the classes "
+            "that are: Config(units=[...])"
+        )
+    for group in blocks:
+        microbatch.check(group.name, group.block)
+
+
+# --- many ranks ---
+
+
+def _description(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> dict[str, str]:
+    """What has to be the same on every rank."""
+    told = {f"Config({field.name})": repr(getattr(config, field.name)) for field in dataclasses.fields(config)
+            if field.name not in ("nvme_paths", "trace")}  # fmt: skip
+    told["the model"] = type(model).__name__
+    for name, param in model.named_parameters(remove_duplicate=False):
+        told[f"parameter {name}"] = f"{tuple(param.shape)} {param.dtype} {'trained' if param.requires_grad else 'frozen'}"
+        if raw_grad(param) is not None:
+            told[f"the gradient of {name}"] = "present"
+        if state := optimizer.state.get(param) if optimizer is not None else None:
+            told[f"the optimizer's state of {name}"] = ", ".join(sorted(state))
+    told["the optimizer"] = type(optimizer).__name__
+    for i, group in enumerate(optimizer.param_groups if optimizer is not None else []):
+        told[f"the optimizer's group {i}"] = f"{len(group['params'])} parameters"
+    return told
+
+
+def _broadcast_rest(model: nn.Module, peers: Peers) -> None:
+    """Buffers and parameters that the engine does not move are the first rank's from here on."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not peers.alone and tensor.layout is torch.strided and not (isinstance(tensor, nn.Parameter) and is_managed(tensor)):
+            tensor.detach().copy_(peers.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), name))
+
+
+def _own_part(config: Config, peers: Peers) -> Config:
+    """The configuration with this rank's part of what the ranks of one machine share."""
+    shared = {name: getattr(config, name) for name in ("host_memory", "nvme_capacity")}
+    return dataclasses.replace(config, **{name: n // peers.local_size for name, n in shared.items() if n is not None})
+
+
+def _free(config: Config, peers: Peers) -> dict[Tier, int] | None:
+    """What every rank has free at least: plans must not differ between ranks."""
+    if peers.alone:
+        return None
+    mine = [measured_free(tier, config) // peers.local_size if tier is not Tier.NVME or config.nvme_paths else 0 for tier in Tier]
+    return dict(zip(Tier, peers.least(mine, "free memory")))
 
 
 def lay_out(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
 ) -> tuple[MemoryPlan, list[UnitSize]]:
     """The plan that :func:`wrap_model` would follow, and the sizes of the model's units. Nothing is allocated or changed."""
-    _check(model, optimizer, config, None)
+    _check(model, optimizer, config)
     rule = recognise(optimizer) if optimizer is not None else None
     group_of = _groups_of_optimizer(optimizer)
-    groups, shards, plan = _lay_out(model, config, lambda group: _make_shards(group, group_of, rule, optimizer, config))
+    alone = Peers()
+    groups, shards, plan = _lay_out(model, config, lambda group: _make_shards(group, group_of, rule, optimizer, config, alone))
     return plan, [_size_of(group, unit_shards) for group, unit_shards in zip(groups, shards)]
 
 
 def _lay_out(
-    model: nn.Module, config: Config, make_shards: Callable[[Group], list[ParamShard]]
+    model: nn.Module,
+    config: Config,
+    make_shards: Callable[[Group], list[ParamShard]],
+    free: Mapping[Tier, int] | None = None,
 ) -> tuple[list[Group], list[list[ParamShard]], MemoryPlan]:
     """Groups, their shards and the plan. Where the device's budget is below what one moment holds, large layers run in
     tiles, of the largest size that fits."""
@@ -136,9 +218,11 @@ def _lay_out(
         sizes = [_size_of(group, unit_shards) for group, unit_shards in zip(groups, shards)]
         held = held_nbytes(model, groups, {id(group): size.weight_nbytes for group, size in zip(groups, sizes)})
         try:
-            plan = make_plan(sizes, config, held_nbytes=held)
+            plan = make_plan(sizes, config, held_nbytes=held, free=free)
         except CapacityError as error:
             refused = error
+            if any(size.is_sliced for size in sizes):
+                break  # tiles would be gathered one by one
             continue
         if tiled:
             _tell_of_tiles([group for group in groups if group.tile_rows], config)
@@ -167,7 +251,11 @@ def _tile_limits(config: Config) -> Iterator[int]:
 
 def _size_of(group: Group, shards: list[ParamShard]) -> UnitSize:
     tile_nbytes = group.tile_rows * group.params[0].size(1) * shards[0].spec.dtype.itemsize if group.tile_rows else 0
-    return UnitSize(group.name, tuple(ShardSize(shard.spec, shard.layout.numel) for shard in shards), tile_nbytes)
+    return UnitSize(group.name, tuple(_size_of_shard(shard) for shard in shards), tile_nbytes)
+
+
+def _size_of_shard(shard: ParamShard) -> ShardSize:
+    return ShardSize(shard.spec, shard.layout.numel, shard.peers.size, shard.peers.keeps_gradients)
 
 
 def _commit(model, optimizer, managed, rule, engine: Engine, groups: list[Group], group_of: dict) -> tuple:
@@ -198,15 +286,13 @@ def _commit(model, optimizer, managed, rule, engine: Engine, groups: list[Group]
 # --- checks ---
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, mesh: Any) -> None:
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     if isinstance(optimizer, InfinityOptimizer):
         raise UsageError("this optimizer is wrapped already: give wrap_model the plain one, or unwrap_model first")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    if mesh is not None:
-        raise ConfigError("mesh is not available in this version: leave it at None")
     native.simd_unit()  # raises for an unknown INFINITY_SIMD
     names = parameter_names(model)
     for param, param_names in names.items():
@@ -277,14 +363,14 @@ def _groups_of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[torch.
 # --- building ---
 
 
-def _make_shards(group: Group, group_of: dict, rule, optimizer, config: Config) -> list[ParamShard]:
+def _make_shards(group: Group, group_of: dict, rule, optimizer, config: Config, peers: Peers) -> list[ParamShard]:
     """One shard per kind of parameter in the group; inside one, parameters of an optimizer group are neighbours."""
     by_spec: dict[ShardSpec, list[nn.Parameter]] = {}
     for param in group.params:
         spec = _spec(param, param in group_of, rule, optimizer, config)
         by_spec.setdefault(spec, []).append(param)
     return [
-        ParamShard(spec, sorted(params, key=lambda param: group_of.get(param, 0))) for spec, params in by_spec.items()
+        ParamShard(spec, sorted(params, key=lambda param: group_of.get(param, 0)), peers) for spec, params in by_spec.items()
     ]
 
 
@@ -313,9 +399,19 @@ class _Homes:
         shards = [shard for unit in engine.units for shard in unit.shards]
         self._places = {param: (shard, index) for shard in shards for index, param in enumerate(shard.params)}
 
-    def send(self, param: nn.Parameter, begin: int, values: torch.Tensor) -> None:
+    def send(self, param: nn.Parameter, begin: int, values: torch.Tensor, *, drawn: bool) -> None:
         shard, index = self._places[param]
+        if drawn:  # at random, by every rank for itself
+            values = shard.peers.broadcast(values.clone(), "the initial values")
         shard.write_values(self._store, index, begin, values, version=0)
+
+    def span(self, param: nn.Parameter) -> tuple[int, int]:
+        shard, index = self._places[param]
+        place = shard.layout.placements[index]
+        if not place.is_row_major:
+            return 0, place.numel
+        begin, end = shard.slice_part(index)
+        return begin - place.offset, end - place.offset
 
     def recall(self, param: nn.Parameter) -> torch.Tensor:
         shard, index = self._places[param]
@@ -331,15 +427,23 @@ def _send_home(
         if not param.numel():
             continue
         if param not in done:
-            shard.write_value(engine.store, index, param, version=0)
+            shard.write_value(engine.store, index, _first(engine.peers, param, "a parameter"), version=0)
         if not shard.spec.stepped:
             continue
         state = optimizer.state.get(param, {})
         for name, array in moment_names(rule, optimizer).items():
             if state.get(name) is not None:
-                shard.write_moment(engine.store, array, index, state[name], version=0)
+                moment = _first(engine.peers, state[name], "the optimizer's state")
+                shard.write_moment(engine.store, array, index, moment, version=0)
         if (grad := raw_grad(param)) is not None:
+            if not engine.peers.alone:
+                raise ConfigError("a parameter has a gradient already, of one rank's batch: call zero_grad() before wrap_model")
             shard.write_flat(engine.store, "grad", index, grad, version=0)
+
+
+def _first(peers: Peers, tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """The first rank's ``tensor``."""
+    return tensor if peers.alone else peers.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), what)
 
 
 # --- state dicts of the model ---

@@ -9,46 +9,46 @@
 
 template <class V>
 struct OwnFloat32 {
-  static typename V::F load(const Arrays& a, std::size_t i) { return V::load_f32(static_cast<float*>(a.weight) + i); }
-  static void store(const Arrays& a, std::size_t i, typename V::F x) {
+  INFINITY_FN typename V::F load(const Arrays& a, std::size_t i) { return V::load_f32(static_cast<float*>(a.weight) + i); }
+  INFINITY_FN void store(const Arrays& a, std::size_t i, typename V::F x) {
     V::store_f32(static_cast<float*>(a.weight) + i, x);
   }
 };
 
 template <class V>
 struct OwnBFloat16 {
-  static typename V::F load(const Arrays& a, std::size_t i) {
+  INFINITY_FN typename V::F load(const Arrays& a, std::size_t i) {
     return V::load_bf16(static_cast<std::uint16_t*>(a.weight) + i);
   }
-  static void store(const Arrays& a, std::size_t i, typename V::F x) {
+  INFINITY_FN void store(const Arrays& a, std::size_t i, typename V::F x) {
     V::store_bf16(static_cast<std::uint16_t*>(a.weight) + i, x);
   }
 };
 
 template <class V>
 struct OwnFloat16 {
-  static typename V::F load(const Arrays& a, std::size_t i) {
+  INFINITY_FN typename V::F load(const Arrays& a, std::size_t i) {
     return V::load_f16(static_cast<std::uint16_t*>(a.weight) + i);
   }
-  static void store(const Arrays& a, std::size_t i, typename V::F x) {
+  INFINITY_FN void store(const Arrays& a, std::size_t i, typename V::F x) {
     V::store_f16(static_cast<std::uint16_t*>(a.weight) + i, x);
   }
 };
 
 template <class V>
 struct Split {
-  static typename V::F load(const Arrays& a, std::size_t i) {
+  INFINITY_FN typename V::F load(const Arrays& a, std::size_t i) {
     return V::load_split(static_cast<std::uint16_t*>(a.weight) + i, static_cast<std::uint16_t*>(a.master) + i);
   }
-  static void store(const Arrays& a, std::size_t i, typename V::F x) {
+  INFINITY_FN void store(const Arrays& a, std::size_t i, typename V::F x) {
     V::store_split(static_cast<std::uint16_t*>(a.weight) + i, static_cast<std::uint16_t*>(a.master) + i, x);
   }
 };
 
 template <class V>
 struct Float32BFloat16 {
-  static typename V::F load(const Arrays& a, std::size_t i) { return V::load_f32(static_cast<float*>(a.master) + i); }
-  static void store(const Arrays& a, std::size_t i, typename V::F x) {
+  INFINITY_FN typename V::F load(const Arrays& a, std::size_t i) { return V::load_f32(static_cast<float*>(a.master) + i); }
+  INFINITY_FN void store(const Arrays& a, std::size_t i, typename V::F x) {
     V::store_f32(static_cast<float*>(a.master) + i, x);
     V::stream_bf16(static_cast<std::uint16_t*>(a.weight) + i, x);  // the only array that is not read
   }
@@ -56,8 +56,8 @@ struct Float32BFloat16 {
 
 template <class V>
 struct Float32Float16 {
-  static typename V::F load(const Arrays& a, std::size_t i) { return V::load_f32(static_cast<float*>(a.master) + i); }
-  static void store(const Arrays& a, std::size_t i, typename V::F x) {
+  INFINITY_FN typename V::F load(const Arrays& a, std::size_t i) { return V::load_f32(static_cast<float*>(a.master) + i); }
+  INFINITY_FN void store(const Arrays& a, std::size_t i, typename V::F x) {
     V::store_f32(static_cast<float*>(a.master) + i, x);
     V::stream_f16(static_cast<std::uint16_t*>(a.weight) + i, x);
   }
@@ -67,34 +67,34 @@ struct Float32Float16 {
 
 template <class V>
 struct AsFloat32 {
-  static typename V::F load(const void* p, std::size_t i) { return V::load_f32(static_cast<const float*>(p) + i); }
-  static void store(void* p, std::size_t i, typename V::F x) { V::store_f32(static_cast<float*>(p) + i, x); }
-  static typename V::F round(typename V::F x) { return x; }
+  INFINITY_FN typename V::F load(const void* p, std::size_t i) { return V::load_f32(static_cast<const float*>(p) + i); }
+  INFINITY_FN void store(void* p, std::size_t i, typename V::F x) { V::store_f32(static_cast<float*>(p) + i, x); }
+  INFINITY_FN typename V::F round(typename V::F x) { return x; }
 };
 
 template <class V>
 struct AsBFloat16 {
-  static typename V::F load(const void* p, std::size_t i) {
+  INFINITY_FN typename V::F load(const void* p, std::size_t i) {
     return V::load_bf16(static_cast<const std::uint16_t*>(p) + i);
   }
-  static void store(void* p, std::size_t i, typename V::F x) { V::store_bf16(static_cast<std::uint16_t*>(p) + i, x); }
-  static typename V::F round(typename V::F x) { return V::round_bf16(x); }
+  INFINITY_FN void store(void* p, std::size_t i, typename V::F x) { V::store_bf16(static_cast<std::uint16_t*>(p) + i, x); }
+  INFINITY_FN typename V::F round(typename V::F x) { return V::round_bf16(x); }
 };
 
 template <class V>
 struct AsFloat16 {
-  static typename V::F load(const void* p, std::size_t i) {
+  INFINITY_FN typename V::F load(const void* p, std::size_t i) {
     return V::load_f16(static_cast<const std::uint16_t*>(p) + i);
   }
-  static void store(void* p, std::size_t i, typename V::F x) { V::store_f16(static_cast<std::uint16_t*>(p) + i, x); }
-  static typename V::F round(typename V::F x) { return V::round_f16(x); }
+  INFINITY_FN void store(void* p, std::size_t i, typename V::F x) { V::store_f16(static_cast<std::uint16_t*>(p) + i, x); }
+  INFINITY_FN typename V::F round(typename V::F x) { return V::round_f16(x); }
 };
 
 // x / c for a constant c whose reciprocal is known, correctly rounded as the division would be but without one
 // (Markstein 1990, theorem 8.4): the quotient's remainder is exact in a fused multiply-add. Where x is infinite the
 // remainder is not a number, and the product is right by itself. x must not be near the smallest number.
 template <class V>
-inline typename V::F quotient(typename V::F x, float c, float reciprocal) {
+INFINITY_FN inline typename V::F quotient(typename V::F x, float c, float reciprocal) {
   const typename V::F r = V::set(reciprocal);
   const typename V::F q = V::mul(x, r);
   const typename V::F remainder = V::fma(q, V::set(-c), x);
@@ -106,9 +106,9 @@ inline typename V::F quotient(typename V::F x, float c, float reciprocal) {
 template <class V, bool decoupled>
 struct AdamRule {
   using F = typename V::F;
-  static bool uses_exp_avg(const Constants&) { return true; }
+  INFINITY_FN bool uses_exp_avg(const Constants&) { return true; }
   static constexpr bool uses_exp_avg_sq = true;
-  static void step(F& p, F g, F& m, F& v, const Constants& k) {
+  INFINITY_FN void step(F& p, F g, F& m, F& v, const Constants& k) {
     if (k.has_decay) {
       if (decoupled)
         p = V::mul(p, V::set(k.decay));
@@ -129,9 +129,9 @@ struct AdamRule {
 template <class V>
 struct SgdRule {
   using F = typename V::F;
-  static bool uses_exp_avg(const Constants& k) { return k.has_momentum; }
+  INFINITY_FN bool uses_exp_avg(const Constants& k) { return k.has_momentum; }
   static constexpr bool uses_exp_avg_sq = false;
-  static void step(F& p, F g, F& m, F&, const Constants& k) {
+  INFINITY_FN void step(F& p, F g, F& m, F&, const Constants& k) {
     if (k.has_decay) g = V::fma(p, V::set(k.weight_decay), g);
     if (k.has_momentum) {
       m = k.first ? g : V::fma(g, V::set(k.one_minus_dampening), V::mul(m, V::set(k.momentum)));
@@ -144,9 +144,9 @@ struct SgdRule {
 template <class V>
 struct LionRule {
   using F = typename V::F;
-  static bool uses_exp_avg(const Constants&) { return true; }
+  INFINITY_FN bool uses_exp_avg(const Constants&) { return true; }
   static constexpr bool uses_exp_avg_sq = false;
-  static void step(F& p, F g, F& m, F&, const Constants& k) {
+  INFINITY_FN void step(F& p, F g, F& m, F&, const Constants& k) {
     if (k.has_decay) p = V::mul(p, V::set(k.decay));
     const F direction = V::sign(V::fma(g, V::set(k.one_minus_beta1), V::mul(m, V::set(k.beta1))));
     p = V::fma(direction, V::set(k.neg_lr), p);
@@ -158,7 +158,7 @@ struct LionRule {
 
 template <class V, template <class> class Weights, template <class> class Grads, template <class> class Moments,
           class RuleOfV>
-inline void step_at(const Arrays& a, std::size_t i, const Constants& k) {
+INFINITY_FN inline void step_at(const Arrays& a, std::size_t i, const Constants& k) {
   using F = typename V::F;
   F g = Grads<V>::load(a.grad, i);
   for (int f = 0; f < k.factor_count; ++f) g = Grads<V>::round(V::mul(g, V::set(k.factors[f])));
@@ -174,6 +174,8 @@ inline void step_at(const Arrays& a, std::size_t i, const Constants& k) {
   Weights<V>::store(a, i, p);
 }
 
+#ifndef INFINITY_OWN_LOOPS  // a unit of another kind of processor has its own
+
 template <template <class> class Weights, template <class> class Grads, template <class> class Moments,
           template <class> class RuleOf>
 void run_kernel(const Arrays& a, std::size_t begin, std::size_t end, const Constants& constants) {
@@ -184,9 +186,15 @@ void run_kernel(const Arrays& a, std::size_t begin, std::size_t end, const Const
   Vector::finish_streams();
 }
 
+#endif
+
 #include "adam/int8.h"
 
 // --- the table: layout -> kernel ---
+
+#ifdef INFINITY_OWN_LOOPS
+#include INFINITY_OWN_LOOPS
+#endif
 
 template <class V>
 using AdamW = AdamRule<V, true>;

@@ -24,10 +24,10 @@ struct Int8 {
 
   using Power = typename V::Power;
   // From codes to the values of a block, or back with `sign` -1.
-  static Power power(std::uint8_t scale, int field, int sign) { return V::power(sign * (static_cast<int>(scale) - field)); }
+  INFINITY_FN Power power(std::uint8_t scale, int field, int sign) { return V::power(sign * (static_cast<int>(scale) - field)); }
 
   // Lowbias32 (Wellons 2018) of the step and the place. Of a block, elements 16 apart share a word, rotated.
-  static I random(std::size_t block, std::size_t element, std::uint32_t salt) {
+  INFINITY_FN I random(std::size_t block, std::size_t element, std::uint32_t salt) {
     I x = V::positions(static_cast<std::uint32_t>(block * 16 + element % 16) + salt);
     x = V::imul(V::ixor(x, V::template shift_right<16>(x)), V::iset(0x7FEB352Du));
     x = V::imul(V::ixor(x, V::template shift_right<15>(x)), V::iset(0x846CA68Bu));
@@ -35,24 +35,24 @@ struct Int8 {
     return V::rotate_left(x, static_cast<int>(element / 16 * 8));
   }
   // The low 20 bits round exp_avg, the high 20 bits exp_avg_sq.
-  static I low_bits(I random) { return V::iand(random, V::iset((1u << kMantissaShift) - 1)); }
-  static I high_bits(I random) { return V::template shift_right<32 - kMantissaShift>(random); }
+  INFINITY_FN I low_bits(I random) { return V::iand(random, V::iset((1u << kMantissaShift) - 1)); }
+  INFINITY_FN I high_bits(I random) { return V::template shift_right<32 - kMantissaShift>(random); }
 
-  static F decode_exp_avg(const std::uint8_t* codes, const Power& power) {
+  INFINITY_FN F decode_exp_avg(const std::uint8_t* codes, const Power& power) {
     const I code = V::load_i8(codes);
     const F value = decode(V::iand(code, V::iset(0x7F)), power);
     return V::as_float(V::or_masked(V::as_int(value), code, kSign));
   }
 
-  static F decode_exp_avg_sq(const std::uint8_t* codes, const Power& power) { return decode(V::load_u8(codes), power); }
+  INFINITY_FN F decode_exp_avg_sq(const std::uint8_t* codes, const Power& power) { return decode(V::load_u8(codes), power); }
 
-  static void encode_exp_avg(std::uint8_t* codes, const Power& power, F x, I random20) {
+  INFINITY_FN void encode_exp_avg(std::uint8_t* codes, const Power& power, F x, I random20) {
     const I word = V::as_int(x);
     const I code = encode(V::as_float(V::iand(word, V::iset(~kSign))), power, random20, 127);
     V::store_u8(codes, V::or_masked(code, V::template shift_right<24>(word), 0x80));
   }
 
-  static void encode_exp_avg_sq(std::uint8_t* codes, const Power& power, F x, I random20) {
+  INFINITY_FN void encode_exp_avg_sq(std::uint8_t* codes, const Power& power, F x, I random20) {
     const F magnitude = V::as_float(V::iand(V::as_int(x), V::iset(~kSign)));  // a NaN may have a sign
     const I code = encode(magnitude, power, random20, 255);
     // What is not zero stays so: it is divided by.
@@ -62,15 +62,17 @@ struct Int8 {
  private:
   static constexpr std::uint32_t kSign = 0x80000000u;
 
-  static F decode(I code, const Power& power) {
+  INFINITY_FN F decode(I code, const Power& power) {
     return V::times(V::as_float(V::template shift_left<kMantissaShift>(code)), power);
   }
 
-  static I encode(F magnitude, const Power& power, I random20, std::uint32_t largest) {
+  INFINITY_FN I encode(F magnitude, const Power& power, I random20, std::uint32_t largest) {
     const I word = V::as_int(V::times(magnitude, power));
     return V::imin(V::template shift_right<kMantissaShift>(V::iadd(word, random20)), V::iset(largest));
   }
 };
+
+#ifndef INFINITY_OWN_LOOPS
 
 // One block of 64 elements from `i`, of which the first `count` (a multiple of the width) are stepped; the others are
 // padding and stay zero. Stepping and encoding are apart, so that one block's stepping hides the other's encoding, which
@@ -148,3 +150,5 @@ void run_block_kernel(const Arrays& arrays, std::size_t begin, std::size_t end, 
   }
   Vector::finish_streams();
 }
+
+#endif

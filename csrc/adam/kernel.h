@@ -16,6 +16,13 @@
 #include <string>
 #include <vector>
 
+// How the formula's functions are declared: a GPU's compiler makes them for both processors.
+#ifdef __CUDACC__
+#define INFINITY_FN __host__ __device__ static
+#else
+#define INFINITY_FN static
+#endif
+
 namespace infinity {
 
 enum class Rule : std::uint8_t { kAdamW, kAdam, kSgd, kLion };

@@ -1,0 +1,45 @@
+// The optimizer's formulas compiled for the GPU: the same source as the processor's units, without contraction of
+// multiplications and additions (-fmad=false) and with IEEE division and square root, so that the bits are the same.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "base/check.h"
+#include "cuda/kernels.h"
+
+namespace infinity::cuda {
+namespace {
+
+thread_local cudaStream_t stream = nullptr;  // of the step that is being launched
+
+std::size_t most_blocks() {
+  int device = 0, processors = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  return std::size_t{16} * (processors > 0 ? processors : 1);
+}
+
+#include "adam/scalar.h"
+
+#include "cuda/quad.h"
+
+using Vector = Quad;
+
+#define INFINITY_OWN_LOOPS "cuda/loops.h"
+#include "adam/formula.h"
+
+}  // namespace
+
+void step(const Layout& layout, const Arrays& arrays, const std::vector<Run>& runs, void* on) {
+  const Kernel kernel = find(layout);
+  INFINITY_REQUIRE(kernel, "no GPU kernel for this layout (rule ", int(layout.rule), ", weight ", int(layout.weight),
+                   ", master ", int(layout.master), ", gradient ", int(layout.grad), ", moments ", int(layout.moments), ")");
+  stream = static_cast<cudaStream_t>(on);
+  for (const Run& run : runs) {
+    kernel(arrays, run.begin, run.end, prepare(layout.rule, run.hyper));
+    const cudaError_t error = cudaGetLastError();
+    INFINITY_CHECK(error == cudaSuccess, "the step's kernel did not start: ", cudaGetErrorString(error));
+  }
+}
+
+}  // namespace infinity::cuda

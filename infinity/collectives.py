@@ -1,0 +1,409 @@
+"""Peers: the ranks that train one model together, and everything that is said between them.
+
+peers      the data ranks of one job; without others there is one, and nothing is said
+slice      a rank's equal part of every flat array
+replica    a rank elsewhere that holds the same slice (hybrid sharding)
+channel    one process group, on which every rank does the same things in the same order
+meeting    a few bytes that all ranks of a channel exchange before each collective: what they are about to do
+
+Ranks that come to different collectives would mix up their bytes or end in the transport's abort: a meeting makes that
+an error that names both. A rank that fails says so at its next meeting, and all others raise its reason.
+
+Bytes travel in the dtype they have; sums are taken in fp32, in the order of the ranks, and rounded once. The transport
+never adds, so that the result does not depend on its algorithm.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import ConfigError, InfinityError, PeerError, UsageError
+from .trace import Traffic
+
+SAID_NBYTES = 448  # what a rank is about to do, or why it failed
+FAILED = "failed: "
+
+
+@dataclass(eq=False)
+class Pending:
+    """A collective under way. ``wait`` raises PeerError when a rank is gone."""
+
+    works: list
+    what: str
+    finish: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            raise _lost(self.what, error) from error
+        finally:
+            self.works = []
+        if self.finish is not None:
+            finish, self.finish = self.finish, None
+            finish()
+
+
+def _lost(what: str, error: BaseException) -> PeerError:
+    text = str(error).strip().splitlines() or [type(error).__name__]
+    return PeerError(
+        f"rank {dist.get_rank()} lost its peers at '{what}': {text[0]} A rank has ended, or did not come within the process "
+        "group's timeout: its own output tells why."
+    )
+
+
+class Channel:
+    """One process group and its meetings. Used from one thread at a time."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.ranks = dist.get_process_group_ranks(group)  # in the world
+        self.flags_nbytes = 0  # what a meeting has room for: the same on all ranks
+        self._ended = False  # the ranks are no longer at the same place, or some are gone
+        self._unheard: tuple | None = None  # the transport still reads it
+
+    def meet(self, what: str, flags: Sequence[int] = ()) -> torch.Tensor:
+        """Waits for all ranks to come to ``what``. Returns everyone's ``flags``: uint8 [ranks, flags].
+
+        Raises UsageError when another rank comes to something else, PeerError when one failed or is gone. Both are raised
+        on all ranks, which are at the same place afterwards.
+        """
+        if self._ended:
+            raise PeerError(f"rank {dist.get_rank()} cannot go on at '{what}': this job failed before. Start it again.")
+        said = self._exchange(what, flags)
+        texts = [_text(row[:SAID_NBYTES]) for row in said]
+        for peer, theirs in zip(self.ranks, texts):
+            if theirs.startswith(FAILED):
+                raise self._heard(PeerError(f"rank {peer} {theirs}"))
+        for peer, theirs in zip(self.ranks, texts):
+            if theirs != _cut(what):
+                error = UsageError(
+                    f"rank {dist.get_rank()} is at '{what}' while rank {peer} is at '{theirs}': all ranks must run the same "
+                    "modules in the same order, and make the same calls that need every rank (step, state_dict, "
+                    "clip_grad_norm_, saving, loading)."
+                )
+                raise self._heard(error)
+        return said[:, SAID_NBYTES : SAID_NBYTES + len(flags)]
+
+    def _heard(self, error: InfinityError) -> InfinityError:
+        error.heard_on = self
+        return error
+
+    def fail(self, error: BaseException) -> None:
+        """Comes to the next meeting with ``error`` instead: all others raise it there."""
+        if getattr(error, "heard_on", None) is not self and not self._ended:
+            try:
+                self._exchange(_failure(error), ())
+            except PeerError:
+                pass  # they are gone already
+
+    def tell(self, error: BaseException) -> None:
+        """The same without waiting for the others. This rank cannot go on afterwards."""
+        if not self._ended:
+            try:
+                self._exchange(_failure(error), (), wait=False)
+            except PeerError:
+                pass
+            self._ended = True
+
+    def lost(self, what: str, error: RuntimeError) -> PeerError:
+        """The error for a transport that has given up."""
+        self._ended = True
+        return _lost(what, error)
+
+    def _exchange(self, what: str, flags: Sequence[int], *, wait: bool = True) -> torch.Tensor:
+        said = torch.zeros(SAID_NBYTES + self.flags_nbytes, dtype=torch.uint8, device="cpu")
+        encoded = bytearray(_cut(what).encode())
+        said[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
+        if len(flags):
+            said[SAID_NBYTES : SAID_NBYTES + len(flags)] = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        heard = torch.empty(self.size, said.numel(), dtype=torch.uint8, device="cpu")
+        try:
+            work = dist.all_gather_into_tensor(heard.view(-1), said, group=self.group, async_op=True)
+            if wait:
+                work.wait()
+            else:
+                self._unheard = work, heard, said
+        except RuntimeError as error:
+            raise self.lost(what, error) from error
+        return heard
+
+
+def _failure(error: BaseException) -> str:
+    return f"{FAILED}{type(error).__name__}: {error}"
+
+
+def _cut(what: str) -> str:
+    return what.encode()[:SAID_NBYTES].decode(errors="ignore")
+
+
+def _text(row: torch.Tensor) -> str:
+    return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+@dataclass(eq=False)
+class Peers:
+    """The ranks of one job. Alone (the default) every collective is nothing to do.
+
+    rank, size
+        Of those that share the arrays: this rank's slice is number ``rank`` of ``size``.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_size: int = 1  # ranks on this machine: they share its memory and its disks
+    shard: str = "parameters"  # what is sliced besides: "optimizer" < "gradients" < "parameters"
+    gathers: Channel | None = None  # weights, and everything outside forward and backward
+    reduces: Channel | None = None  # gradients
+    replicas: Channel | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+    own_groups: list[dist.ProcessGroup] = field(default_factory=list)  # made for this job, and ended with it
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank at all."""
+        return self.data_size == 1
+
+    @property
+    def world_rank(self) -> int:
+        """This rank among all of the job."""
+        return 0 if self.alone else dist.get_rank()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all: it writes what there is one of."""
+        return self.rank == 0 and (self.replicas is None or self.replicas.rank == 0)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes its slice: of replicas the first does."""
+        return self.replicas is None or self.replicas.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """This rank among all data ranks, in the order of :meth:`collect`."""
+        return self.rank + (self.size * self.replicas.rank if self.replicas is not None else 0)
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that each have a part of the batch."""
+        return self.size * (self.replicas.size if self.replicas is not None else 1)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether a weight, once gathered, stays until the step (ZeRO-1 and 2)."""
+        return self.size > 1 and self.shard != "parameters"
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether every rank has its whole gradient at home until the step (ZeRO-1)."""
+        return self.size > 1 and self.shard == "optimizer"
+
+    @property
+    def channels(self) -> list[Channel]:
+        return [channel for channel in (self.gathers, self.reduces, self.replicas) if channel is not None]
+
+    def allow_flags(self, count: int) -> None:
+        """Makes room in meetings for ``count`` flags, which must be the same number on every rank."""
+        for channel in self.channels:
+            channel.flags_nbytes = count
+
+    # --- weights ---
+
+    def gather(self, flat: torch.Tensor, what: str) -> Pending | None:
+        """Fills ``flat``, of which this rank's slice is filled already, with every rank's. None: nothing to wait for."""
+        if self.size == 1:
+            return None
+        what = f"gathering {what}"
+        self.gathers.meet(what)
+        raw = _bytes_of(flat)
+        own = raw.view(self.size, -1)[self.rank]
+        start = time.perf_counter()
+        work = dist.all_gather_into_tensor(raw, own, group=self.gathers.group, async_op=True)
+        return Pending([work], what, lambda: self._count("all-gather", raw.numel() - own.numel(), what, start))
+
+    # --- gradients ---
+
+    def agree(self, flags: Sequence[int], what: str) -> list[bool]:
+        """Which of ``flags`` any rank has set."""
+        if self.alone:
+            return [bool(flag) for flag in flags]
+        flags = [int(flag) for flag in flags]
+        if self.size > 1:
+            flags = self.reduces.meet(what, flags).amax(0).tolist()
+        if self.replicas is not None:
+            flags = self.replicas.meet(what, flags).amax(0).tolist()
+        return [bool(flag) for flag in flags]
+
+    def reduce(self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]) -> Pending:
+        """Averages this rank's slice of every rank's ``flat``: when waited for, ``done`` is given it, in fp32.
+
+        Everyone has to have met before (:meth:`agree`).
+        """
+        start = time.perf_counter()
+        raw = _bytes_of(flat)
+        received = torch.empty_like(raw)
+        works = []
+        if self.size > 1:
+            works.append(dist.all_to_all_single(received, raw, group=self.reduces.group, async_op=True))
+
+        def finish() -> None:
+            moved = raw.numel() - raw.numel() // self.size
+            parts = (received if self.size > 1 else raw).view(flat.dtype).view(self.size, -1)
+            total = _ordered_sum(parts)
+            if self.replicas is not None:
+                everyones = total.new_empty(self.replicas.size, total.numel())
+                try:
+                    dist.all_gather_into_tensor(everyones.view(-1), total, group=self.replicas.group)
+                except RuntimeError as error:
+                    raise _lost(what, error) from error
+                total = _ordered_sum(everyones)
+                moved += everyones.nbytes - total.nbytes
+            self._count("reduce-scatter", moved, what, start)
+            done(total.div_(self.data_size))
+
+        return Pending(works, what, finish)
+
+    # --- everything else ---
+
+    def exchange(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """``values`` (of one shape) of every rank that has a slice: [size, ...]."""
+        if self.size == 1:
+            return values.unsqueeze(0)
+        self.gathers.meet(what)
+        raw = _bytes_of(values.contiguous().reshape(-1))
+        heard = raw.new_empty(self.size * raw.numel())
+        self._do(lambda: dist.all_gather_into_tensor(heard, raw, group=self.gathers.group), what)
+        return heard.view(values.dtype).view(self.size, *values.shape)
+
+    def least(self, values: Sequence[int], what: str) -> list[int]:
+        """The smallest of each of ``values`` over all ranks."""
+        found = torch.tensor(values, dtype=torch.int64, device="cpu")
+        for channel in (self.gathers, self.replicas):
+            if channel is not None:
+                channel.meet(what)
+                everyones = found.new_empty(channel.size, found.numel())
+                self._do(lambda c=channel, e=everyones, f=found: dist.all_gather_into_tensor(e.view(-1), f, group=c.group), what)
+                found = everyones.amin(0)
+        return found.tolist()
+
+    def assemble(self, out: torch.Tensor, pieces: Sequence[tuple[int, int]], what: str) -> None:
+        """Completes flat ``out``: of each rank (in order) the elements it has, which it has filled in, go to all others."""
+        if self.size == 1:
+            return
+        self.gathers.meet(what)
+        for peer, (begin, end) in enumerate(pieces):
+            if begin < end:
+                raw = _bytes_of(out[begin:end])
+                source = self.gathers.ranks[peer]
+                self._do(lambda raw=raw, source=source: dist.broadcast(raw, source, group=self.gathers.group), what)
+
+    def broadcast(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """The first rank's ``tensor``, in place; contiguous."""
+        if not self.alone:
+            raw = _bytes_of(tensor.view(-1))
+            for channel in (self.replicas, self.gathers):  # to the first rank of each row, then along the rows
+                if channel is not None:
+                    channel.meet(what)
+                    self._do(lambda channel=channel: dist.broadcast(raw, channel.ranks[0], group=channel.group), what)
+        return tensor
+
+    def collect(self, mine: Any, what: str) -> list[Any]:
+        """Every rank's ``mine``, anything that can be pickled, in the order of slices; then the next replica's."""
+        found = [mine]
+        for channel in (self.gathers, self.replicas):
+            if channel is not None:
+                channel.meet(what)
+                everyones: list = [None] * channel.size
+                self._do(lambda c=channel, e=everyones, f=found: dist.all_gather_object(e, f, group=c.group), what)
+                found = [item for of_one in everyones for item in of_one]
+        return found
+
+    def compare(self, mine: dict[str, str], what: str) -> None:
+        """Raises ConfigError where a rank's description differs from the first one's, with the first difference."""
+        if self.alone:
+            return
+        everyones = self.collect((self.world_rank, mine), what)
+        first_rank, firsts = everyones[0]
+        for peer, theirs in everyones:
+            for key in dict.fromkeys([*firsts, *theirs]):
+                first, other = firsts.get(key, "absent"), theirs.get(key, "absent")
+                if first != other:
+                    raise ConfigError(
+                        f"{what}: {key} is {first} on rank {first_rank} and {other} on rank {peer}. All ranks must be given the "
+                        "same."
+                    )
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """All ranks get through the block, or all of them raise, and can go on."""
+        try:
+            yield
+        except BaseException as error:
+            for channel in (self.gathers, self.replicas):
+                if channel is not None:
+                    channel.fail(error)
+            raise
+        for channel, other in ((self.gathers, self.replicas), (self.replicas, None)):
+            try:
+                if channel is not None:
+                    channel.meet(what)
+            except InfinityError as error:
+                if other is not None:
+                    other.fail(error)
+                raise
+
+    def meet(self, what: str) -> None:
+        """Waits until every rank is at ``what``."""
+        for channel in (self.gathers, self.replicas):
+            if channel is not None:
+                channel.meet(what)
+
+    def tell(self, error: BaseException) -> None:
+        """Lets the others know that this rank cannot go on."""
+        for channel in self.channels:
+            channel.tell(error)
+
+    def close(self) -> None:
+        """Ends the groups that were made for this job."""
+        for group in self.own_groups:
+            try:
+                dist.destroy_process_group(group)
+            except (RuntimeError, ValueError, AssertionError, AttributeError):
+                pass  # the job's process group went first
+        self.own_groups.clear()
+
+    def _do(self, work: Callable[[], None], what: str) -> None:
+        try:
+            work()
+        except RuntimeError as error:
+            raise _lost(what, error) from error
+
+    def _count(self, edge: str, nbytes: int, what: str, start: float) -> None:
+        now = time.perf_counter()
+        counted = self.traffic.collectives[edge]
+        counted.nbytes += nbytes
+        counted.busy_seconds += now - start
+        self.traffic.mark(edge, what, start, now)
+
+
+def _bytes_of(flat: torch.Tensor) -> torch.Tensor:
+    return flat.detach().view(torch.uint8)
+
+
+def _ordered_sum(parts: torch.Tensor) -> torch.Tensor:
+    """The fp32 sum of the rows, first to last."""
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+

@@ -1,0 +1,93 @@
+"""Mesh: which ranks train together, read off a DeviceMesh or the default process group.
+
+dp              the data axis: every rank has another part of the batch and a slice of every array
+dp_shard        the same, of a job that has replicas
+dp_replicate    ranks with the same slice; only gradients pass between them
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .collectives import Channel, Peers
+from .errors import ConfigError
+from .trace import Traffic
+
+DATA_AXES = ("dp", "dp_replicate", "dp_shard")
+OTHER_AXES = ("tp", "pp")
+
+
+def peers_of(mesh: Any, *, traffic: Traffic) -> Peers:
+    """The peers that ``mesh`` (None: the default process group, if there is one) gives this rank.
+
+    Makes process groups of its own, so every rank has to call it. Raises ConfigError for a mesh that does not fit the job.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        if mesh is not None:
+            raise ConfigError("mesh: torch.distributed is not initialised: call init_process_group first")
+        return Peers(traffic=traffic)
+    rows = rank_rows(mesh)  # [replicas, slices]
+    if rows.numel() == 1:
+        return Peers(traffic=traffic)
+    timeout = _timeout()
+    peers = Peers(local_size=_local_size(), traffic=traffic)
+    me = dist.get_rank()
+    for row in rows.tolist() if rows.size(1) > 1 else []:
+        # Two groups over the same ranks: what is gathered ahead and what is reduced each keep an order of their own.
+        groups = [dist.new_group(row, timeout=timeout) for _ in range(2)]
+        if me in row:
+            peers.own_groups += groups
+            peers.gathers, peers.reduces = (Channel(group) for group in groups)
+            peers.rank, peers.size = row.index(me), len(row)
+    for column in rows.T.tolist() if rows.size(0) > 1 else []:
+        group = dist.new_group(column, timeout=timeout)
+        if me in column:
+            peers.own_groups.append(group)
+            peers.replicas = Channel(group)
+    return peers
+
+
+def rank_rows(mesh: Any) -> torch.Tensor:
+    """Global ranks, [replicas, slices]. Raises ConfigError naming the axes that do not fit."""
+    world = dist.get_world_size()
+    if mesh is None:
+        return torch.arange(world).unsqueeze(0)
+    if not isinstance(mesh, dist.device_mesh.DeviceMesh):
+        raise ConfigError(f"mesh is a {type(mesh).__name__}: give a torch.distributed.device_mesh.DeviceMesh, or None")
+    names = mesh.mesh_dim_names or (("dp",) if mesh.ndim == 1 else ())
+    if mesh.ndim == 1 and names[0] not in OTHER_AXES:
+        names = ("dp",)
+    sizes = dict(zip(names, mesh.mesh.shape))
+    told = ", ".join(f"{name}={size}" for name, size in sizes.items()) or f"{mesh.ndim} axes without names"
+    unknown = [name for name in sizes if name not in (*DATA_AXES, *OTHER_AXES)]
+    if unknown or len(sizes) != mesh.ndim:
+        raise ConfigError(f"mesh: axes must be named {', '.join((*DATA_AXES, *OTHER_AXES))}; this one has {told}")
+    if "dp" in sizes and len(sizes.keys() & set(DATA_AXES)) > 1:
+        raise ConfigError(f"mesh: dp is the same as dp_replicate x dp_shard, so it cannot stand beside them; this one has {told}")
+    if any(sizes.get(name, 1) > 1 for name in OTHER_AXES):
+        raise ConfigError(f"mesh: tp and pp above 1 are not available in this version; this one has {told}")
+    if mesh.mesh.numel() != world or sorted(mesh.mesh.flatten().tolist()) != list(range(world)):
+        raise ConfigError(f"mesh: {told} makes {mesh.mesh.numel()} ranks, but the job has {world}")
+    replicas = sizes.get("dp_replicate", 1)
+    order = [i for i, name in enumerate(names) if name == "dp_replicate"]
+    order += [i for i in range(mesh.ndim) if i not in order]
+    return mesh.mesh.permute(order).reshape(replicas, -1)
+
+
+def _local_size() -> int:
+    """Ranks on this machine, by torchrun's word for it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or 1
+
+
+def _timeout():
+    """The default process group's; groups made later would have torch's default instead."""
+    group = dist.distributed_c10d._get_default_group()
+    device = torch.device("cpu") if "cpu" in group.name() or dist.get_backend() == "gloo" else group._device_types[0]
+    try:
+        return group._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):
+        return None

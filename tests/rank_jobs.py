@@ -1,0 +1,410 @@
+"""Jobs that every rank of a launch runs (see `ranks`). Started by torchrun with the folder of the launch."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+
+import infinity  # noqa: E402
+import models  # noqa: E402
+from infinity.wrap import wrapped  # noqa: E402
+from ranks import Failed  # noqa: E402
+
+
+def build(seed: int = 3, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return models.transformer(seed, dropout=0.0).to(dtype)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def batch(step: int, micro: int, rank: int) -> torch.Tensor:
+    return models.tokens(1000 * step + 100 * micro + rank)
+
+
+def in_turn(model: nn.Module, optimizer, world: int, *, steps: int, clip: float | None = None, first: int = 0) -> list[float]:
+    """What one process does to be equal to ``world`` ranks: everyone's batch, one after the other."""
+    norms = []
+    for step in range(first, first + steps):
+        for rank in range(world):
+            (models.loss_of(model, batch(step, 0, rank)) / world).backward()
+        if clip is not None:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def train(
+    model: nn.Module, optimizer, *, steps: int = 3, micro: int = 1, clip: float | None = None, first: int = 0
+) -> tuple[list[float], list[float]]:
+    """This rank's losses, and the norms."""
+    losses, norms = [], []
+    for step in range(first, first + steps):
+        for turn in range(micro):
+            loss = models.loss_of(model, batch(step, turn, dist.get_rank()))
+            (loss / micro).backward()
+            losses.append(loss.item())
+        if clip is not None:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def mesh_of(shape: tuple[int, ...] | None, names: tuple[str, ...] | None):
+    return None if shape is None else dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def cloned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+# --- jobs ---
+
+
+def parity(config: dict, dtype=torch.float32, micro: int = 1, clip=None, shape=None, names=None, steps: int = 3) -> dict[str, Any]:
+    """Trains; every rank but the first starts from other weights, which must not matter."""
+    model = build(3 if dist.get_rank() == 0 else 4, dtype)
+    model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh_of(shape, names))
+    losses, norms = train(model, optimizer, steps=steps, micro=micro, clip=clip)
+    stats = infinity.stats(model)
+    found = {
+        "losses": losses,
+        "norms": norms,
+        "weights": cloned(model.state_dict()),
+        "optimizer": optimizer.state_dict(),
+        "stats": stats.as_dict(),
+        "home": sum(a.nbytes for u in wrapped(model).engine.units for s in u.shards for a in s.arrays.values()),
+        "swap": models.leftovers(Path(config["nvme_paths"][0])) if config.get("nvme_paths") else [],
+    }
+    plain, plain_optimizer = infinity.unwrap_model(model, optimizer)
+    found["unwrapped"] = cloned(plain.state_dict())
+    return found
+
+
+def gradients(shard: str, home: str, folder: str) -> dict[str, Any]:
+    """Everything that torch lets one do with ``p.grad``, after one backward."""
+    config = models.at_home(home, home, Path(folder)) | {"shard": shard}
+    model = build()
+    model, optimizer = infinity.wrap_model(model, adamw(model), config)
+    found: dict[str, Any] = {}
+    models.loss_of(model, batch(0, 0, dist.get_rank())).backward()
+    params = dict(model.named_parameters())
+    found["values"] = {name: p.grad.clone() for name, p in params.items()}
+    found["norm"] = [torch.nn.utils.get_total_norm([p.grad for p in params.values()], order).item() for order in (2.0, 1.0, float("inf"))]
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    found["clipped"] = {name: p.grad.clone() for name, p in params.items()}
+    params["blocks.0.norm1.weight"].grad.mul_(2.0).add_(1.0)
+    found["changed"] = params["blocks.0.norm1.weight"].grad.clone()
+    params["blocks.1.norm1.weight"].grad = torch.full_like(found["values"]["blocks.1.norm1.weight"], 7.0)
+    found["set"] = params["blocks.1.norm1.weight"].grad.clone()
+    optimizer.zero_grad(set_to_none=False)
+    found["zeros"] = sum(p.grad.abs().sum().item() for p in params.values())
+    optimizer.zero_grad()
+    found["none"] = [p.grad for p in params.values()]
+    try:
+        models.loss_of(model, batch(0, 0, dist.get_rank())).backward()
+        params["positions"].grad.view(-1)
+    except infinity.UsageError as error:
+        found["view"] = str(error)
+    optimizer.zero_grad()
+    infinity.unwrap_model(model, optimizer)
+    return found
+
+
+def overflow() -> list[bool]:
+    """GradScaler with an infinite gradient on one rank: every rank skips the step."""
+    model = build()
+    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = cloned(model.state_dict())
+    loss = models.loss_of(model, batch(0, 0, dist.get_rank()))
+    scaler.scale(loss * (float("inf") if dist.get_rank() == 1 else 1.0)).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    skipped = not models.differing(cloned(model.state_dict()), before)
+    scale = scaler.get_scale()
+    optimizer.zero_grad()
+    infinity.unwrap_model(model, optimizer)
+    return [skipped, scale == 2.0]
+
+
+class Branching(nn.Module):
+    """Ranks use parameters that others do not: ``extra`` after all blocks, so that units still come in one order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.scale, self.unused = nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor, scaled: bool) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return (x * self.scale if scaled else x).square().mean()
+
+
+def unused(shard: str) -> dict[str, Any]:
+    """A parameter with a gradient on the first rank only, and one with none on any."""
+    torch.manual_seed(0)
+    model = Branching()
+    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host", "shard": shard})
+    found = []
+    for step in range(3):
+        x = torch.randn(2, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model(x, dist.get_rank() == 0).backward()
+        found.append({"scale": model.scale.grad.clone(), "unused": model.unused.grad})
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = cloned(model.state_dict())
+    infinity.unwrap_model(model, optimizer)
+    return {"grads": found, "weights": weights}
+
+
+def diverging() -> str:
+    """Rank 0 runs a block that the others skip: an error that names both, on every rank, and the job can go on."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+    root = nn.Module()
+    root.blocks = model
+    root.forward = lambda x, skipped: [x := block(x) for i, block in enumerate(model) if i != skipped][-1].sum()
+    root, optimizer = infinity.wrap_model(root, adamw(root), {"params": "host", "optimizer": "host"})
+    try:
+        root(torch.ones(2, 64), None if dist.get_rank() == 0 else 1)
+    except infinity.InfinityError as error:
+        said = f"{type(error).__name__}: {error}"
+    root(torch.ones(2, 64), None).backward()
+    optimizer.step()
+    infinity.unwrap_model(root, optimizer)
+    return said
+
+
+def states(shard: str, folder: str) -> dict[str, Any]:
+    """State dicts, full_params, save_pretrained."""
+    config = models.at_home("nvme", "nvme", Path(folder)) | {"shard": shard}
+    model = build()
+    model, optimizer = infinity.wrap_model(model, adamw(model), config)
+    train(model, optimizer, steps=2)
+    found: dict[str, Any] = {"weights": cloned(model.state_dict()), "optimizer": optimizer.state_dict()}
+    with infinity.full_params(model, "blocks.0") as params:
+        found["full"] = cloned(params)
+    with infinity.full_params(model, ["positions", "blocks.3.feed.0.weight"], writeback=True) as params:
+        params["positions"].fill_(0.25)
+        params["blocks.3.feed.0.weight"][5, 7] = 9.0
+    found["edited"] = cloned(model.state_dict())
+    try:
+        with infinity.full_params(model, "positions") as params:
+            params["positions"].zero_()
+    except infinity.UsageError as error:
+        found["refused"] = str(error)
+    model.load_state_dict(found["weights"])
+    found["loaded"] = cloned(model.state_dict())
+    infinity.save_pretrained(model, Path(folder) / f"pretrained-{shard}")
+    optimizer.load_state_dict(found["optimizer"])
+    found["again"] = optimizer.state_dict()
+    infinity.unwrap_model(model, optimizer)
+    return found
+
+
+def save(path: str, config: dict, steps: int = 2) -> dict[str, Any]:
+    model = build()
+    model, optimizer = infinity.wrap_model(model, adamw(model), config)
+    torch.manual_seed(100 + dist.get_rank())
+    train(model, optimizer, steps=steps)
+    infinity.save_checkpoint(path, model, optimizer, extra={"step": steps})
+    found = {"weights": cloned(model.state_dict()), "optimizer": optimizer.state_dict(), "random": torch.rand(4)}
+    train(model, optimizer, steps=2, first=steps)
+    found["later"] = cloned(model.state_dict())
+    infinity.unwrap_model(model, optimizer)
+    return found
+
+
+def load(path: str, config: dict, steps: int = 2) -> dict[str, Any]:
+    model = build(9)
+    model, optimizer = infinity.wrap_model(model, adamw(model), config)
+    train(model, optimizer, steps=1)
+    extra = infinity.load_checkpoint(path, model, optimizer)
+    found = {"extra": extra, "weights": cloned(model.state_dict()), "optimizer": optimizer.state_dict(), "random": torch.rand(4)}
+    train(model, optimizer, steps=2, first=steps)
+    found["later"] = cloned(model.state_dict())
+    infinity.unwrap_model(model, optimizer)
+    return found
+
+
+def on_meta(weights: str | None) -> dict[str, Any]:
+    """A model on meta: from a file of which each rank reads its part, or drawn, by each rank from another seed."""
+    torch.manual_seed(50 + dist.get_rank())
+    with torch.device("meta"):
+        model = models.TinyTransformer(dropout=0.0) if weights else nn.Sequential(*(nn.Linear(96, 96) for _ in range(3)))
+    before = _read_nbytes()
+    model, _ = infinity.wrap_model(model, None, {"params": "host", "weights": weights})
+    read = _read_nbytes() - before
+    found = {"weights": cloned(model.state_dict()), "read": read}
+    infinity.unwrap_model(model)
+    return found
+
+
+def _read_nbytes() -> int:
+    return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"])
+
+
+def refused(what: str) -> dict[str, Any]:
+    """Things given to one rank only: an error on every rank; afterwards a right wrap works."""
+    rank = dist.get_rank()
+    model = build()
+    config: dict[str, Any] = {"params": "host", "optimizer": "host"}
+    optimizer = adamw(model)
+    arguments: dict[str, Any] = {}
+    if what == "config" and rank == 1:
+        config["moments"] = "bf16"
+    elif what == "model" and rank == 1:
+        model = models.transformer(3, dropout=0.0, blocks=5)
+        optimizer = adamw(model)
+    elif what == "budget" and rank == 1:
+        config["host_memory"] = 1000
+    elif what == "budget everywhere":
+        config["host_memory"] = 1000
+    elif what == "folder":
+        config |= {"params": "nvme", "nvme_paths": ["/nowhere" if rank == 1 else "."]}
+    elif what == "bad model" and rank == 1:
+        optimizer = torch.optim.AdamW(build().parameters())
+    elif what == "mesh":
+        arguments["mesh"] = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    elif what == "axis":
+        arguments["mesh"] = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "x"))
+    try:
+        infinity.wrap_model(model, optimizer, config, **arguments)
+        said = None
+    except infinity.InfinityError as error:
+        said = f"{type(error).__name__}: {error}"
+    untouched = all(type(p) is nn.Parameter for p in model.parameters()) and not model._forward_hooks
+    model = build()
+    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    losses, _ = train(model, optimizer, steps=1)
+    infinity.unwrap_model(model, optimizer)
+    return {"said": said, "untouched": untouched, "losses": losses}
+
+
+def generate() -> dict[str, Any]:
+    """Inference: a transformers model generates on every rank with the weights in slices."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.arange(1, 9).unsqueeze(0)
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    size = sum(p.nbytes for p in model.parameters())
+    model, _ = infinity.wrap_model(model, None, {"params": "host"})
+    ours = model.generate(ids, max_new_tokens=12, do_sample=False)
+    home = sum(a.nbytes for u in wrapped(model).engine.units for s in u.shards for a in s.arrays.values())
+    infinity.unwrap_model(model)
+    return {"same": torch.equal(plain, ours), "share": home / size}
+
+
+def stepped_in_backward(shard: str) -> dict[str, Any]:
+    """Units stepped while the last backward goes on: the same bits."""
+    found = []
+    for inside in (False, True):
+        model = build()
+        model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host", "shard": shard})
+        for step in range(3):
+            loss = models.loss_of(model, batch(step, 0, dist.get_rank()))
+            if inside:
+                with optimizer.step_in_backward():
+                    loss.backward()
+            else:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(cloned(model.state_dict()))
+        infinity.unwrap_model(model, optimizer)
+    return {"different": models.differing(*found)}
+
+
+def one_falls(how: str, folder: str) -> None:
+    """Rank 1 ends in the middle of training, in some way; what the others raise is on their stderr."""
+    config = models.at_home("nvme", "nvme", Path(folder))
+    model = build()
+    model, optimizer = infinity.wrap_model(model, adamw(model), config)
+    train(model, optimizer, steps=2)
+    infinity.save_checkpoint(Path(folder) / "checkpoint", model, optimizer, extra={"step": 2})
+    Path(folder, "saved").touch()
+    if dist.get_rank() == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "raises":
+            raise ValueError("the user's own")
+        elif how == "hangs":
+            time.sleep(600)
+        elif how == "disk":
+            path = next(Path(folder).glob(f".infinity-{os.getpid()}-*/swap"))
+            with open(path, "r+b") as file:
+                file.write(b"\xff" * path.stat().st_size)
+    start = time.monotonic()
+    try:
+        train(model, optimizer, steps=50, first=2)
+    finally:
+        Path(folder, f"took.{dist.get_rank()}").write_text(str(time.monotonic() - start))
+
+
+def restarted(folder: str) -> dict[str, Any]:
+    """A job as torchrun restarts it: goes on from the checkpoint if there is one; rank 1 is killed the first time."""
+    config = models.at_home("host", "host", Path(folder))
+    model = build()
+    model, optimizer = infinity.wrap_model(model, adamw(model), config)
+    path, first = Path(folder) / "checkpoint", 0
+    if path.exists():
+        first = infinity.load_checkpoint(path, model, optimizer)["step"]
+    for step in range(first, 6):
+        train(model, optimizer, steps=1, first=step)
+        infinity.save_checkpoint(path, model, optimizer, extra={"step": step + 1})
+        if step == 2 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+    weights = cloned(model.state_dict())
+    infinity.unwrap_model(model, optimizer)
+    return {"first": first, "weights": weights}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    seconds = float(os.environ.get("RANK_TIMEOUT", "60"))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    rank = dist.get_rank()
+    fatal = False
+    for name, arguments in pickle.loads((folder / "jobs").read_bytes()).items():
+        function = globals()[name.partition(":")[0]]
+        try:
+            result = function(**arguments)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            traceback.print_exc()
+            result = Failed(type(error).__name__, str(error), traceback.format_exc())
+            fatal = True
+        (folder / f"{name.replace(':', '-')}.{rank}").write_bytes(pickle.dumps(result))
+        if fatal:
+            os._exit(1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Several ranks under torchrun, arranged for tests.
+
+Words used here:
+
+**job**: a function of `rank_jobs` that every rank runs; what it returns on each rank is what the test looks at.
+**launch**: one torchrun with some ranks, which run jobs one after the other over gloo on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SECONDS = 150  # a launch that takes longer hangs
+
+
+class Failed:
+    """A job that raised on a rank."""
+
+    def __init__(self, kind: str, text: str, trace: str):
+        self.kind, self.text, self.trace = kind, text, trace
+
+    def __repr__(self) -> str:
+        return f"{self.kind}: {self.text}\n{self.trace}"
+
+
+def launch(
+    folder: Path, world: int, jobs: dict[str, dict[str, Any]], *, seconds: float = SECONDS, environment: dict[str, str] | None = None,
+    options: tuple[str, ...] = (),
+) -> tuple[dict[str, list[Any]], subprocess.CompletedProcess]:
+    """Runs ``jobs`` (name, or name:variant -> arguments) on ``world`` ranks. What each returned, by job and rank (a rank
+    that did not get so far has None), and torchrun's end. No process is left behind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs").write_bytes(pickle.dumps(jobs))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *options,
+               str(HERE / "rank_jobs.py"), str(folder)]  # fmt: skip
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | (environment or {})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"no end within {seconds} s:\n{out}\n{err}") from None
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    results: dict[str, list[Any]] = {name: [None] * world for name in jobs}
+    for rank in range(world):
+        for name in jobs:
+            path = folder / f"{name.replace(':', '-')}.{rank}"
+            if path.exists():
+                results[name][rank] = pickle.loads(path.read_bytes())
+    return results, subprocess.CompletedProcess(command, process.returncode, out, err)

@@ -1,0 +1,397 @@
+"""Many ranks: the same bits as one process, equal slices, the papers' bytes, and no rank that fails alone.
+
+Words used here: see `ranks` (job, launch) and `rank_jobs`.
+
+**one process**: wrapped without others, given every rank's batch in turn, each loss divided by their number. In fp32
+and with a power of two of ranks that is the same sum in the same order.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import infinity
+import models
+import rank_jobs
+from ranks import Failed, launch
+
+MODES = ["parameters", "gradients", "optimizer"]
+HOMES = ["device", "host", "nvme"]
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> dict[str, list[Any]]:
+    """Everything that two ranks can do one after the other, in one launch."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "swap").mkdir()
+    jobs: dict[str, dict] = {}
+    for mode in MODES:
+        for home in HOMES:
+            jobs[f"parity:{mode}-{home}"] = {"config": models.at_home(home, home, folder / "swap") | {"shard": mode}}
+        jobs[f"gradients:{mode}"] = {"shard": mode, "home": "host", "folder": str(folder / "swap")}
+        jobs[f"parity:clip-{mode}"] = {"config": {"params": "host", "optimizer": "host", "shard": mode}, "clip": 0.5}
+        jobs[f"unused:{mode}"] = {"shard": mode}
+        jobs[f"states:{mode}"] = {"shard": mode, "folder": str(folder / "swap")}
+        jobs[f"stepped_in_backward:{mode}"] = {"shard": mode}
+        jobs[f"parity:micro-{mode}"] = {"config": {"params": "host", "optimizer": "host", "shard": mode}, "micro": 3}
+    jobs["gradients:on-disk"] = {"shard": "parameters", "home": "nvme", "folder": str(folder / "swap")}
+    split = models.at_home("nvme", "nvme", folder / "swap")
+    jobs["parity:bf16"] = {"config": split, "dtype": torch.bfloat16}
+    jobs["parity:tight"] = {"config": split | {"host_memory": "3MiB", "device_memory": "2MiB"}}
+    jobs["parity:int8"] = {"config": {"params": "host", "optimizer": "host", "moments": "int8"}}
+    jobs["overflow"] = {}
+    jobs["diverging"] = {}
+    jobs["generate"] = {}
+    jobs["on_meta:drawn"] = {"weights": None}
+    weights = folder / "model.safetensors"
+    state = rank_jobs.build(7).state_dict()
+    save_file({name: value for name, value in state.items() if name != "head.weight"}, weights)
+    jobs["on_meta:file"] = {"weights": str(weights)}
+    for what in ("config", "model", "budget", "budget everywhere", "folder", "bad model", "mesh", "axis"):
+        jobs[f"refused:{what}"] = {"what": what}
+    jobs["save"] = {"path": str(folder / "checkpoint"), "config": models.at_home("nvme", "host", folder / "swap")}
+    jobs["load:same"] = {"path": str(folder / "checkpoint"), "config": {"params": "host", "optimizer": "host"}}
+    jobs["load:optimizer"] = {
+        "path": str(folder / "checkpoint"), "config": {"params": "device", "optimizer": "device", "shard": "optimizer"},
+    }  # fmt: skip
+    results, done = launch(folder, 2, jobs)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results["folder"] = [folder]
+    return results
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory, two) -> dict[str, list[Any]]:
+    """Four ranks: what differs from two."""
+    folder = tmp_path_factory.mktemp("four")
+    (folder / "swap").mkdir()
+    host = {"params": "host", "optimizer": "host"}
+    jobs = {f"parity:{mode}": {"config": host | {"shard": mode}} for mode in MODES}
+    jobs["parity:hybrid"] = {"config": host, "shape": (2, 2), "names": ("dp_replicate", "dp_shard")}
+    jobs["parity:hybrid2"] = {"config": host | {"shard": "gradients"}, "shape": (2, 2), "names": ("dp_shard", "dp_replicate")}
+    jobs["parity:replicas"] = {"config": host, "shape": (4, 1), "names": ("dp_replicate", "dp_shard")}
+    jobs["load:of-two"] = {"path": str(two["folder"][0] / "checkpoint"), "config": models.at_home("nvme", "nvme", folder / "swap")}
+    jobs["save"] = {"path": str(folder / "checkpoint"), "config": host}
+    results, done = launch(folder, 4, jobs)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results["folder"] = [folder]
+    return results
+
+
+def one_process(world: int, *, dtype: torch.dtype = torch.float32, clip: float | None = None, **config) -> tuple[dict, dict, list]:
+    """Weights, the optimizer's state dict and norms of one process that is given every rank's batch."""
+    model = rank_jobs.build(3, dtype)
+    model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "device", "optimizer": "device"} | config)
+    norms = rank_jobs.in_turn(model, optimizer, world, steps=STEPS, clip=clip)
+    found = rank_jobs.cloned(model.state_dict()), optimizer.state_dict(), norms
+    infinity.unwrap_model(model, optimizer)
+    return found
+
+
+def moments(state: dict) -> dict[str, torch.Tensor]:
+    return {f"{i}.{name}": value for i, entry in state["state"].items() for name, value in entry.items()}
+
+
+# --- the numbers ---
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_have_the_bits_of_one_process(two, mode, home):
+    """Weights and moments after three steps, on every rank, whatever is sliced and wherever it lives."""
+    weights, optimizer, _ = one_process(2)
+    for found in two[f"parity:{mode}-{home}"]:
+        assert not models.differing(found["weights"], weights)
+        assert not models.differing(found["unwrapped"], weights)
+        assert not models.differing(moments(found["optimizer"]), moments(optimizer))
+
+
+def test_other_batches_would_show(two):
+    """The twin: one process that is given only the first rank's batches ends elsewhere."""
+    weights, _, _ = one_process(1)
+    assert models.differing(two["parity:parameters-host"][0]["weights"], weights)
+
+
+@pytest.mark.parametrize("case", [*MODES])
+def test_four_ranks_have_the_bits_of_one_process(four, case):
+    weights, optimizer, _ = one_process(4)
+    for found in four[f"parity:{case}"]:
+        assert not models.differing(found["weights"], weights)
+        assert not models.differing(moments(found["optimizer"]), moments(optimizer))
+
+
+@pytest.mark.parametrize("case", ["hybrid", "hybrid2", "replicas"])
+def test_replicas_end_with_the_same_weights(four, case):
+    """Sums are taken in rows, then over replicas, which is another order than one process has: within fp32 rounding."""
+    weights, _, _ = one_process(4)
+    first, *others = (found["weights"] for found in four[f"parity:{case}"])
+    for other in others:
+        assert not models.differing(first, other)
+    for name, value in first.items():
+        torch.testing.assert_close(value, weights[name], atol=2e-3, rtol=0)  # Adam: lr where a gradient is noise
+
+
+def test_bf16_from_disk_has_the_bits_of_one_process(two):
+    """Two bf16 gradients add up in fp32 and are rounded once, as bf16 accumulation does with two."""
+    weights, _, _ = one_process(2, dtype=torch.bfloat16)
+    for found in two["parity:bf16"]:
+        assert not models.differing(found["weights"], weights)
+        assert found["swap"]  # it was on disk indeed
+
+
+def test_tight_budgets_change_no_bit(two):
+    for found in two["parity:tight"]:
+        assert not models.differing(found["weights"], two["parity:parameters-host"][0]["weights"])
+        for tier in found["stats"]["tiers"].values():
+            assert tier["peak_nbytes"] <= tier["planned_nbytes"]
+
+
+def test_int8_moments_are_the_same_on_all_ranks(two):
+    first, second = two["parity:int8"]
+    assert not models.differing(first["weights"], second["weights"])
+
+
+def test_clipping_is_by_the_norm_of_all_ranks(two):
+    """The norm is put together from slices: equal on all ranks and modes, and to one process within rounding."""
+    weights, _, norms = one_process(2, clip=0.5)
+    reference = two["parity:clip-parameters"][0]
+    assert max(norms) > 0.5, "nothing was clipped"
+    assert reference["norms"] == pytest.approx(norms, rel=1e-5)
+    for mode in MODES:
+        for found in two[f"parity:clip-{mode}"]:
+            assert found["norms"] == reference["norms"]
+            assert not models.differing(found["weights"], reference["weights"])
+
+
+@pytest.mark.parametrize("case", [*MODES, "on-disk"])
+def test_gradients_are_averages_that_torch_can_read_and_change(two, case):
+    """Values, norms, clipping by value, in-place arithmetic, assignment and zeroing of ``p.grad``, against torch alone."""
+    model = rank_jobs.build()
+    for rank in range(2):
+        (models.loss_of(model, rank_jobs.batch(0, 0, rank)) / 2).backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    norms = [torch.nn.utils.get_total_norm(list(grads.values()), order).item() for order in (2.0, 1.0, float("inf"))]
+    for found in two[f"gradients:{case}"]:
+        assert not models.differing(found["values"], grads)
+        assert found["norm"] == pytest.approx(norms, rel=1e-5)
+        clipped = {name: grad.clamp(-1e-3, 1e-3) for name, grad in grads.items()}
+        assert not models.differing(found["clipped"], clipped)
+        name = "blocks.0.norm1.weight"
+        assert torch.equal(found["changed"], clipped[name] * 2 + 1)
+        assert (found["set"] == 7).all()
+        assert found["zeros"] == 0 and found["none"] == [None] * len(grads)
+        assert "clone()" in found["view"]
+
+
+def test_overflow_on_one_rank_skips_the_step_on_all(two):
+    assert two["overflow"] == [[True, True], [True, True]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parameter_used_on_one_rank_gets_the_average_and_one_used_nowhere_none(two, mode):
+    first, second = two[f"unused:{mode}"]
+    assert not models.differing(first["weights"], second["weights"])
+    for one, other in zip(first["grads"], second["grads"]):
+        assert torch.equal(one["scale"], other["scale"]) and one["scale"].any()
+        assert one["unused"] is None and other["unused"] is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_stepping_in_the_backward_changes_no_bit(two, mode):
+    assert two[f"stepped_in_backward:{mode}"] == [{"different": []}] * 2
+
+
+def test_micro_batches_accumulate(two):
+    """Three micro-batches: ranks agree, and modes but for the order of sums."""
+    for mode in MODES:
+        first, second = two[f"parity:micro-{mode}"]
+        assert not models.differing(first["weights"], second["weights"])
+    assert not models.differing(two["parity:micro-parameters"][0]["weights"], two["parity:micro-gradients"][0]["weights"])
+
+
+# --- bytes ---
+
+
+def elements() -> int:
+    """Of the weights as the engine lays them out: padded, for two ranks."""
+    model = rank_jobs.build()
+    model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"})
+    units = infinity.wrap.wrapped(model).engine.units
+    total = sum(-(-shard.layout.numel // 8192) * 8192 for unit in units for shard in unit.shards)
+    infinity.unwrap_model(model, optimizer)
+    return total
+
+
+@pytest.mark.parametrize(("mode", "gathers", "reduces", "micro"), [
+    ("parameters", 2, 1, 1), ("gradients", 1, 1, 1), ("optimizer", 1, 1, 1),
+    ("parameters", 6, 3, 3), ("gradients", 1, 3, 3), ("optimizer", 1, 1, 3),
+])  # fmt: skip
+def test_what_passes_between_ranks_is_the_papers_volume(two, mode, gathers, reduces, micro):
+    """ZeRO: 2, 2 and 3 times the parameters per step, of which each of two ranks receives half. A unit that ends the
+    forward is there already when the backward begins, and state_dict() gathers nothing through these edges."""
+    name = f"parity:micro-{mode}" if micro > 1 else f"parity:{mode}-host"
+    psi = 4 * elements() // 2  # bytes of fp32 weights that one rank receives when all are gathered
+    for found in two[name]:
+        moved = {edge: counted["nbytes"] for edge, counted in found["stats"]["collectives"].items()}
+        assert moved["reduce-scatter"] == STEPS * reduces * psi
+        assert moved["all-gather"] <= STEPS * gathers * psi
+        assert moved["all-gather"] > STEPS * (gathers - 1) * psi
+
+
+@pytest.mark.parametrize(("mode", "nbytes"), [("parameters", 8), ("gradients", 8), ("optimizer", 10)])
+def test_every_rank_has_an_equal_slice_at_home(two, mode, nbytes):
+    """fp32 state is 16 bytes per parameter: half of it on each of two ranks, and with ZeRO-1 the whole gradient."""
+    for found in two[f"parity:{mode}-host"]:
+        assert found["home"] == elements() * nbytes
+
+
+# --- state dicts, files ---
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_state_dicts_are_full_on_every_rank(two, mode):
+    """What plain torch loads, and what comes back from edits, loads and files."""
+    first, second = two[f"states:{mode}"]
+    for key in ("weights", "full", "edited", "loaded"):
+        assert not models.differing(first[key], second[key])
+    plain = rank_jobs.build(5)
+    plain.load_state_dict(first["weights"])
+    torch.optim.AdamW(plain.parameters()).load_state_dict(first["optimizer"])
+    assert all(torch.equal(value, first["weights"][name]) for name, value in first["full"].items())
+    edited = first["edited"]
+    assert (edited["positions"] == 0.25).all() and edited["blocks.3.feed.0.weight"][5, 7] == 9.0
+    assert not models.differing(first["loaded"], first["weights"])
+    assert "writeback=True" in first["refused"]
+    assert not models.differing(moments(first["again"]), moments(first["optimizer"]))
+    written = load_file(two["folder"][0] / "swap" / f"pretrained-{mode}" / "model.safetensors")
+    assert all(torch.equal(value, first["weights"][name]) for name, value in written.items())
+
+
+@pytest.mark.parametrize("case", ["load:same", "load:optimizer"])
+def test_a_checkpoint_resumes_bit_for_bit(two, case):
+    """Saved with ZeRO-3 from NVMe, loaded on the host with ZeRO-3, and on the device with ZeRO-1."""
+    for saved, loaded in zip(two["save"], two[case]):
+        assert loaded["extra"] == {"step": 2}
+        assert torch.equal(saved["random"], loaded["random"])
+        for key in ("weights", "later"):
+            assert not models.differing(saved[key], loaded[key])
+        assert not models.differing(moments(saved["optimizer"]), moments(loaded["optimizer"]))
+
+
+def test_a_checkpoint_of_two_ranks_is_loaded_by_four(two, four):
+    for loaded in four["load:of-two"]:
+        assert not models.differing(loaded["weights"], two["save"][0]["weights"])
+        assert not models.differing(moments(loaded["optimizer"]), moments(two["save"][0]["optimizer"]))
+
+
+def test_a_checkpoint_of_four_ranks_is_loaded_by_one(four):
+    model = rank_jobs.build(9)
+    model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"})
+    infinity.load_checkpoint(four["folder"][0] / "checkpoint", model, optimizer)
+    assert not models.differing(rank_jobs.cloned(model.state_dict()), four["save"][0]["weights"])
+    assert not models.differing(moments(optimizer.state_dict()), moments(four["save"][0]["optimizer"]))
+    infinity.unwrap_model(model, optimizer)
+
+
+def test_a_checkpoint_that_lacks_a_ranks_file_is_refused(four, tmp_path):
+    """The twin: with one rank's file of one unit gone, or cut short, nothing is loaded."""
+    import shutil
+
+    for harm in (lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-8])):
+        copy = tmp_path / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(four["folder"][0] / "checkpoint", copy)
+        harm(next(copy.glob("infinity-*/unit-00002-rank-00003.safetensors")))
+        model = rank_jobs.build(9)
+        before = rank_jobs.cloned(model.state_dict())
+        model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"})
+        with pytest.raises(infinity.CorruptionError, match="rank-00003"):
+            infinity.load_checkpoint(copy, model, optimizer)
+        assert not models.differing(rank_jobs.cloned(model.state_dict()), before)
+        infinity.unwrap_model(model, optimizer)
+
+
+def test_models_on_meta_are_the_first_ranks(two):
+    """Drawn from another seed on every rank: the first rank's count. From a file: its values."""
+    first, second = two["on_meta:drawn"]
+    assert not models.differing(first["weights"], second["weights"])
+    state = rank_jobs.build(7).state_dict()
+    for found in two["on_meta:file"]:
+        assert not models.differing(found["weights"], rank_jobs.cloned(state))
+
+
+# --- bad input, and ranks that fall ---
+
+
+@pytest.mark.parametrize(("what", "kind", "said"), [
+    ("config", "ConfigError", r"Config\(moments\) is 'fp32' on rank 0 and 'bf16' on rank 1"),
+    ("model", "ConfigError", r"parameter blocks\.5.* is \(.* on rank 0 and absent on rank 1"),
+    ("budget", "ConfigError", r"Config\(host_memory\) is None on rank 0 and 1000 on rank 1"),
+    ("budget everywhere", "CapacityError", "host_memory is 500 B"),
+    ("bad model", "", "the optimizer has a parameter"),
+    ("folder", "", "no folder /nowhere"),
+    ("mesh", "ConfigError", "tp and pp above 1 are not available"),
+    ("axis", "ConfigError", "axes must be named dp, dp_replicate, dp_shard"),
+])  # fmt: skip
+def test_what_one_rank_gets_wrong_is_an_error_on_all_and_the_next_wrap_works(two, what, kind, said):
+    import re
+
+    for found in two[f"refused:{what}"]:
+        assert found["said"].startswith(kind) and re.search(said, found["said"]), found["said"]
+        assert found["untouched"]
+        assert found["losses"]
+
+
+def test_ranks_that_take_other_branches_are_told_both(two):
+    for rank, said in enumerate(two["diverging"]):
+        assert said.startswith("UsageError") and "blocks.1" in said and "blocks.2" in said, said
+        assert f"rank {rank} is at" in said
+
+
+def test_generation_with_weights_in_slices(two):
+    for found in two["generate"]:
+        assert found["same"]
+        assert 0.5 <= found["share"] < 0.75
+
+
+@pytest.mark.parametrize(("how", "told"), [
+    ("killed", "lost its peers"), ("raises", "lost its peers"), ("disk", "rank 1 failed: CorruptionError"), ("hangs", "lost its peers"),
+])  # fmt: skip
+def test_a_rank_that_falls_ends_the_job_on_all(tmp_path, how, told):
+    """Rank 1 of 2 is killed, raises, reads a damaged disk or hangs: rank 0 ends with a PeerError that tells, soon, and the
+    last checkpoint is whole."""
+    results, done = launch(
+        tmp_path, 2, {"one_falls": {"how": how, "folder": str(tmp_path)}}, environment={"RANK_TIMEOUT": "8"}
+    )
+    assert done.returncode != 0
+    assert (tmp_path / "saved").exists()
+    path = tmp_path / "one_falls.0"
+    failed = pickle.loads(path.read_bytes()) if path.exists() else None
+    if failed is not None:  # torchrun may have ended it first
+        assert isinstance(failed, Failed) and failed.kind == "PeerError" and told in failed.text, failed
+        assert float((tmp_path / "took.0").read_text()) < 30
+    model = rank_jobs.build(9)
+    model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"})
+    assert infinity.load_checkpoint(tmp_path / "checkpoint", model, optimizer) == {"step": 2}
+    infinity.unwrap_model(model, optimizer)
+
+
+def test_torchrun_restarts_from_the_checkpoint(tmp_path):
+    """Rank 1 is killed after its third step; the second start goes on and ends as an undisturbed run does."""
+    results, done = launch(
+        tmp_path, 2, {"restarted": {"folder": str(tmp_path)}}, environment={"RANK_TIMEOUT": "8"}, options=("--max-restarts", "1")
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    model = rank_jobs.build(3)
+    model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "device", "optimizer": "device"})
+    rank_jobs.in_turn(model, optimizer, 2, steps=6)
+    for found in results["restarted"]:
+        assert found["first"] >= 2
+        assert not models.differing(found["weights"], rank_jobs.cloned(model.state_dict()))
+    infinity.unwrap_model(model, optimizer)
