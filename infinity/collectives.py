@@ -27,6 +27,7 @@ import torch.distributed as dist
 from .errors import ConfigError, InfinityError, PeerError, UsageError
 from .trace import Traffic
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 SAID_NBYTES = 448  # what a rank is about to do, or why it failed
 FAILED = "failed: "
 
@@ -128,7 +129,7 @@ class Channel:
             said[SAID_NBYTES : SAID_NBYTES + len(flags)] = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         heard = torch.empty(self.size, said.numel(), dtype=torch.uint8, device="cpu")
         try:
-            work = dist.all_gather_into_tensor(heard.view(-1), said, group=self.group, async_op=True)
+            work = _all_gather(heard.view(-1), said, group=self.group, async_op=True)
             if wait:
                 work.wait()
             else:
@@ -228,7 +229,7 @@ class Peers:
         raw = _bytes_of(flat)
         own = raw.view(self.size, -1)[self.rank]
         start = time.perf_counter()
-        work = dist.all_gather_into_tensor(raw, own, group=self.gathers.group, async_op=True)
+        work = _all_gather(raw, own, group=self.gathers.group, async_op=True)
         return Pending([work], what, lambda: self._count("all-gather", raw.numel() - own.numel(), what, start))
 
     # --- gradients ---
@@ -263,7 +264,7 @@ class Peers:
             if self.replicas is not None:
                 everyones = total.new_empty(self.replicas.size, total.numel())
                 try:
-                    dist.all_gather_into_tensor(everyones.view(-1), total, group=self.replicas.group)
+                    _all_gather(everyones.view(-1), total, group=self.replicas.group)
                 except RuntimeError as error:
                     raise _lost(what, error) from error
                 total = _ordered_sum(everyones)
@@ -282,7 +283,7 @@ class Peers:
         self.gathers.meet(what)
         raw = _bytes_of(values.contiguous().reshape(-1))
         heard = raw.new_empty(self.size * raw.numel())
-        self._do(lambda: dist.all_gather_into_tensor(heard, raw, group=self.gathers.group), what)
+        self._do(lambda: _all_gather(heard, raw, group=self.gathers.group), what)
         return heard.view(values.dtype).view(self.size, *values.shape)
 
     def least(self, values: Sequence[int], what: str) -> list[int]:
@@ -292,7 +293,7 @@ class Peers:
             if channel is not None:
                 channel.meet(what)
                 everyones = found.new_empty(channel.size, found.numel())
-                self._do(lambda c=channel, e=everyones, f=found: dist.all_gather_into_tensor(e.view(-1), f, group=c.group), what)
+                self._do(lambda c=channel, e=everyones, f=found: _all_gather(e.view(-1), f, group=c.group), what)
                 found = everyones.amin(0)
         return found.tolist()
 

@@ -96,7 +96,9 @@ class Engine:
         self.reducer: Reducer | None = None
         if stepping and not self.peers.alone:
             trained = [unit for unit in units if any(shard.spec.stepped for shard in unit.shards)]
-            self.reducer = self.gradients.reducer = Reducer(self.peers, trained, self.gradients, self.ledger, self.passes.landed_at_home)
+            self.reducer = self.gradients.reducer = Reducer(
+                self.peers, trained, self.gradients, self.ledger, self.schedule, self.passes.landed_at_home
+            )
         self.activations = self._make_activations()
         self.prefetcher = Prefetcher(
             units,

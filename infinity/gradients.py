@@ -275,10 +275,8 @@ class GradientBank:
         return shard.arrays["grad"].flat
 
     def _slice(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
-        """This rank's elements of the gradient: a view of their home."""
+        """This rank's elements of the gradient, in the order they lie: a flat view of their home."""
         shard = handle.shard
-        if self.peers.size == 1:
-            return self._view(handle, write=write)
         array = shard.arrays["grad"]
         flat = array.flat if array.tier is not Tier.NVME else self._open(shard, write=write).flat
         begin, end = shard.slice_part(handle.index)

@@ -129,9 +129,7 @@ def make_plan(
 
     Raises CapacityError with the least workable budget, ConfigError when a home has no folder.
     """
-    for path in config.nvme_paths:
-        if not os.path.isdir(path):
-            raise ConfigError(f"nvme_paths: there is no folder {path}. Create it, or name another.")
+    check_folders(config)
     budgets = {tier: _budget(tier, config, free) for tier in Tier}
     least: MemoryPlan | None = None
     fitting: list[MemoryPlan] = []
@@ -153,6 +151,13 @@ def make_plan(
         raise ConfigError("something has its home on NVMe, but nvme_paths is empty: name a folder on the disk to use")
     tight = max(Tier, key=lambda tier: least.planned_nbytes(tier) - budgets[tier])
     raise _too_small(least, tight, budgets[tight], config)
+
+
+def check_folders(config: Config) -> None:
+    """Raises ConfigError when a folder of ``nvme_paths`` is not there."""
+    for path in config.nvme_paths:
+        if not os.path.isdir(path):
+            raise ConfigError(f"nvme_paths: there is no folder {path}. Create it, or name another.")
 
 
 # Arrays that move together. A step moves each byte of the weights four times, of the state twice: weights come first.
@@ -320,6 +325,13 @@ def _plan(
     add(Tier.HOST, "service buffer", service)
     add(Tier.HOST, "checksums", checksums if terms[Tier.NVME] else 0)
 
+    if any(shard.slices > 1 and shard.spec.stepped for shard in shards):
+        whole = max(shard.whole_nbytes("grad") for shard in shards if shard.spec.stepped)
+        if not any(shard.whole_grad for shard in shards):
+            # Filled while weights of the same units are held, and one more on its way to the others.
+            ratio = max(shard.spec.grad_dtype.itemsize / shard.spec.dtype.itemsize for shard in shards if shard.spec.stepped)
+            add(Tier.DEVICE, "gradients to be averaged", whole + round_up(int(held * ratio), native.BLOCK_NBYTES))
+        add(Tier.DEVICE, "gradients of other ranks", 2 * whole)  # as they come, and their sum in fp32
     window = 0
     tile = max((unit.tile_nbytes for unit in units), default=0)
     sliced = any(unit.is_sliced for unit in units)
@@ -333,11 +345,6 @@ def _plan(
         if config.device_memory is not None and config.params != "auto":  # with "auto" units have a home in the rest
             window = min(total, max(window, config.device_memory - tile - sum(terms[Tier.DEVICE].values())))
     add(Tier.DEVICE, "gathered weights", window)
-    if any(shard.slices > 1 and shard.spec.stepped for shard in shards):
-        # One is filled while the one before is on its way, with what comes from other ranks and its fp32 sum.
-        whole = max(shard.whole_nbytes("grad") for shard in shards if shard.spec.stepped)
-        add(Tier.DEVICE, "gradients to be averaged", (2 if not any(shard.whole_grad for shard in shards) else 0) * whole)
-        add(Tier.DEVICE, "gradients of other ranks", 2 * whole)
     add(Tier.DEVICE, "a tile", tile)
     return MemoryPlan(
         tiers=tiers,

@@ -2,7 +2,7 @@
 
 whole     a shard's gradient of this rank's part of the batch, all elements
 average   this rank's slice of the mean of all ranks' whole gradients
-order     of the units' reductions: the one in which they were ready in the first rank's first backward
+order     of the units' reductions: the first rank's forward reversed, then the one in which they were ready there
 
 All ranks reduce every unit in one order. A unit that is not ready on a rank (a branch it did not take) waits there for
 the end of the backward, and brings zeros where it got nothing; a parameter that no rank has a gradient of keeps none.
@@ -10,13 +10,14 @@ the end of the backward, and brings zeros where it got nothing; a parameter that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from .collectives import Peers, Pending
 from .gradients import GradientBank, GradState
 from .parameter import ParamHandle
+from .schedule import Schedule
 from .shard import ParamShard
 from .tiers import Ledger, Reservation, Tier
 from .unit import ParamUnit
@@ -31,14 +32,17 @@ class Reducer:
         units: Sequence[ParamUnit],
         bank: GradientBank,
         ledger: Ledger,
+        schedule: Schedule,
         on_reduced: Callable[[ParamUnit], None],
     ):
         self._peers, self._bank, self._ledger = peers, bank, ledger
+        self._schedule = schedule
         self._on_reduced = on_reduced  # told when a unit's averages are at home
         self._units = list(units)
         self._whole: dict[ParamShard, tuple[torch.Tensor, Reservation]] = {}
         self._got: dict[ParamShard, set[int]] = {}  # parameters with a whole gradient, by index
-        self._order: list[ParamUnit] | None = None
+        self._order: list[ParamUnit] = []
+        self._settled = False  # whether the order is that of a whole backward
         self._ready: list[ParamUnit] = []
         self._position = 0  # in the order
         self._pending: list[Pending | ParamUnit] = []  # reductions, each unit's followed by the unit
@@ -67,7 +71,9 @@ class Reducer:
         if self._peers.keeps_gradients or unit in self._ready:
             return
         self._ready.append(unit)
-        while self._order and self._position < len(self._order) and self._order[self._position] in self._ready:
+        if not self._order:
+            self._order = self._agree_on_order(reversed(list(self._schedule.first())))
+        while self._position < len(self._order) and self._order[self._position] in self._ready:
             self._start(self._order[self._position])
             self._position += 1
 
@@ -76,8 +82,8 @@ class Reducer:
         if self._peers.keeps_gradients:
             self._unread = True
             return
-        if self._order is None:
-            self._order = self._agree_on_order()
+        if not self._order:
+            self._order = self._agree_on_order(reversed(list(self._schedule.first())))
         for unit in self._order[self._position :]:
             self._start(unit)
         # A gradient that came after its unit's turn (a second use, a nested backward) takes another round.
@@ -85,12 +91,16 @@ class Reducer:
             for unit in self._order:
                 self._start(unit)
         self._finish()
+        if not self._settled:
+            self._order, self._settled = self._agree_on_order(unit.index for unit in self._ready), True
         self._ready, self._position = [], 0
 
-    def _agree_on_order(self) -> list[ParamUnit]:
-        late = [unit for unit in reversed(self._units) if unit not in self._ready]
-        indices = torch.tensor([unit.index for unit in (*self._ready, *late)], dtype=torch.int64, device="cpu")
+    def _agree_on_order(self, first: Iterable[int]) -> list[ParamUnit]:
+        """The first rank's order: ``first``, then the rest from the last unit on."""
         by_index = {unit.index: unit for unit in self._units}
+        order = [index for index in first if index in by_index]
+        order += [index for index in reversed(by_index) if index not in order]
+        indices = torch.tensor(order, dtype=torch.int64, device="cpu")
         return [by_index[index] for index in self._peers.broadcast(indices, "the order of gradients").tolist()]
 
     def abandon(self) -> None:

@@ -270,6 +270,8 @@ class ParamShard:
     def read_own_part(self, store: ShardStore, name: str, index: int) -> torch.Tensor:
         """What of :meth:`read_part` is at home here."""
         begin, end = self.own_part(name, index)
+        if begin == end:
+            return torch.empty(0, dtype=self.arrays[name].dtype, device="cpu")
         first = self.own(name)[0]
         return store.read(self.arrays[name], begin - first, end - first)
 

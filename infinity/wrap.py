@@ -30,7 +30,7 @@ from .mesh import peers_of
 from .optimizer import InfinityOptimizer, moment_names, recognise, saved_step
 from .parameter import handle_of, raw_grad, set_raw_grad
 from .partition import Group, held_nbytes, is_managed, parameter_names, partition
-from .plan import MemoryPlan, ShardSize, UnitSize, make_plan, measured_free
+from .plan import MemoryPlan, ShardSize, UnitSize, check_folders, make_plan, measured_free
 from .shard import ParamShard, ShardSpec
 from .tiers import Tier, format_nbytes
 from .trace import Traffic
@@ -184,6 +184,7 @@ def _free(config: Config, peers: Peers) -> dict[Tier, int] | None:
     """What every rank has free at least: plans must not differ between ranks."""
     if peers.alone:
         return None
+    check_folders(config)
     mine = [measured_free(tier, config) // peers.local_size if tier is not Tier.NVME or config.nvme_paths else 0 for tier in Tier]
     return dict(zip(Tier, peers.least(mine, "free memory")))
 

@@ -40,7 +40,8 @@ def launch(
     (folder / "jobs").write_bytes(pickle.dumps(jobs))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *options,
                str(HERE / "rank_jobs.py"), str(folder)]  # fmt: skip
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | (environment or {})
+    # torch 2.13 keeps one store over restarts: a restarted rank would find the address of the one that died.
+    variables = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | (environment or {})
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables, start_new_session=True
     )

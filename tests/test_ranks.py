@@ -43,7 +43,7 @@ def two(tmp_path_factory) -> dict[str, list[Any]]:
     jobs["gradients:on-disk"] = {"shard": "parameters", "home": "nvme", "folder": str(folder / "swap")}
     split = models.at_home("nvme", "nvme", folder / "swap")
     jobs["parity:bf16"] = {"config": split, "dtype": torch.bfloat16}
-    jobs["parity:tight"] = {"config": split | {"host_memory": "3MiB", "device_memory": "2MiB"}}
+    jobs["parity:tight"] = {"config": split | {"host_memory": "6MiB", "device_memory": "2.5MiB"}}
     jobs["parity:int8"] = {"config": {"params": "host", "optimizer": "host", "moments": "int8"}}
     jobs["overflow"] = {}
     jobs["diverging"] = {}
@@ -240,8 +240,7 @@ def test_what_passes_between_ranks_is_the_papers_volume(two, mode, gathers, redu
     for found in two[name]:
         moved = {edge: counted["nbytes"] for edge, counted in found["stats"]["collectives"].items()}
         assert moved["reduce-scatter"] == STEPS * reduces * psi
-        assert moved["all-gather"] <= STEPS * gathers * psi
-        assert moved["all-gather"] > STEPS * (gathers - 1) * psi
+        assert 0.8 * STEPS * gathers * psi < moved["all-gather"] <= STEPS * gathers * psi
 
 
 @pytest.mark.parametrize(("mode", "nbytes"), [("parameters", 8), ("gradients", 8), ("optimizer", 10)])
