@@ -85,6 +85,7 @@ def _save(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.O
         "random": peers.collect(_random_state(), "random state"),
         "step_index": engine.step_index,
         "extra": _encode(extra, tensors, "extra"),
+        "persistent_buffers": _persistent_buffers(model),
     }
     tensors |= {f"buffer/{name}": buffer.detach().clone() for name, buffer in _buffers(model).items()}
     tensors |= {f"unmanaged/{name}": param.detach().clone() for name, param in _unmanaged(model).items()}
@@ -199,6 +200,14 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
 
 
+def _persistent_buffers(model: nn.Module) -> list[str]:
+    names = []
+    for path, module in model.named_modules():
+        kept = (name for name, buffer in module._buffers.items() if buffer is not None and name not in module._non_persistent_buffers_set)
+        names += [f"{path}.{name}" if path else name for name in kept]
+    return [name for name in names if name in _buffers(model)]
+
+
 def _unmanaged(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: param for name, param in model.named_parameters() if handle_of(param) is None}
 
@@ -249,14 +258,14 @@ def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.
 
 
 def _load(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
-    manifest = _read_manifest(root)
+    manifest = read_manifest(root)
     rank = engine.peers.data_rank
     try:
         data = root / manifest["data"]
         _check_parameters(engine, manifest["parameters"])
         for name, entry in manifest["files"].items():
-            _check_file(data / name, entry)
-        other = dict(_read_tensors(data / "other.safetensors"))
+            check_file(data / name, entry)
+        other = dict(read_tensors(data / "other.safetensors"))
         groups, extra = _decode(manifest["groups"], other), _decode(manifest["extra"], other)
         _check_complete(engine, manifest, data)
         # A rank that did not exist then goes on with the generators it has.
@@ -279,7 +288,7 @@ def _load(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.O
     by_name = {handle.name: handle for unit in engine.units for handle in unit.handles}
     for name, entry in manifest["files"].items():
         if name.startswith("unit-"):
-            for key, tensor in _read_tensors(data / name):
+            for key, tensor in read_tensors(data / name):
                 array, _, parameter = key.partition("/")
                 handle = by_name[parameter]
                 if array in handle.shard.arrays:
@@ -312,7 +321,7 @@ def _restore_step(engine: Engine, handle: ParamHandle, step: int) -> None:
         engine.gradients.clear(handle)
 
 
-def _read_manifest(root: Path) -> dict[str, Any]:
+def read_manifest(root: Path) -> dict[str, Any]:
     path = root / MANIFEST
     try:
         text = path.read_text(encoding="utf-8")
@@ -336,7 +345,7 @@ def _read_manifest(root: Path) -> dict[str, Any]:
     return content
 
 
-def _check_file(path: Path, entry: dict[str, Any]) -> None:
+def check_file(path: Path, entry: dict[str, Any]) -> None:
     try:
         nbytes = path.stat().st_size
     except OSError as error:
@@ -414,7 +423,7 @@ def _check_shapes(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor])
             raise UsageError(f"{name} has shape {tuple(saved[name].shape)} in the checkpoint, {tuple(mine.shape)} here")
 
 
-def _read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         with safe_open(path, framework="pt") as opened:
             for name in opened.keys():

@@ -30,7 +30,7 @@ class TierStats:
 @dataclass(frozen=True)
 class Stats:
     """See the module. ``edges``: "nvme->host", "host->nvme", "host->device", "device->host". ``collectives``: "all-gather"
-    and "reduce-scatter", with the bytes this rank received. ``tiers``: "device", "host", "nvme". ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence."""
+    and "reduce-scatter" with the bytes this rank received; empty without other ranks. ``tiers``: "device", "host", "nvme". ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence."""
 
     edges: dict[str, EdgeTraffic]
     collectives: dict[str, EdgeTraffic]
@@ -70,7 +70,8 @@ def stats(model: nn.Module) -> Stats:
             f"The last step took {step_seconds:.3f} s; {slowest} alone needs {bound:.3f} s "
             f"({100 * bound / step_seconds if step_seconds else 0:.0f} % of it) and is the bottleneck."
         )
-    collectives = {name: dataclasses.replace(counted) for name, counted in engine.traffic.collectives.items()}
+    counted = {} if engine.peers.alone else engine.traffic.collectives
+    collectives = {name: dataclasses.replace(traffic) for name, traffic in counted.items()}
     return Stats(edges, collectives, tiers, engine.clock.steps, step_seconds, bound, sentence)
 
 

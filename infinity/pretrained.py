@@ -33,10 +33,22 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike) -> None:
 def _save(model: nn.Module, engine: Engine, folder: Path) -> None:
     engine.settle()
     writes = engine.peers.is_first
+    write_sources(folder, _sources(model, engine.store), writes=writes)
+    for part in ("config", "generation_config"):
+        if writes and hasattr(config := getattr(model, part, None), "save_pretrained"):
+            config.save_pretrained(folder)
+
+
+Source = tuple[int, Callable[[], torch.Tensor]]  # bytes, and how to read them
+
+
+def write_sources(folder: Path, sources: dict[str, Source], *, writes: bool = True) -> None:
+    """Reads the tensors and writes them, a file at a time, with an index where there are several. Without ``writes``
+    they are only read: other ranks need this one for it. Raises StorageError."""
     try:
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
-        files = _files(_sources(model, engine.store))
+        files = _files(sources)
         names = {}
         for number, entries in enumerate(files, start=1):
             single = len(files) == 1
@@ -45,17 +57,10 @@ def _save(model: nn.Module, engine: Engine, folder: Path) -> None:
             if writes:
                 _write(folder / name, tensors)
             names |= dict.fromkeys(entries, name)
-        if not writes:
-            return
-        _write_index(folder, names, sum(nbytes for entries in files for nbytes, _ in entries.values()))
+        if writes:
+            _write_index(folder, names, sum(nbytes for entries in files for nbytes, _ in entries.values()))
     except OSError as error:
         raise StorageError(error.errno, f"cannot write the model to {folder}: {error}", str(folder)) from error
-    for part in ("config", "generation_config"):
-        if hasattr(config := getattr(model, part, None), "save_pretrained"):
-            config.save_pretrained(folder)
-
-
-Source = tuple[int, Callable[[], torch.Tensor]]  # bytes, and how to read them
 
 
 def _sources(model: nn.Module, store) -> dict[str, Source]:

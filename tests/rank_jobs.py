@@ -341,7 +341,7 @@ def stepped_in_backward(shard: str) -> dict[str, Any]:
     return {"different": models.differing(*found)}
 
 
-def one_falls(how: str, folder: str) -> None:
+def one_falls(how: str, folder: str, steps: int = 50) -> None:
     """Rank 1 ends in the middle of training, in some way; what the others raise is on their stderr."""
     config = models.at_home("nvme", "nvme", Path(folder))
     model = build()
@@ -362,7 +362,7 @@ def one_falls(how: str, folder: str) -> None:
                 file.write(b"\xff" * path.stat().st_size)
     start = time.monotonic()
     try:
-        train(model, optimizer, steps=50, first=2)
+        train(model, optimizer, steps=steps, first=2)
     finally:
         Path(folder, f"took.{dist.get_rank()}").write_text(str(time.monotonic() - start))
 

@@ -38,13 +38,27 @@ def launch(
     that did not get so far has None), and torchrun's end. No process is left behind."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs").write_bytes(pickle.dumps(jobs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *options,
-               str(HERE / "rank_jobs.py"), str(folder)]  # fmt: skip
+    done = run_torchrun(world, [*options, str(HERE / "rank_jobs.py"), str(folder)], seconds=seconds, environment=environment)
+    results: dict[str, list[Any]] = {name: [None] * world for name in jobs}
+    for rank in range(world):
+        for name in jobs:
+            path = folder / f"{name.replace(':', '-')}.{rank}"
+            if path.exists():
+                results[name][rank] = pickle.loads(path.read_bytes())
+    return results, done
+
+
+def run_torchrun(
+    world: int, command: list[str], *, seconds: float = SECONDS, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess:
+    """torchrun on this machine. No process is left behind, whatever happens."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *command]
     # torch 2.13 keeps one store over restarts: a restarted rank would find the address of the one that died.
-    variables = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | (environment or {})
+    variables = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables, start_new_session=True
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables | (environment or {}),
+        start_new_session=True,
+    )  # fmt: skip
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -56,10 +70,4 @@ def launch(
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-    results: dict[str, list[Any]] = {name: [None] * world for name in jobs}
-    for rank in range(world):
-        for name in jobs:
-            path = folder / f"{name.replace(':', '-')}.{rank}"
-            if path.exists():
-                results[name][rank] = pickle.loads(path.read_bytes())
-    return results, subprocess.CompletedProcess(command, process.returncode, out, err)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)

@@ -32,6 +32,7 @@ FLOORS = [
     ["engine"],
     ["wrap"],
     ["checkpoint", "pretrained", "measure"],
+    ["export"],
     ["__init__"],
     ["bench"],
     ["cli"],

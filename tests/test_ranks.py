@@ -394,3 +394,36 @@ def test_torchrun_restarts_from_the_checkpoint(tmp_path):
         assert found["first"] >= 2
         assert not models.differing(found["weights"], rank_jobs.cloned(model.state_dict()))
     infinity.unwrap_model(model, optimizer)
+
+
+def test_the_command_line_trains_under_torchrun_and_exports(tmp_path):
+    """`torchrun -m infinity train` on two ranks: the folder that it saves, and `infinity export` of its checkpoint, hold the
+    same weights; --resume goes on from it."""
+    import json
+    import subprocess
+    import sys
+
+    from infinity.cli import main
+    from ranks import run_torchrun
+
+    tiny = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 256,
+            "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(tiny))
+    (tmp_path / "text.txt").write_text("All that is gold does not glitter. " * 200)
+    command = ["-m", "infinity", "train", "--model", str(tmp_path / "config.json"), "--data", str(tmp_path / "text.txt"),
+               "--batch-size", "2", "--sequence-length", "16", "--threads", "1", "--eval-batches", "1", "--params", "host",
+               "--optimizer", "host", "--checkpoint", str(tmp_path / "checkpoint"), "--sample-bytes", "0", "--json"]  # fmt: skip
+    done = run_torchrun(2, [*command, "--steps", "3", "--out", str(tmp_path / "out")])
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)  # of the first rank alone
+    assert len(report["losses"]) == 3 and {"all-gather", "reduce-scatter"} <= set(report["edges"])
+    assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "exported"), "--model", str(tmp_path / "out")]) == 0
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert saved.keys() == exported.keys() and all(torch.equal(saved[name], exported[name]) for name in saved)
+    more = run_torchrun(2, [*command, "--steps", "4", "--resume"])
+    assert more.returncode == 0 and len(json.loads(more.stdout)["losses"]) == 1, more.stderr[-3000:]
+    damaged = next((tmp_path / "checkpoint").glob("infinity-*/unit-00001-rank-00001.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-4])
+    assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "again")]) == 2
+    assert subprocess.run([sys.executable, "-m", "infinity", "export", "--help"], capture_output=True).returncode == 0

@@ -23,7 +23,7 @@ from types import ModuleType
 
 from ..errors import InfinityError
 
-SUBCOMMANDS = ("bench", "env", "plan", "trace", "train")
+SUBCOMMANDS = ("bench", "env", "export", "plan", "trace", "train")
 BAD_INPUT_STATUS = 2
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 

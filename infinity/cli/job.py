@@ -25,6 +25,7 @@ import infinity
 from ..errors import InfinityError, UsageError
 from .interrupt import Interrupt
 from .options import DEFAULT_MAX_GRAD_NORM
+from .ranks import Ranks
 from .text import Batches
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Job:
     fixed_values: dict[str, Any]
     checkpoint: Path | None
     checkpoint_every: int
+    ranks: Ranks
     first_step: int = 0
     next_step: int = 0
     loss_before: float | None = None
@@ -63,7 +65,7 @@ class Job:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.batches.batch_size * self.batches.sequence_length * self.accumulate
+        return self.batches.batch_size * self.batches.sequence_length * self.accumulate * self.ranks.count
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,7 +73,9 @@ class Job:
         return len(self.step_seconds) * self.tokens_per_step / seconds if seconds else 0.0
 
 
-def make_job(args: argparse.Namespace, model: nn.Module, batches: Batches, config: infinity.Config) -> Job:
+def make_job(
+    args: argparse.Namespace, model: nn.Module, batches: Batches, config: infinity.Config, ranks: Ranks
+) -> Job:
     import torch
 
     model.config.architectures = [type(model).__name__]
@@ -92,6 +96,7 @@ def make_job(args: argparse.Namespace, model: nn.Module, batches: Batches, confi
         max_grad_norm=max_grad_norm,
         checkpoint=args.checkpoint,
         checkpoint_every=args.checkpoint_every,
+        ranks=ranks,
         fixed_values={
             "parameters": parameters_count,
             "data": batches.corpus.fingerprint,
@@ -101,7 +106,7 @@ def make_job(args: argparse.Namespace, model: nn.Module, batches: Batches, confi
             "moments": config.moments,
             "batch_size": args.batch_size,
             "sequence_length": batches.sequence_length,
-            "accumulate": args.accumulate,
+            "accumulate": args.accumulate * ranks.count,  # fewer ranks go on with more micro-batches each
             "lr": args.lr,
             "weight_decay": args.weight_decay,
             "warmup_steps": args.warmup_steps,
@@ -134,7 +139,7 @@ def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], N
     """Steps until done or interrupted; an interrupted job saves a checkpoint after the step it was in."""
     job.model.train()
     start = EdgeCounts.of(job.model)
-    while job.next_step < job.steps and interrupt.signum is None:
+    while job.next_step < job.steps and not _interrupted(job, interrupt):
         started_at = time.perf_counter()
         job.losses.append(train_step(job, job.next_step))
         job.step_seconds.append(time.perf_counter() - started_at)
@@ -147,19 +152,27 @@ def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], N
     return EdgeCounts.of(job.model).since(start)
 
 
+def _interrupted(job: Job, interrupt: Interrupt) -> bool:
+    """Whether any rank got a signal: all of them stop after the same step."""
+    signum = job.ranks.largest(interrupt.signum or 0)
+    interrupt.signum = signum or None
+    return bool(signum)
+
+
 def train_step(job: Job, step: int) -> float:
     """One optimizer step; returns its loss. A loss that is not finite raises before the weights are touched."""
     import torch
 
-    # Dropout too follows from (seed, step) alone, as the batches do.
-    torch.manual_seed((job.seed * 1_000_003 + step) % 2**63)
+    # Dropout too follows from (seed, step, rank) alone, as the batches do.
+    torch.manual_seed((job.seed * 1_000_003 + step + 7_919 * job.ranks.rank) % 2**63)
     device = next(job.model.parameters()).device
     loss_sum = 0.0
     for micro_batch in range(job.accumulate):
-        tokens = job.batches.train(step, micro_batch).to(device)
+        turn = micro_batch * job.ranks.count + job.ranks.rank
+        tokens = job.batches.train(step, turn).to(device)
         loss = job.model(input_ids=tokens, labels=tokens).loss / job.accumulate
         loss_sum += loss.item()
-        if not math.isfinite(loss_sum):
+        if not math.isfinite(loss_sum):  # the other ranks are told by their next collective
             raise InfinityError(f"The loss is {loss_sum} at step {step}. Lower --lr, or lengthen --warmup-steps.")
         loss.backward()
     if job.max_grad_norm is not None:
@@ -167,7 +180,7 @@ def train_step(job: Job, step: int) -> float:
     job.optimizer.step()
     job.scheduler.step()
     job.optimizer.zero_grad()
-    return loss_sum
+    return job.ranks.mean(loss_sum)
 
 
 def held_out_loss(model: nn.Module, batches: list[torch.Tensor]) -> float:
@@ -191,11 +204,12 @@ class EdgeCounts:
     """What `infinity.stats` had counted at one moment, taken out of it, so that two moments can be subtracted."""
 
     at_seconds: float
-    edges: dict  # edge -> {"nbytes", "busy_seconds", "stall_seconds"}
+    edges: dict  # edge or collective -> {"nbytes", "busy_seconds", "stall_seconds"}
 
     @classmethod
     def of(cls, model: nn.Module) -> EdgeCounts:
-        edges = {edge: dataclasses.asdict(moved) for edge, moved in infinity.stats(model).edges.items()}
+        stats = infinity.stats(model)
+        edges = {edge: dataclasses.asdict(moved) for edge, moved in (stats.edges | stats.collectives).items()}
         return cls(at_seconds=time.perf_counter(), edges=edges)
 
     def since(self, start: EdgeCounts) -> EdgeCounts:

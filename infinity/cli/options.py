@@ -43,6 +43,8 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--params", choices=HOMES, help="home of the parameters (default auto)")
     add("--optimizer", choices=HOMES, help="home of master weights and moments (default auto)")
+    add("--shard", choices=("optimizer", "gradients", "parameters"),
+        help="under torchrun, what each rank has only its part of (default parameters)")
     add("--activations", choices=HOMES, help="home of what the forward saves for the backward (default auto)")
     add("--micro-batch", type=_positive, metavar="N", help="samples that a unit runs at once (default all)")
     add(

@@ -3,6 +3,7 @@
 Here is the order of things; each noun has its file. Every module imports only those above it:
 
   text, options, interrupt    what is learned from; what the command line takes; a signal, until a step is complete
+  ranks                       the processes that torchrun started
   settings, model             the engine's options; the model as transformers has it
   job                         the loop and its checkpoints
   progress, report, sample    what is shown: during the job, of its numbers, of its result
@@ -34,6 +35,7 @@ from .model import (
 )
 from .options import add_options, check_options
 from .progress import ProgressBar, ProgressLines, Scalars, make_progress
+from .ranks import Ranks
 from .report import make_report, measure_disks, predict_step, print_report
 from .sample import printable, sample
 from .settings import engine_config, engine_settings
@@ -65,13 +67,21 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """The whole job; returns the exit status. Bad input raises before the model is built."""
     check_options(args)
+    ranks = Ranks()
+    try:
+        return _run(args, ranks)
+    finally:
+        ranks.end()
+
+
+def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     import torch
 
     settings = engine_settings(args)
     files = find_text_files(args.data)
-    console = _prepare(args)
+    console = _prepare(args, ranks)
     engine_config(settings)  # a wrong engine option is refused here already
-    scalars = Scalars(args.tensorboard) if args.tensorboard else None
+    scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
 
     model_config = read_model_config(args.model)
     tokenizer = read_tokenizer(args.model)
@@ -90,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         checkpointing=args.gradient_checkpointing,
     )  # fmt: skip
     with no_cache(model):
-        job = make_job(args, model, batches, config)
+        job = make_job(args, model, batches, config, ranks)
         predicted = predict_step(job, config, compute.seconds * args.accumulate)
         console.print(f"predicted: {predicted:.3f} s per step ({compute.how} on this machine)")
         del model  # from here on the job holds the only reference, so that it can let go of it
@@ -109,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         report.update(_save_and_sample(args, job, tokenizer, console))
     else:
         console.print("The trained model is not saved: no --out.")
-    if args.json:
+    if args.json and ranks.is_first:
         print(json.dumps(report))
     return 0
 
@@ -123,8 +133,8 @@ def _watchers(progress: ProgressBar | ProgressLines, scalars: Scalars | None) ->
     return show
 
 
-def _prepare(args: argparse.Namespace) -> Console:
-    """Imports what is heavy, silences what would draw into the progress bar; returns where to print."""
+def _prepare(args: argparse.Namespace, ranks: Ranks) -> Console:
+    """Imports what is heavy, silences what would draw into the progress bar; returns where to print: the first rank does."""
     try:
         import torch
         import transformers
@@ -136,7 +146,7 @@ def _prepare(args: argparse.Namespace) -> Console:
     transformers.utils.logging.disable_progress_bar()
     if args.threads:
         torch.set_num_threads(args.threads)
-    return Console(stderr=args.json, highlight=False, markup=False, soft_wrap=True)
+    return Console(stderr=args.json, quiet=not ranks.is_first, highlight=False, markup=False, soft_wrap=True)
 
 
 def _make_batches(args: argparse.Namespace, files: TextFiles, sequence_length: int, tokenizer: Any) -> Batches:
@@ -167,20 +177,20 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
 def _end_interrupted(args: argparse.Namespace, job: Job, console: Console, signum: int) -> int:
     saved = f"saved to {args.checkpoint}; --resume continues" if args.checkpoint else "nothing saved (no --checkpoint)"
     console.print(f"Interrupted after step {job.next_step} of {job.steps}: {saved}")
-    if args.json:
+    if args.json and job.ranks.is_first:
         print(json.dumps({"interrupted": True, "steps": job.next_step, "losses": job.losses}))
     return 128 + signum
 
 
 def _save_and_sample(args: argparse.Namespace, job: Job, tokenizer: Any, console: Console) -> dict[str, str]:
     infinity.save_pretrained(job.model, args.out)
-    if tokenizer is not None:
+    if tokenizer is not None and job.ranks.is_first:
         tokenizer.save_pretrained(args.out)
     console.print(f"Saved to {args.out}")
-    batches, seed = job.batches, job.seed
+    batches, seed, is_first = job.batches, job.seed, job.ranks.is_first
     job.let_go()
     result = {"out": str(args.out)}
-    if args.sample_bytes:
+    if args.sample_bytes and is_first:
         prompt = args.prompt or (DEFAULT_PROMPT if args.data is None else None)
         prompt, text = sample(
             args.out, prompt=prompt, ntokens=args.sample_bytes, seed=seed, tokenizer=tokenizer, batches=batches

@@ -1,0 +1,32 @@
+"""`infinity export`: a checkpoint's weights as a folder that transformers loads. Needs no GPU and no other ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Registers the command."""
+    parser = subparsers.add_parser("export", help="write a checkpoint's weights as safetensors")
+    parser.add_argument("checkpoint", type=Path, help="a folder that save_checkpoint, or `infinity train`, wrote")
+    parser.add_argument("out", type=Path, help="the folder to write")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: what the model computed in; fp32 takes the masters")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="copy configuration and tokenizer from this folder")
+    parser.add_argument("--json", action="store_true", help="print what was written as one JSON object")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the folder and says how much that was."""
+    from ..config import DTYPES
+    from ..export import export
+    from ..tiers import format_nbytes
+
+    written = export(args.checkpoint, args.out, dtype=DTYPES[args.dtype] if args.dtype else None, model=args.model)
+    if args.json:
+        print(json.dumps({"out": str(args.out)} | written))
+    else:
+        print(f"{written['parameters']:,} parameters ({format_nbytes(written['nbytes'])}) written to {args.out}")
+    return 0
