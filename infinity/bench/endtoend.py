@@ -99,6 +99,8 @@ def ours(job: Job) -> tuple[Step, Step]:
     from infinity.wrap import wrapped
 
     home = job.args.system.removeprefix("infinity_")
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group("gloo")
     model = make_model(job.args.size)
     config = {"params": home, "optimizer": home}
     if home == "nvme":
@@ -160,16 +162,17 @@ def deepspeed(job: Job) -> tuple[Step, Step]:
 
 
 def fsdp(job: Job) -> tuple[Step, Step]:
-    """FSDP2 with CPUOffloadPolicy, fp32 sharded parameters, bf16 compute, AdamW fused."""
+    """FSDP2 with or without CPUOffloadPolicy, fp32 sharded parameters, bf16 compute, AdamW fused."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     _one_process()
     torch.distributed.init_process_group("gloo")
     model = make_model(job.args.size).float()
-    mesh = init_device_mesh("cpu", (1,))
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-               "offload_policy": CPUOffloadPolicy(pin_memory=False)}  # fmt: skip
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    if job.args.system == "fsdp2_cpu":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     for block in model.transformer.h:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -187,12 +190,16 @@ def fsdp(job: Job) -> tuple[Step, Step]:
 
 
 def _one_process() -> None:
+    """What torchrun would have set, where it has not."""
+    if "RANK" in os.environ:
+        return
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
 
 
 SYSTEMS: dict[str, Callable[[Job], tuple[Step, Step]]] = {
     "plain": plain, "infinity_device": ours, "infinity_host": ours, "infinity_nvme": ours, "fsdp2_cpu": fsdp,
+    "fsdp2": fsdp,
     "deepspeed_cpu": deepspeed, "deepspeed_nvme": deepspeed, "deepspeed_nvme_tuned": deepspeed,
 }  # fmt: skip
 
@@ -222,17 +229,29 @@ def main() -> None:
             step()
         finish()
         seconds = (time.perf_counter() - start) / args.steps
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"tokens_per_second": args.micro_batches * job.tokens / seconds, "peak_nbytes": peak}))
+    totals = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0, 1.0], dtype=torch.float64)
+    first = True
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(totals)
+        first = torch.distributed.get_rank() == 0
+    peak, ranks = totals.tolist()
+    if first:
+        print(json.dumps({"tokens_per_second": ranks * args.micro_batches * job.tokens / seconds, "peak_nbytes": peak}))
     sys.stdout.flush()
     os._exit(0)  # a peer's threads may not end
 
 
-def run(system: str, options: list[str], *, timeout: float = 900) -> dict | str:
-    """One job; the reason where the system cannot do it."""
-    command = [sys.executable, "-P", "-m", "infinity.bench.endtoend", system, *options]
+def run(system: str, options: list[str], *, ranks: int = 1, timeout: float = 900) -> dict | str:
+    """One job of some processes; the reason where the system cannot do it."""
+    command = [sys.executable, "-P", "-m"]
+    if ranks > 1:
+        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    threads = max(1, (os.cpu_count() or 1) // ranks)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            [*command, "infinity.bench.endtoend", system, *options], capture_output=True, text=True, timeout=timeout,
+            env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if ranks > 1 else {}),
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"no end within {timeout:.0f} s"
     try:
@@ -245,12 +264,12 @@ def measure(settings: Settings) -> Measured:
     """Rows ``train.<system>`` (tokens/s) and ``train.<system>.peak`` (GiB), then the same with clipping and with eight
     micro-batches (``train.clip``, ``train.micro8``; ``train.units8`` runs them unit by unit)."""
     size = "134M" if settings.scale >= 1 else "50M"
-    found = _turns(settings, list(SYSTEMS), size, ROUNDS)
+    found = turns(settings, [system for system in SYSTEMS if system != "fsdp2"], size, ROUNDS)
     few = ["plain", "infinity_host", "infinity_nvme", "deepspeed_cpu", "deepspeed_nvme_tuned"]
-    found.add(_turns(settings, few, size, 1, options=["--clip"], name=".clip"))
+    found.add(turns(settings, few, size, 1, options=["--clip"], name=".clip"))
     eight = ["--micro-batches", "8", "--steps", "2"]
-    found.add(_turns(settings, few, size, 1, options=eight, name=".micro8"))
-    found.add(_turns(settings, ["infinity_host", "infinity_nvme"], size, 1, options=[*eight, "--units-at-once"], name=".units8"))
+    found.add(turns(settings, few, size, 1, options=eight, name=".micro8"))
+    found.add(turns(settings, ["infinity_host", "infinity_nvme"], size, 1, options=[*eight, "--units-at-once"], name=".units8"))
     found.series["train.budget"] = _budgets(settings)
     return found
 
@@ -271,8 +290,16 @@ def _budgets(settings: Settings) -> list[dict]:
     return points
 
 
-def _turns(
-    settings: Settings, systems: list[str], size: str, rounds: int, *, options: Sequence[str] = (), name: str = ""
+def turns(
+    settings: Settings,
+    systems: list[str],
+    size: str,
+    rounds: int,
+    *,
+    options: Sequence[str] = (),
+    name: str = "",
+    ranks: int = 1,
+    theme: str = "train",
 ) -> Measured:
     """The rows of ``systems``, which take turns, one process each."""
     chosen = [system for system in systems if settings.peers or system.startswith(("plain", "infinity"))]
@@ -281,9 +308,9 @@ def _turns(
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
         for _ in range(rounds):
             for system in list(found):
-                result = run(system, ["--size", size, "--folder", folder, *options])
+                result = run(system, ["--size", size, "--folder", folder, *options], ranks=ranks)
                 if isinstance(result, str):
-                    notes.append(f"train{name}: {system} does not run here ({result})")
+                    notes.append(f"{theme}{name}: {system} does not run here ({result})")
                     del found[system]
                 else:
                     found[system].append(result)
@@ -296,8 +323,8 @@ def _turns(
                 if not peer.startswith("infinity"):
                     pairs = zip(speeds, (result["tokens_per_second"] for result in theirs))
                     ratios[peer] = statistics.median(our / their for our, their in pairs)
-        rows.append(row(f"train{name}.{system}", "tokens/s", speeds, ratios=ratios))
-        rows.append(row(f"train{name}.{system}.peak", "GiB", [result["peak_nbytes"] / 2**30 for result in results]))
+        rows.append(row(f"{theme}{name}.{system}", "tokens/s", speeds, ratios=ratios))
+        rows.append(row(f"{theme}{name}.{system}.peak", "GiB", [result["peak_nbytes"] / 2**30 for result in results]))
     return Measured(rows, notes)
 
 

@@ -22,7 +22,7 @@ MODULES = {
     "copy": "infinity.bench.copies",
     "step": "infinity.bench.step",
 }
-APART = {"train": "infinity.bench.endtoend"}  # a quarter of an hour: not part of "all"
+APART = {"train": "infinity.bench.endtoend", "ranks": "infinity.bench.ranks"}  # a quarter of an hour each: not in "all"
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
