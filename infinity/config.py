@@ -198,6 +198,7 @@ class _DeepSpeed:
     """A DeepSpeed config on its way to ours: what was taken, and one line for every key of what became of it."""
 
     HOMES = {"cpu": "host", "nvme": "nvme", "none": "device", None: "device"}
+    STAGES = dict(enumerate(SHARDED, start=1))
 
     def __init__(self, mapping: Mapping):
         self.mapping = mapping
@@ -235,6 +236,15 @@ class _DeepSpeed:
             self.report.append(f"{path}nvme_path used as nvme_paths")
         self.ignore(path, table, "device", "nvme_path")
 
+    def stage(self, zero: Mapping) -> None:
+        """``stage`` 1, 2 or 3 to what the ranks share out."""
+        value = zero.get("stage")
+        if value in self.STAGES and not isinstance(value, bool):
+            self.fields["shard"] = self.STAGES[value]
+            self.report.append(f"zero_optimization.stage={value} mapped to shard={self.STAGES[value]!r}")
+        elif "stage" in zero:
+            self.report.append("zero_optimization.stage ignored")
+
     def precision(self, key: str) -> None:
         """``bf16`` or ``fp16`` to the dtype of the parameters."""
         table = self.section("", self.mapping, key)
@@ -263,7 +273,8 @@ def _translate_deepspeed(mapping: Mapping) -> tuple[Config, list[str]]:
     zero = translation.section("", mapping, "zero_optimization")
     translation.offload(zero, "offload_param", "params")
     translation.offload(zero, "offload_optimizer", "optimizer")
-    translation.ignore("zero_optimization.", zero, "offload_param", "offload_optimizer")
+    translation.stage(zero)
+    translation.ignore("zero_optimization.", zero, "offload_param", "offload_optimizer", "stage")
     translation.precision("bf16")
     translation.precision("fp16")
     translation.clipping()

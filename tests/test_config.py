@@ -190,7 +190,8 @@ def test_a_deepspeed_config_keeps_its_meaning(tmp_path, caplog):
     "source, changed",
     [
         ({}, {}),
-        ({"zero_optimization": {"stage": 2}}, {}),
+        ({"zero_optimization": {"stage": 2}}, {"shard": "gradients"}),
+        ({"zero_optimization": {"stage": 0}}, {}),
         ({"zero_optimization": {"offload_param": {"device": "none"}}}, {"params": "device"}),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {"optimizer": "host"}),
         ({"fp16": {"enabled": True}}, {"param_dtype": "fp16"}),
