@@ -7,8 +7,9 @@ is removed afterwards. So whatever happens, the manifest names data that is whol
 Tensors are stored per parameter, under its name:  ``weight/<name>`` in the dtype the model computes in,
 ``master/<name>`` (low halves or fp32) where there is one, ``exp_avg/<name>`` and ``exp_avg_sq/<name>``.
 
-Of several ranks each writes what it has at home, in files of its own; the manifest says which elements of a tensor a
-file's part is. Any number of ranks reads them: each what its own homes need.
+Of several ranks each writes what it has at home, in files of its own; a file's header says which elements of a tensor
+its part is. Any number of ranks reads them: each what its own homes need. The header's form is that of
+torch.distributed.checkpoint, whose ``HuggingFaceStorageReader`` loads the data folder too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ from .wrap import wrapped
 FORMAT = 2
 MANIFEST = "manifest.json"
 DATA_NAME = re.compile(r"infinity-[0-9a-f]{12}")
+PARTS = "DCP_SHARDING_INFO"  # in a file's header: tensor -> {"saved_offsets": [its first element]}
 SAVED = [name for name in ARRAYS if name != "grad"]
 
 
@@ -135,8 +138,7 @@ def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
     for unit in engine.units:
         rank = "" if engine.peers.size == 1 else f"-rank-{engine.peers.rank:05d}"
         name = f"unit-{unit.index:05d}{rank}.safetensors"
-        tensors, begins = _unit_tensors(engine, unit)
-        entries[name] = _write_tensors(data / name, tensors) | ({"begin": begins} if begins else {})
+        entries[name] = _write_tensors(data / name, *_unit_tensors(engine, unit))
     return entries
 
 
@@ -158,7 +160,7 @@ def _engine_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Eng
 
 
 def _unit_tensors(engine: Engine, unit: ParamUnit) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """The unit's tensors, and where the part of one begins that is not there from its first element on."""
+    """The unit's tensors, flat, as far as they are at home here, and the element that each part begins with."""
     tensors, begins = {}, {}
     for handle in unit.handles:
         shard = handle.shard
@@ -169,8 +171,7 @@ def _unit_tensors(engine: Engine, unit: ParamUnit) -> tuple[dict[str, torch.Tens
                 part = shard.read_own_part(engine.store, name, handle.index)
                 if part.numel() or engine.peers.size == 1:
                     tensors[f"{name}/{handle.name}"] = part
-                    if begin:
-                        begins[f"{name}/{handle.name}"] = begin
+                    begins[f"{name}/{handle.name}"] = begin
     return tensors, begins
 
 
@@ -212,8 +213,12 @@ def _unmanaged(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: param for name, param in model.named_parameters() if handle_of(param) is None}
 
 
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor], begins: dict[str, int] | None = None) -> dict[str, Any]:
+    begins = begins or {}
+    offsets = {name: [begins.get(name, 0)] + [0] * (tensor.dim() - 1) for name, tensor in tensors.items()}
+    told = {name: {"saved_offsets": offset[: tensors[name].dim()]} for name, offset in offsets.items()}
+    header = {"format": "pt", "DCP_VERSION": "1.0", PARTS: json.dumps(told)}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=header)
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
     return {"nbytes": path.stat().st_size, "crc32c": _file_checksum(path)}
@@ -265,7 +270,7 @@ def _load(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.O
         _check_parameters(engine, manifest["parameters"])
         for name, entry in manifest["files"].items():
             check_file(data / name, entry)
-        other = dict(read_tensors(data / "other.safetensors"))
+        other = {key: tensor for key, _, tensor in read_parts(data / "other.safetensors")}
         groups, extra = _decode(manifest["groups"], other), _decode(manifest["extra"], other)
         _check_complete(engine, manifest, data)
         # A rank that did not exist then goes on with the generators it has.
@@ -286,13 +291,12 @@ def _load(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.O
     engine.prefetcher.release_all(engine.units)
     engine.step_index = manifest["step_index"]
     by_name = {handle.name: handle for unit in engine.units for handle in unit.handles}
-    for name, entry in manifest["files"].items():
+    for name in manifest["files"]:
         if name.startswith("unit-"):
-            for key, tensor in read_tensors(data / name):
+            for key, begin, tensor in read_parts(data / name):
                 array, _, parameter = key.partition("/")
                 handle = by_name[parameter]
                 if array in handle.shard.arrays:
-                    begin = entry.get("begin", {}).get(key, 0)
                     handle.shard.write_part(engine.store, array, handle.index, tensor, begin=begin, version=engine.step_index)
     for handle in by_name.values():
         _restore_step(engine, handle, manifest["parameters"][handle.name]["step"])
@@ -377,11 +381,10 @@ def _check_complete(engine: Engine, manifest: dict[str, Any], data: Path) -> Non
     if type(manifest["step_index"]) is not int:
         raise TypeError(f"step_index is {manifest['step_index']!r}")
     parts: dict[str, list[tuple[int, int]]] = {}
-    for name, entry in manifest["files"].items():
+    for name in manifest["files"]:
         if name.startswith("unit-"):
-            for key, length in _tensor_lengths(data / name).items():
-                begin = entry.get("begin", {}).get(key, 0)
-                parts.setdefault(key, []).append((begin, begin + length))
+            for key, begin, end in list_parts(data / name):
+                parts.setdefault(key, []).append((begin, end))
     lengths = {key: _covered(spans) for key, spans in parts.items()}
     for unit in engine.units:
         for handle in unit.handles:
@@ -423,21 +426,30 @@ def _check_shapes(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor])
             raise UsageError(f"{name} has shape {tuple(saved[name].shape)} in the checkpoint, {tuple(mine.shape)} here")
 
 
-def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as opened:
-            for name in opened.keys():
-                yield name, opened.get_tensor(name)
+            yield opened
     except SafetensorError as error:
         raise CorruptionError(f"{path} is not a readable safetensors file: {error}") from error
 
 
-def _tensor_lengths(path: Path) -> dict[str, int]:
-    try:
-        with safe_open(path, framework="pt") as opened:
-            return {name: math.prod(opened.get_slice(name).get_shape()) for name in opened.keys()}
-    except SafetensorError as error:
-        raise CorruptionError(f"{path} is not a readable safetensors file: {error}") from error
+def read_parts(path: Path) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """(name, first element, values) of every tensor of which ``path`` has a part, one at a time."""
+    with _opened(path) as opened:
+        told = json.loads((opened.metadata() or {}).get(PARTS, "{}"))
+        for name in opened.keys():
+            begin = told.get(name, {}).get("saved_offsets") or [0]
+            yield name, begin[0], opened.get_tensor(name)
+
+
+def list_parts(path: Path) -> list[tuple[str, int, int]]:
+    """(name, first element, the one behind the last) of the same, without reading values."""
+    with _opened(path) as opened:
+        told = json.loads((opened.metadata() or {}).get(PARTS, "{}"))
+        begins = {name: (told.get(name, {}).get("saved_offsets") or [0])[0] for name in opened.keys()}
+        return [(name, begin, begin + math.prod(opened.get_slice(name).get_shape())) for name, begin in begins.items()]
 
 
 # --- random number generators ---

@@ -30,6 +30,7 @@ from .trace import Traffic
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 SAID_NBYTES = 448  # what a rank is about to do, or why it failed
 FAILED = "failed: "
+HEARING_SECONDS = 5.0  # that a failed rank waits for another one to come to a meeting
 
 
 @dataclass(eq=False)
@@ -115,6 +116,11 @@ class Channel:
             except PeerError:
                 pass
             self._ended = True
+
+    @property
+    def was_heard(self) -> bool:
+        """Whether the others have come to the meeting at which this rank told that it failed, or are gone."""
+        return self._unheard is None or self._unheard[0].is_completed()
 
     def lost(self, what: str, error: RuntimeError) -> PeerError:
         """The error for a transport that has given up."""
@@ -370,9 +376,12 @@ class Peers:
                 channel.meet(what)
 
     def tell(self, error: BaseException) -> None:
-        """Lets the others know that this rank cannot go on."""
+        """Lets the others know that this rank cannot go on. Gives them a moment to hear it: this process may end next."""
         for channel in self.channels:
             channel.tell(error)
+        deadline = time.monotonic() + HEARING_SECONDS
+        while self.channels and not any(channel.was_heard for channel in self.channels) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def close(self) -> None:
         """Ends the groups that were made for this job."""

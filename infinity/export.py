@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from . import native
-from .checkpoint import check_file, read_manifest, read_tensors
+from .checkpoint import check_file, list_parts, read_manifest, read_parts
 from .errors import ConfigError, CorruptionError
 from .pretrained import Source, write_sources
 
@@ -45,7 +45,7 @@ def export(
     for name, told in manifest["parameters"].items():
         kind = dtype or getattr(torch, told["dtype"])
         sources[name] = _numel(told) * kind.itemsize, _reader(parts, name, told, kind)
-    other = dict(read_tensors(data / "other.safetensors"))
+    other = {key: tensor for key, _, tensor in read_parts(data / "other.safetensors")}
     kept = [f"buffer/{name}" for name in manifest["persistent_buffers"]]
     kept += [key for key in other if key.startswith("unmanaged/")]
     for key in kept:
@@ -79,11 +79,10 @@ class _Parts:
     def __init__(self, data: Path, manifest: dict[str, Any]):
         self._data = data
         self._parts: dict[str, list[tuple[int, str]]] = {}
-        for file, entry in manifest["files"].items():
+        for file in manifest["files"]:
             if file.startswith("unit-"):
-                with safe_open(data / file, framework="pt") as opened:
-                    for key in opened.keys():
-                        self._parts.setdefault(key, []).append((entry.get("begin", {}).get(key, 0), file))
+                for key, begin, _ in list_parts(data / file):
+                    self._parts.setdefault(key, []).append((begin, file))
 
     def read(self, key: str, numel: int) -> torch.Tensor:
         """The whole tensor, flat."""
