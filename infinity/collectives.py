@@ -172,6 +172,8 @@ class Peers:
     gathers: Channel | None = None  # weights, and everything outside forward and backward
     reduces: Channel | None = None  # gradients
     replicas: Channel | None = None
+    node: Channel | None = None  # this machine's ranks, where gathered weights are shared out among them too
+    compresses: bool = False  # whether gathered weights pass as 8-bit codes
     traffic: Traffic = field(default_factory=Traffic)
     own_groups: list[dist.ProcessGroup] = field(default_factory=list)  # made for this job, and ended with it
 
@@ -217,7 +219,7 @@ class Peers:
 
     @property
     def channels(self) -> list[Channel]:
-        return [channel for channel in (self.gathers, self.reduces, self.replicas) if channel is not None]
+        return [channel for channel in (self.gathers, self.reduces, self.replicas, self.node) if channel is not None]
 
     def allow_flags(self, count: int) -> None:
         """Makes room in meetings for ``count`` flags, which must be the same number on every rank."""
@@ -231,12 +233,32 @@ class Peers:
         if self.size == 1:
             return None
         what = f"gathering {what}"
-        self.gathers.meet(what)
+        if self.compresses and flat.is_floating_point():
+            mine = encode_blocks(flat.view(self.size, -1)[self.rank])
+            everyones = mine.new_empty(self.size * mine.numel())
+            return self._gather(self.gathers, everyones, mine, what, lambda: decode_blocks(everyones, flat, self.size))
         raw = _bytes_of(flat)
-        own = raw.view(self.size, -1)[self.rank]
+        return self._gather(self.gathers, raw, raw.view(self.size, -1)[self.rank], what)
+
+    def gather_in_node(self, flat: torch.Tensor, what: str) -> Pending:
+        """The same among this machine's ranks, whose slices of ``flat`` are larger."""
+        raw = _bytes_of(flat)
+        return self._gather(self.node, raw, raw.view(self.node.size, -1)[self.node.rank], f"gathering {what} in the node")
+
+    def _gather(
+        self, channel: Channel, whole: torch.Tensor, mine: torch.Tensor, what: str, then: Callable[[], None] | None = None
+    ) -> Pending:
+        channel.meet(what)
         start = time.perf_counter()
-        work = _all_gather(raw, own, group=self.gathers.group, async_op=True)
-        return Pending([work], what, lambda: self._count("all-gather", raw.numel() - own.numel(), what, start))
+        work = _all_gather(whole, mine, group=channel.group, async_op=True)
+
+        def finish() -> None:
+            edge = "all-gather" if channel is self.gathers else "all-gather in node"
+            self._count(edge, whole.numel() - mine.numel(), what, start)
+            if then is not None:
+                then()
+
+        return Pending([work], what, finish)
 
     # --- gradients ---
 
@@ -408,6 +430,26 @@ class Peers:
 
 def _bytes_of(flat: torch.Tensor) -> torch.Tensor:
     return flat.detach().view(torch.uint8)
+
+
+CODED_BLOCK = 256  # elements with one scale, where gathered weights are compressed
+
+
+def encode_blocks(values: torch.Tensor) -> torch.Tensor:
+    """Flat floats (whole blocks of 256) -> bytes: int8 codes, then an fp32 scale per block. Off by half a step, 1/254 of a
+    block's largest value, at most."""
+    blocks = values.to(torch.float32).view(-1, CODED_BLOCK)
+    scales = blocks.abs().amax(1, keepdim=True) / 127
+    codes = torch.where(scales > 0, blocks / scales, 0).round_().to(torch.int8)
+    return torch.cat([codes.view(torch.uint8).view(-1), scales.view(torch.uint8).view(-1)])
+
+
+def decode_blocks(encoded: torch.Tensor, out: torch.Tensor, parts: int) -> None:
+    """The values of ``parts`` encodings, one after the other, into flat ``out``."""
+    for source, target in zip(encoded.view(parts, -1), out.view(parts, -1)):
+        codes = source[: target.numel()].view(torch.int8).view(-1, CODED_BLOCK)
+        scales = source[target.numel() :].clone().view(torch.float32).unsqueeze(1)
+        target.view(-1, CODED_BLOCK).copy_(codes * scales)
 
 
 def _ordered_sum(parts: torch.Tensor) -> torch.Tensor:

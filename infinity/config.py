@@ -61,6 +61,11 @@ class Config:
     shard
         With several ranks, what each has only its part of: ``"optimizer"`` (its state; ZeRO-1), ``"gradients"`` (these
         too; ZeRO-2), or ``"parameters"`` (everything; ZeRO-3).
+    shard_in_node, compress_gathers
+        With several ranks: whether those of one machine also share out, among themselves, weights that were gathered, so
+        that the backward's gather stays inside it (ZeRO++'s secondary partition); whether gathered weights pass as
+        8-bit codes with a scale per 256 elements, which computes with weights that are off by up to 1/254 of their
+        block's largest.
     update_threads
         Threads of the optimizer's kernels; None: as many as torch computes with.
     micro_batch, max_grad_norm, checksums, weights, trace
@@ -81,6 +86,8 @@ class Config:
     grad_dtype: torch.dtype | str | None = None
     units: str | tuple[str, ...] | list[str] = "auto"
     shard: str = "parameters"
+    shard_in_node: bool = False
+    compress_gathers: bool = False
     update_threads: int | None = None
     micro_batch: int | None = None
     max_grad_norm: float | None = None
@@ -118,8 +125,9 @@ class Config:
             raise ConfigError(f"max_grad_norm={norm!r} must be a positive number, or None for no clipping")
         if self.trace is not None and (not isinstance(self.trace, (str, os.PathLike)) or "\0" in os.fspath(self.trace)):
             raise ConfigError(f"trace={self.trace!r} must be the path of a file, or None")
-        if not isinstance(self.checksums, bool):
-            raise ConfigError(f"checksums={self.checksums!r} must be True or False")
+        for name in ("checksums", "shard_in_node", "compress_gathers"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -137,6 +137,8 @@ class Engine:
         self._slots = slots  # the updater has its address only
         checksums = plan.terms[Tier.HOST].get("checksums", 0)
         self._reservations.append(self.ledger.reserve(Tier.HOST, checksums, "checksums"))
+        second = plan.terms[Tier.DEVICE].get("second slices", 0)
+        self._reservations.append(self.ledger.reserve(Tier.DEVICE, second, "second slices"))
         self.store.open(regions)
         if stepping:
             self.updater = native.Updater(

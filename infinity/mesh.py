@@ -51,6 +51,25 @@ def peers_of(mesh: Any, *, traffic: Traffic) -> Peers:
     return peers
 
 
+def join_node(peers: Peers, mesh: Any) -> None:
+    """Adds the channel of the ranks on this machine, where a row has several machines with equally many of its ranks each.
+    Every rank has to call it."""
+    if peers.size == 1:
+        return
+    timeout, me = _timeout(), dist.get_rank()
+    for row in rank_rows(mesh).tolist():
+        nodes: dict[int, list[int]] = {}
+        for rank in row:
+            nodes.setdefault(rank // peers.local_size, []).append(rank)  # torchrun numbers them machine by machine
+        if len({len(ranks) for ranks in nodes.values()}) > 1 or not 1 < len(nodes) < len(row):
+            continue
+        for ranks in nodes.values():
+            group = dist.new_group(ranks, timeout=timeout)
+            if me in ranks:
+                peers.own_groups.append(group)
+                peers.node = Channel(group)
+
+
 def rank_rows(mesh: Any) -> torch.Tensor:
     """Global ranks, [replicas, slices]. Raises ConfigError naming the axes that do not fit."""
     world = dist.get_world_size()

@@ -36,6 +36,7 @@ class ShardSize:
     numel: int
     slices: int = 1  # ranks that have an equal part each
     whole_grad: bool = False  # but every one its whole gradient (ZeRO-1)
+    node_size: int = 0  # ranks of one machine, where they share out gathered weights; else 0
 
     def nbytes(self, name: str) -> int:
         """Bytes of array ``name`` at home on one rank; 0 when the shard has none."""
@@ -325,6 +326,8 @@ def _plan(
     add(Tier.HOST, "service buffer", service)
     add(Tier.HOST, "checksums", checksums if terms[Tier.NVME] else 0)
 
+    if node_size := max((shard.node_size for shard in shards), default=0):
+        add(Tier.DEVICE, "second slices", sum(shard.whole_nbytes("weight") for shard in shards) // node_size)
     if any(shard.slices > 1 and shard.spec.stepped for shard in shards):
         whole = max(shard.whole_nbytes("grad") for shard in shards if shard.spec.stepped)
         if not any(shard.whole_grad for shard in shards):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from .errors import ConfigError
 
 EDGES = ("nvme->host", "host->nvme", "host->device", "device->host")
-COLLECTIVES = ("all-gather", "reduce-scatter")
+COLLECTIVES = ("all-gather", "all-gather in node", "reduce-scatter")
 LANES = ("step", "forward", "backward", "stalled", *EDGES, *COLLECTIVES, "optimizer")
 BUFFERED_EVENTS = 512
 

@@ -8,6 +8,9 @@
 
 A parameter's storage is one view of its shard's device buffer, whose storage is resized to zero and back and never
 replaced: views that autograd saved stay valid.
+
+second slice   of weights that were gathered, this rank's part among the ranks of its machine: until they change, the next
+               gather needs no other machine and no home
 """
 
 from __future__ import annotations
@@ -61,6 +64,8 @@ class ParamUnit:
         self._charge: Reservation | None = None
         self._peers = shards[0].peers if shards else Peers()
         self._pending: list[Pending] = []  # gathers under way
+        self._second: list[torch.Tensor] = []  # slices for the machine's own gathers, one for each shard
+        self._second_version = -1  # of the values they are of
         self._versions: list[int] = []  # torch's change counters when the parameters were exposed
         self._watched: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # whose .data was handed out -> value before
 
@@ -75,8 +80,13 @@ class ParamUnit:
         return self._peers.size == 1 and all(shard.weight.tier is Tier.DEVICE for shard in self.shards)
 
     @property
+    def has_second_slice(self) -> bool:
+        """Whether the weights as they are now can be gathered inside the machine."""
+        return self._second_version == self.version
+
+    @property
     def is_staged_from_disk(self) -> bool:
-        return any(shard.weight.tier is Tier.NVME for shard in self.shards)
+        return not self.has_second_slice and any(shard.weight.tier is Tier.NVME for shard in self.shards)
 
     def attach(self) -> None:
         """Makes every parameter a view of its shard's device buffer. The values must already be at home."""
@@ -88,6 +98,8 @@ class ParamUnit:
             self.flats.append(flat)
             for param, place in zip(shard.params, shard.layout.placements):
                 param.data = place.view(flat)  # before the switch of classes: torch's own setter
+        if self._peers.node is not None:
+            self._second = [torch.empty(f.numel() // self._peers.node.size, dtype=f.dtype, device="cpu") for f in self.flats]
         if self.stays:
             self.residency = Residency.RESIDENT
         else:
@@ -154,12 +166,15 @@ class ParamUnit:
             nbytes = sum(shard.slice_nbytes for shard in self.shards)
             with store.traffic.copying("host->device", nbytes, self.name):
                 for i, (shard, flat) in enumerate(zip(self.shards, self.flats)):
-                    source = self._staged_bytes(store, i) if from_disk else shard.weight.flat
                     guard.open(flat.untyped_storage())
                     flat.untyped_storage().resize_(shard.weight_nbytes)
-                    flat[slice(*shard.own("weight"))].copy_(source)
+                    if self.has_second_slice:
+                        self._in_node(flat).copy_(self._second[i])
+                    else:
+                        flat[slice(*shard.own("weight"))].copy_(self._staged_bytes(store, i) if from_disk else shard.weight.flat)
+            gather = self._peers.gather_in_node if self.has_second_slice else self._peers.gather
             for i, flat in enumerate(self.flats):
-                pending = self._peers.gather(flat, f"{self.name} ({i})")
+                pending = gather(flat, f"{self.name} ({i})")
                 if pending is not None:
                     self._pending.append(pending)
         except BaseException:
@@ -181,6 +196,14 @@ class ParamUnit:
             raise
         self._pending = []
         self._move(Residency.RESIDENT)
+        if self._peers.node is not None and not self.has_second_slice:
+            for second, flat in zip(self._second, self.flats):
+                second.copy_(self._in_node(flat))
+            self._second_version = self.version
+
+    def _in_node(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``flat`` among the ranks of its machine."""
+        return flat.view(self._peers.node.size, -1)[self._peers.node.rank]
 
     def _fail_gather(self) -> None:
         for pending in self._pending:  # what is under way still writes to the device's memory

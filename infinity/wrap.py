@@ -26,7 +26,7 @@ from .engine import Engine
 from .errors import CapacityError, ConfigError, UsageError
 from .gradients import GradState
 from .materialize import Materialized
-from .mesh import peers_of
+from .mesh import join_node, peers_of
 from .optimizer import InfinityOptimizer, moment_names, recognise, saved_step
 from .parameter import handle_of, raw_grad, set_raw_grad
 from .partition import Group, held_nbytes, is_managed, parameter_names, partition
@@ -91,7 +91,9 @@ def wrap_model(
             config = Config.make(config)
             _check(model, optimizer, config)
         peers.compare(_description(model, optimizer, config), "wrap_model")
-        peers.shard = config.shard
+        peers.shard, peers.compresses = config.shard, config.compress_gathers
+        if config.shard_in_node:
+            join_node(peers, mesh)
         peers.allow_flags(len(list(model.parameters())))
         return _wrap(model, optimizer, config, peers)
     except BaseException:
@@ -256,7 +258,8 @@ def _size_of(group: Group, shards: list[ParamShard]) -> UnitSize:
 
 
 def _size_of_shard(shard: ParamShard) -> ShardSize:
-    return ShardSize(shard.spec, shard.layout.numel, shard.peers.size, shard.peers.keeps_gradients)
+    node_size = shard.peers.node.size if shard.peers.node is not None else 0
+    return ShardSize(shard.spec, shard.layout.numel, shard.peers.size, shard.peers.keeps_gradients, node_size)
 
 
 def _commit(model, optimizer, managed, rule, engine: Engine, groups: list[Group], group_of: dict) -> tuple:

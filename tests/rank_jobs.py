@@ -98,6 +98,15 @@ def parity(config: dict, dtype=torch.float32, micro: int = 1, clip=None, shape=N
     return found
 
 
+def in_nodes(config: dict) -> dict[str, Any]:
+    """As if torchrun had started two ranks on each of two machines."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    try:
+        return parity(config)
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
+
+
 def gradients(shard: str, home: str, folder: str) -> dict[str, Any]:
     """Everything that torch lets one do with ``p.grad``, after one backward."""
     config = models.at_home(home, home, Path(folder)) | {"shard": shard}

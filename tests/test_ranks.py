@@ -44,6 +44,7 @@ def two(tmp_path_factory) -> dict[str, list[Any]]:
     split = models.at_home("nvme", "nvme", folder / "swap")
     jobs["parity:bf16"] = {"config": split, "dtype": torch.bfloat16}
     jobs["parity:tight"] = {"config": split | {"host_memory": "6MiB", "device_memory": "2.5MiB"}}
+    jobs["parity:compressed"] = {"config": {"params": "host", "optimizer": "host", "compress_gathers": True}}
     jobs["parity:int8"] = {"config": {"params": "host", "optimizer": "host", "moments": "int8"}}
     jobs["overflow"] = {}
     jobs["diverging"] = {}
@@ -76,6 +77,8 @@ def four(tmp_path_factory, two) -> dict[str, list[Any]]:
     jobs["parity:hybrid"] = {"config": host, "shape": (2, 2), "names": ("dp_replicate", "dp_shard")}
     jobs["parity:hybrid2"] = {"config": host | {"shard": "gradients"}, "shape": (2, 2), "names": ("dp_shard", "dp_replicate")}
     jobs["parity:replicas"] = {"config": host, "shape": (4, 1), "names": ("dp_replicate", "dp_shard")}
+    for home in ("host", "nvme"):
+        jobs[f"in_nodes:{home}"] = {"config": models.at_home(home, home, folder / "swap") | {"shard_in_node": True}}
     jobs["load:of-two"] = {"path": str(two["folder"][0] / "checkpoint"), "config": models.at_home("nvme", "nvme", folder / "swap")}
     jobs["save"] = {"path": str(folder / "checkpoint"), "config": host}
     results, done = launch(folder, 4, jobs)
@@ -218,12 +221,13 @@ def test_micro_batches_accumulate(two):
 # --- bytes ---
 
 
-def elements() -> int:
-    """Of the weights as the engine lays them out: padded, for two ranks."""
+def elements(world: int = 2) -> int:
+    """Of the weights as the engine lays them out: padded, for ``world`` ranks."""
     model = rank_jobs.build()
     model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"})
     units = infinity.wrap.wrapped(model).engine.units
-    total = sum(-(-shard.layout.numel // 8192) * 8192 for unit in units for shard in unit.shards)
+    padding = 4096 * world
+    total = sum(-(-shard.layout.numel // padding) * padding for unit in units for shard in unit.shards)
     infinity.unwrap_model(model, optimizer)
     return total
 
@@ -248,6 +252,40 @@ def test_every_rank_has_an_equal_slice_at_home(two, mode, nbytes):
     """fp32 state is 16 bytes per parameter: half of it on each of two ranks, and with ZeRO-1 the whole gradient."""
     for found in two[f"parity:{mode}-host"]:
         assert found["home"] == elements() * nbytes
+
+
+@pytest.mark.parametrize("home", ["host", "nvme"])
+def test_second_slices_change_no_bit_and_keep_the_backwards_gather_in_the_machine(four, home):
+    """Two machines of two ranks, or so they are told: half of the gathers pass between two ranks instead of four."""
+    for found, plain in zip(four[f"in_nodes:{home}"], four["parity:parameters"]):
+        assert not models.differing(found["weights"], plain["weights"])
+        far, near = (found["stats"]["collectives"][edge]["nbytes"] for edge in ("all-gather", "all-gather in node"))
+        alone = plain["stats"]["collectives"]["all-gather"]["nbytes"]
+        psi = STEPS * 4 * elements(4) * 3 // 4
+        assert far == psi, "forward: each unit once from everywhere"
+        assert near == (alone - psi) * 2 // 3, "backward: half of each from the neighbour instead of three quarters"
+        device = found["stats"]["tiers"]["device"]
+        assert device["peak_nbytes"] <= device["planned_nbytes"]
+
+
+def test_compressed_gathers_pass_a_quarter_of_the_bytes_within_the_stated_error(two):
+    """fp32 as 8-bit codes with a scale per 256; both ranks compute with the same weights, near the exact ones."""
+    from infinity.collectives import decode_blocks, encode_blocks
+
+    first, second = two["parity:compressed"]
+    exact = two["parity:parameters-host"][0]
+    assert not models.differing(first["weights"], second["weights"])
+    assert models.differing(first["weights"], exact["weights"]), "nothing was compressed"
+    for ours, theirs in zip(first["losses"], exact["losses"]):
+        assert ours == pytest.approx(theirs, rel=0.02)
+    moved, whole = (found["stats"]["collectives"]["all-gather"]["nbytes"] for found in (first, exact))
+    assert moved == whole * (256 + 4) // 1024
+    values = torch.randn(4 * 256, generator=torch.Generator().manual_seed(5)) * torch.logspace(-20, 20, 4).repeat_interleave(256)
+    values[256:512] = 0
+    out = torch.empty_like(values)
+    decode_blocks(encode_blocks(values), out, 1)
+    largest = values.view(-1, 256).abs().amax(1, keepdim=True)
+    assert ((out - values).view(-1, 256).abs() <= largest / 253).all()
 
 
 # --- state dicts, files ---
