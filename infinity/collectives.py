@@ -15,6 +15,7 @@ never adds, so that the result does not depend on its algorithm.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -175,6 +176,7 @@ class Peers:
     node: Channel | None = None  # this machine's ranks, where gathered weights are shared out among them too
     compresses: bool = False  # whether gathered weights pass as 8-bit codes
     traffic: Traffic = field(default_factory=Traffic)
+    allowed_processors: set[int] | None = None  # before this rank was bound to a NUMA node
     own_groups: list[dist.ProcessGroup] = field(default_factory=list)  # made for this job, and ended with it
 
     @property
@@ -406,7 +408,10 @@ class Peers:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Ends the groups that were made for this job."""
+        """Ends the groups that were made for this job, and lets this thread run on every processor again."""
+        if self.allowed_processors is not None:
+            os.sched_setaffinity(0, self.allowed_processors)
+            self.allowed_processors = None
         for group in self.own_groups:
             try:
                 dist.destroy_process_group(group)

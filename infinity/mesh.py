@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import numa
 from .collectives import Channel, Peers
 from .errors import ConfigError
 from .trace import Traffic
@@ -35,6 +36,7 @@ def peers_of(mesh: Any, *, traffic: Traffic) -> Peers:
         return Peers(traffic=traffic)
     timeout = _timeout()
     peers = Peers(local_size=_local_size(), traffic=traffic)
+    peers.allowed_processors = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), peers.local_size)
     me = dist.get_rank()
     for row in rows.tolist() if rows.size(1) > 1 else []:
         # Two groups over the same ranks: what is gathered ahead and what is reduced each keep an order of their own.

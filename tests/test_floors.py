@@ -18,7 +18,7 @@ PACKAGE = Path(infinity.__file__).parent
 
 # Lowest first. `bench` and `cli` are whole folders.
 FLOORS = [
-    ["errors", "guard", "replaced"],
+    ["errors", "guard", "replaced", "numa"],
     ["tiers", "layout", "native", "partition", "trace"],
     ["weights", "collectives"],
     ["materialize", "mesh"],
