@@ -9,6 +9,11 @@
 
 #include "adam/kernel.h"
 
+// Tests define it anew: a processor then runs a grid's threads one after the other.
+#ifndef INFINITY_LAUNCH
+#define INFINITY_LAUNCH(kernel, blocks, threads, stream) kernel<<<blocks, threads, 0, stream>>>
+#endif
+
 namespace infinity::cuda {
 
 // One optimizer step of flat arrays: bits equal to the processor's kernels. Throws UsageError for a layout without one.

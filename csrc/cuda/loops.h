@@ -76,11 +76,13 @@ template <template <class> class Weights, template <class> class Grads, template
           template <class> class RuleOf>
 void run_kernel(const Arrays& a, std::size_t begin, std::size_t end, const Constants& k) {
   INFINITY_REQUIRE(begin % Quad::width == 0, "a run on the GPU begins at a multiple of 4 elements, not at ", begin);
-  step_quads<Weights, Grads, Moments, RuleOf><<<blocks_for((end - begin) / Quad::width), kThreads, 0, stream>>>(a, begin, end, k);
+  const auto kernel = step_quads<Weights, Grads, Moments, RuleOf>;
+  INFINITY_LAUNCH(kernel, blocks_for((end - begin) / Quad::width), kThreads, stream)(a, begin, end, k);
 }
 
 template <template <class> class Weights, template <class> class Grads, template <class> class RuleOf>
 void run_block_kernel(const Arrays& a, std::size_t begin, std::size_t end, const Constants& k) {
   INFINITY_REQUIRE(begin % kMomentBlock == 0, "a run of 8-bit moments begins at a block of 64, not at ", begin);
-  step_blocks<Weights, Grads, RuleOf><<<blocks_for((end - begin + 1) / 2), kThreads, 0, stream>>>(a, begin, end, k);
+  const auto kernel = step_blocks<Weights, Grads, RuleOf>;
+  INFINITY_LAUNCH(kernel, blocks_for((end - begin + 1) / 2), kThreads, stream)(a, begin, end, k);
 }

@@ -35,6 +35,7 @@ struct Float16 {
 // The sum of one value per thread, in a tree; of thread 0.
 __device__ double block_sum(double value) {
   __shared__ double sums[kThreads];
+  __syncthreads();  // of an earlier sum, whose readers may not be done
   sums[threadIdx.x] = value;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();
@@ -80,9 +81,10 @@ __global__ void __launch_bounds__(kThreads) add_up(const double* sums, std::size
 template <class In, class Out>
 void launch(const void* grad, void* out, std::size_t count, double* sum, float* not_finite, double* sums, cudaStream_t on) {
   const std::size_t chunks = (count + kChunk - 1) / kChunk;
-  scan_chunks<In, Out><<<static_cast<unsigned>(chunks), kThreads, 0, on>>>(
-      static_cast<const typename In::T*>(grad), static_cast<typename Out::T*>(out), count, sums, not_finite);
-  add_up<<<1, kThreads, 0, on>>>(sums, chunks, sum);
+  const auto kernel = scan_chunks<In, Out>;
+  INFINITY_LAUNCH(kernel, static_cast<unsigned>(chunks), kThreads, on)
+  (static_cast<const typename In::T*>(grad), static_cast<typename Out::T*>(out), count, sums, not_finite);
+  INFINITY_LAUNCH(add_up, 1, kThreads, on)(sums, chunks, sum);
 }
 
 template <class In>
