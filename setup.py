@@ -159,7 +159,7 @@ def extension() -> Pybind11Extension:
         cxx_std=17,
         # No contraction: a fused multiply-add that one unit's compiler invents would change its bits.
         extra_compile_args=["-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-pthread"],
-        extra_link_args=["-pthread"],
+        extra_link_args=["-pthread", "-ldl"],
         depends=[str(path) for path in (ROOT / "csrc").glob("*/*.h")],
     )
     if X86:

@@ -22,6 +22,18 @@ BLOCK_NBYTES = 4096  # O_DIRECT's unit
 CHECKSUM_NBYTES = _C.CHECKSUM_NBYTES
 MAX_GRAD_FACTORS = _C.MAX_GRAD_FACTORS
 
+
+def gpu_kernels() -> tuple[object | None, str]:
+    """The module of the GPU's kernels, or None and why it cannot be used."""
+    try:
+        from . import _cuda
+    except ImportError as error:
+        return None, f"not built: {error}. Build where nvcc is found (INFINITY_CUDA=1 insists)"
+    refusal = _cuda.device().get("refusal", "")
+    return (None if refusal else _cuda), refusal
+
+
+
 DType = _C.DType
 Extent = _C.Extent
 FaultPlan = _C.FaultPlan
@@ -39,6 +51,7 @@ Ticket = _C.Ticket
 UnitUpdate = _C.UnitUpdate
 Updater = _C.Updater
 
+cuda_driver = _C.cuda_driver  # (version as 13000, ""), or (0, why it cannot be used)
 move_streams = _C.move_streams
 simd_unit = _C.simd_unit
 simd_units = _C.simd_units

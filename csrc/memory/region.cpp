@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "base/thread_pool.h"
+#include "memory/driver.h"
 
 namespace infinity {
 namespace {
@@ -33,7 +34,17 @@ Region::Region(std::size_t nbytes, bool huge_pages, int touch_threads) : nbytes_
   if (touch_threads > 0) touch(touch_threads);
 }
 
+void Region::pin() {
+  if (driver_) return;
+  std::string refusal;
+  Driver* driver = Driver::find(&refusal);
+  INFINITY_REQUIRE(driver, refusal);
+  driver->register_host(data_, nbytes_);
+  driver_ = driver;
+}
+
 Region::~Region() {
+  if (driver_) driver_->unregister_host(data_);
   if (data_) munmap(data_, nbytes_);
 }
 

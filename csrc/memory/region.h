@@ -7,6 +7,8 @@
 
 namespace infinity {
 
+class Driver;
+
 class Region {
  public:
   // `nbytes` is rounded up to whole 4096-byte pages and to nothing more. `huge_pages` asks the kernel to back
@@ -15,6 +17,11 @@ class Region {
   ~Region();
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
+
+  // Registers the memory with CUDA, until the Region dies: the GPU copies from and to it by itself. Throws UsageError
+  // where there is no driver, StorageError where it refuses.
+  void pin();
+  bool pinned() const { return driver_ != nullptr; }
 
   std::byte* data() const { return data_; }
   std::size_t nbytes() const { return nbytes_; }
@@ -26,6 +33,7 @@ class Region {
   std::byte* data_ = nullptr;
   std::size_t nbytes_ = 0;
   bool huge_pages_ = false;
+  Driver* driver_ = nullptr;  // that it is registered with
 };
 
 }  // namespace infinity

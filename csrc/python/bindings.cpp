@@ -11,6 +11,7 @@
 #include "base/crc32c.h"
 #include "io/engine.h"
 #include "io/extent.h"
+#include "memory/driver.h"
 #include "memory/pool.h"
 #include "memory/region.h"
 #include "update/updater.h"
@@ -83,6 +84,11 @@ py::class_<Held, std::shared_ptr<Held>> shared_class(py::module_& module, const 
 }
 
 void bind_memory(py::module_& m) {
+  m.def("cuda_driver", [] {
+    std::string refusal;
+    const Driver* driver = Driver::find(&refusal);
+    return py::make_tuple(driver ? driver->version() : 0, refusal);
+  });
   py::class_<Region, std::shared_ptr<Region>>(m, "Region", py::buffer_protocol())
       .def(py::init([](std::size_t nbytes, bool huge_pages, int touch_threads) {
              py::gil_scoped_release release;
@@ -92,6 +98,8 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("address", [](const Region& r) { return address_of(r.data()); })
       .def_property_readonly("nbytes", &Region::nbytes)
       .def_property_readonly("huge_pages", &Region::huge_pages)
+      .def("pin", &Region::pin, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("pinned", &Region::pinned)
       .def_buffer([](Region& r) {
         return py::buffer_info(reinterpret_cast<unsigned char*>(r.data()), static_cast<py::ssize_t>(r.nbytes()));
       });

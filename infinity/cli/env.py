@@ -55,6 +55,8 @@ def find(folders: list[str]) -> list[Finding]:
         _memlock(),
         _huge_pages(),
         _cuda(torch),
+        _driver(),
+        _kernels(),
         _memory(),
         _guard(torch),
     ]
@@ -116,6 +118,29 @@ def _cuda(torch) -> Finding:
         return Finding("cuda", "none: the device is the CPU", "" if not torch.version.cuda else "check nvidia-smi")
     name = torch.cuda.get_device_name(0)
     return Finding("cuda", f"{name} (not used: this version computes on the CPU)")
+
+
+def _driver() -> Finding:
+    """Whether host memory can be registered for the GPU's own copies."""
+    from infinity import native
+
+    version, refusal = native.cuda_driver()
+    if refusal:
+        return Finding("cuda driver", refusal)
+    told = f"CUDA {version // 1000}.{version % 1000 // 10}"
+    region = native.Region(64 * 1024 * 1024, True, 1)
+    try:
+        region.pin()
+    except OSError as error:
+        return Finding("cuda driver", f"{told}, does not register host memory", str(error))
+    return Finding("cuda driver", f"{told}, registers host memory")
+
+
+def _kernels() -> Finding:
+    from infinity import native
+
+    module, refusal = native.gpu_kernels()
+    return Finding("cuda kernels", "built, with a device" if module else refusal)
 
 
 def _memory() -> Finding:

@@ -1,0 +1,105 @@
+#include "memory/driver.h"
+
+#include <dlfcn.h>
+#include <sys/resource.h>
+
+#include <cerrno>
+#include <mutex>
+
+#include "base/check.h"
+
+namespace infinity {
+namespace {
+
+constexpr int kOldestVersion = 12000;  // what the kernels' runtime needs
+constexpr unsigned kPortable = 1;      // registered for every context
+constexpr int kOutOfMemory = 2, kNotPermitted = 800, kNotSupported = 801;
+
+// The context is current for the length of one call; the thread's own is put back.
+class Current {
+ public:
+  Current(int (*push)(void*), int (*pop)(void**), void* context) : pop_(pop), pushed_(push(context) == 0) {}
+  ~Current() {
+    void* previous = nullptr;
+    if (pushed_) pop_(&previous);
+  }
+
+ private:
+  int (*pop_)(void**);
+  bool pushed_;
+};
+
+}  // namespace
+
+Driver* Driver::find(std::string* refusal) {
+  static std::mutex mutex;
+  static Driver driver;
+  static bool tried = false;
+  static std::string reason;
+  const std::lock_guard lock(mutex);
+  if (!tried) {
+    reason = driver.load();
+    tried = true;
+  }
+  *refusal = reason;
+  return reason.empty() ? &driver : nullptr;
+}
+
+std::string Driver::load() {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // never closed: it does not survive that
+  if (!library) return concat("no CUDA driver: ", dlerror());
+  std::string missing;
+  auto look_up = [&](auto& function, const char* name) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+    if (!function) missing = name;
+  };
+  look_up(functions_.init, "cuInit");
+  look_up(functions_.version, "cuDriverGetVersion");
+  look_up(functions_.device_count, "cuDeviceGetCount");
+  look_up(functions_.retain_context, "cuDevicePrimaryCtxRetain");
+  look_up(functions_.push_context, "cuCtxPushCurrent_v2");
+  look_up(functions_.pop_context, "cuCtxPopCurrent_v2");
+  look_up(functions_.register_host, "cuMemHostRegister_v2");
+  look_up(functions_.unregister_host, "cuMemHostUnregister");
+  look_up(functions_.error_string, "cuGetErrorString");
+  if (!missing.empty()) return concat("the CUDA driver has no ", missing, ": it is too old, install a newer one");
+  if (const int error = functions_.init(0)) return concat("the CUDA driver does not start: ", text(error));
+  if (const int error = functions_.version(&version_)) return concat("the CUDA driver does not tell its version: ", text(error));
+  if (version_ < kOldestVersion)
+    return concat("the CUDA driver is of CUDA ", version_ / 1000, ".", version_ % 1000 / 10, ", but 12.0 or newer is needed");
+  int devices = 0;
+  if (const int error = functions_.device_count(&devices)) return concat("the CUDA driver finds no device: ", text(error));
+  if (devices == 0) return "the CUDA driver finds no device";
+  if (const int error = functions_.retain_context(&context_, 0)) return concat("the first GPU cannot be used: ", text(error));
+  return "";
+}
+
+std::string Driver::text(int error) const {
+  const char* told = nullptr;
+  if (functions_.error_string(error, &told) != 0 || !told) told = "unknown error";
+  return concat(told, " (CUDA error ", error, ")");
+}
+
+void Driver::register_host(void* address, std::size_t nbytes) const {
+  const Current current(functions_.push_context, functions_.pop_context, context_);
+  const int error = functions_.register_host(address, nbytes, kPortable);
+  if (error == 0) return;
+  std::string remedy;
+  if (error == kOutOfMemory || error == kNotPermitted) {
+    rlimit limit{};
+    getrlimit(RLIMIT_MEMLOCK, &limit);
+    const std::string told = limit.rlim_cur == RLIM_INFINITY ? "unlimited" : concat(limit.rlim_cur / 1024, " KiB");
+    remedy = concat(". The limit of locked memory is ", told, ": `ulimit -l unlimited` before the job raises it");
+  } else if (error == kNotSupported) {
+    remedy = ". This system does not register memory that is mapped already";
+  }
+  throw StorageError(error == kNotSupported ? ENOTSUP : ENOMEM, "",
+                     concat("CUDA refuses to register ", nbytes, " bytes of host memory: ", text(error), remedy));
+}
+
+void Driver::unregister_host(void* address) const noexcept {
+  const Current current(functions_.push_context, functions_.pop_context, context_);
+  functions_.unregister_host(address);
+}
+
+}  // namespace infinity

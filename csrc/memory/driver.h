@@ -1,0 +1,45 @@
+// CUDA's driver, looked up when it is first needed: nothing of CUDA has to be there to build or to load the core.
+//
+// Registered memory is what the GPU copies from and to without a staging copy. Registering memory that is mapped already
+// costs a fraction of what the runtime's own allocation of pinned memory does, and wastes nothing of it.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace infinity {
+
+class Driver {
+ public:
+  // The driver with its first device's primary context. Null where it cannot be used: `refusal` (not null) says why.
+  static Driver* find(std::string* refusal);
+
+  // As the driver counts them: 13000 is CUDA 13.0.
+  int version() const { return version_; }
+
+  // Makes [address, address + nbytes) copyable by every GPU. Throws StorageError with what to change.
+  void register_host(void* address, std::size_t nbytes) const;
+  void unregister_host(void* address) const noexcept;
+
+ private:
+  Driver() = default;
+  std::string load();  // empty, or why not
+  std::string text(int error) const;
+
+  struct Functions {
+    int (*init)(unsigned);
+    int (*version)(int*);
+    int (*device_count)(int*);
+    int (*retain_context)(void**, int);
+    int (*push_context)(void*);
+    int (*pop_context)(void**);
+    int (*register_host)(void*, std::size_t, unsigned);
+    int (*unregister_host)(void*);
+    int (*error_string)(int, const char**);
+  };
+  Functions functions_{};
+  void* context_ = nullptr;
+  int version_ = 0;
+};
+
+}  // namespace infinity
