@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(shell find csrc -path csrc/tests -prune -o -name '*.cpp' -print -o -name '*.h' -print) setup.py pyproject.toml
+SOURCES := $(shell find csrc -path csrc/tests -prune -o -name '*.cpp' -print -o -name '*.cu' -print -o -name '*.h' -print) setup.py pyproject.toml
 
 export PIP_NO_CACHE_DIR := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE := 1
 export HF_HOME := $(CURDIR)/build/huggingface
 export INFINITY_CACHE := $(CURDIR)/build/cache
 
-.PHONY: train test test-all sanitize setup env bench clean
+.PHONY: train test test-all sanitize setup env bench gpu clean
 
 # The main job: a 50 M-parameter model, all of its state on disk, a quarter of it allowed in host memory.
 train: setup
@@ -37,6 +37,10 @@ bench: setup $(VENV)/.test-ready
 	mkdir -p build
 	$(BIN)/python -m pytest bench -q --basetemp=build/pytest $(ARGS)
 
+# Everything that needs a GPU, with a Python that has torch already: no network, no virtual environment. Resumable.
+gpu:
+	$(PYTHON) tools/gpu.py
+
 env: setup
 	$(BIN)/infinity env
 
@@ -59,4 +63,4 @@ $(VENV)/.test-ready: $(VENV)/.ready
 	touch $@
 
 clean:
-	rm -rf build $(VENV) infinity/_C*.so *.egg-info .pytest_cache
+	rm -rf build $(VENV) infinity/_C*.so infinity/_cuda*.so *.egg-info .pytest_cache

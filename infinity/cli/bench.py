@@ -22,7 +22,11 @@ MODULES = {
     "copy": "infinity.bench.copies",
     "step": "infinity.bench.step",
 }
-APART = {"train": "infinity.bench.endtoend", "ranks": "infinity.bench.ranks"}  # a quarter of an hour each: not in "all"
+APART = {  # not in "all": a quarter of an hour each, or a GPU
+    "train": "infinity.bench.endtoend",
+    "ranks": "infinity.bench.ranks",
+    "gpu": "infinity.bench.gpu",
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:

@@ -1,0 +1,68 @@
+"""The GPU's kernels on a GPU: the processor's bits, and registered memory that torch copies without waiting."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from infinity import native  # noqa: E402
+from test_gpu_kernels import FORMS, MOMENTS, RULES, compare, on_module  # noqa: E402
+
+KERNELS, REFUSAL = native.gpu_kernels()
+pytestmark = pytest.mark.skipif(KERNELS is None or not torch.cuda.is_available(), reason=f"no GPU: {REFUSAL or 'torch sees none'}")
+
+
+def on_device(layout, arrays, runs) -> None:
+    there = {name: array.cuda() for name, array in arrays.items()}
+    on_module(KERNELS, layout, there, runs, stream=torch.cuda.current_stream().cuda_stream)
+    for name, array in there.items():
+        arrays[name].copy_(array)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("moments", MOMENTS, ids=str)
+@pytest.mark.parametrize(("weight", "master", "grad"), FORMS, ids=str)
+def test_a_step_has_the_processors_bits(weight, master, grad, moments, rule):
+    compare(on_device, weight, master, grad, moments, rule)
+
+
+def test_a_scan_is_that_of_torch():
+    """Sum of squares, cast and flag of ten million elements."""
+    grad = torch.randn(10_000_003, device="cuda").bfloat16()
+    out, total = torch.empty(grad.numel(), device="cuda"), torch.zeros(1, dtype=torch.float64, device="cuda")
+    flag = torch.zeros(1, device="cuda")
+    workspace = torch.zeros(KERNELS.scan_workspace_nbytes(grad.numel()), dtype=torch.uint8, device="cuda")
+    for spoiled in (False, True):
+        if spoiled:
+            grad[-1] = float("inf")
+        KERNELS.scan(
+            grad=grad.data_ptr(), grad_dtype=native.DType.BFLOAT16, out=out.data_ptr(), out_dtype=native.DType.FLOAT32,
+            count=grad.numel(), sum=total.data_ptr(), not_finite=flag.data_ptr(), workspace=workspace.data_ptr(),
+            stream=torch.cuda.current_stream().cuda_stream,
+        )  # fmt: skip
+        assert torch.equal(out, grad.float()) and bool(flag) == spoiled
+        if not spoiled:
+            assert total.item() == pytest.approx(grad.double().square().sum().item(), rel=1e-12)
+
+
+def test_registered_memory_is_pinned_and_copies_do_not_wait():
+    """``is_pinned()`` of a view; a copy returns before the work that it waits for on the stream is done, by events."""
+    region = native.Region(256 * 1024 * 1024, True, 4)
+    region.pin()
+    host = native.tensor_at(region, region.address, region.nbytes // 4, torch.float32)
+    assert host.is_pinned()
+    host.fill_(1.0)
+    there = torch.zeros(host.numel(), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    there.copy_(host, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    assert not done.query(), "the copy waited for the stream"
+    torch.cuda.synchronize()
+    assert bool((there == 1).all())
