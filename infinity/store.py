@@ -13,7 +13,7 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from .trace import Traffic
 JOB_PREFIX = ".infinity-"
 SWAP_NAME = "swap"
 MIB = 1024 * 1024
+WRITES_AT_ONCE = 4  # of a write outside the training loop
 GROWTH_NBYTES = 256 * MIB  # of a file that is added later, where there is room
 MAX_DEPTH = 256  # transfers in flight over all disks
 
@@ -277,12 +278,19 @@ class ShardStore:
         if array.tier is not Tier.NVME:
             array.flat[begin:end] = source
         else:
+            under_way: dict[int, native.Ticket] = {}  # by the address that each writes from
             with self.guarding():
-                for offset, block, inner, outer in self._blocks(array, begin, end):
-                    if inner.stop - inner.start < block.numel() // array.dtype.itemsize:
-                        self._read_block(array, offset, block)
-                    block.view(array.dtype)[inner] = source[outer]
-                    self.engine.write(array.extent, offset, block.data_ptr(), block.numel()).wait()
+                try:
+                    for offset, block, inner, outer in self._blocks(array, begin, end, parts=WRITES_AT_ONCE):
+                        if (before := under_way.pop(block.data_ptr(), None)) is not None:
+                            before.wait()
+                        if inner.stop - inner.start < block.numel() // array.dtype.itemsize:
+                            self._read_block(array, offset, block)
+                        block.view(array.dtype)[inner] = source[outer]
+                        ticket = self.engine.write(array.extent, offset, block.data_ptr(), block.numel())
+                        under_way[block.data_ptr()] = ticket
+                finally:
+                    _wait_for_all(under_way.values())
         array.extent.version = version
 
     def _read_block(self, array: StateArray, offset: int, block: torch.Tensor) -> None:
@@ -294,19 +302,23 @@ class ShardStore:
         if self.checksums:
             self.engine.verify(array.extent, offset, address, nbytes)
 
-    def _blocks(self, array: StateArray, begin: int, end: int):
-        """The service-buffer-sized, checksum-aligned pieces that cover elements ``begin`` to ``end``.
+    def _blocks(self, array: StateArray, begin: int, end: int, *, parts: int = 1):
+        """The checksum-aligned pieces that cover elements ``begin`` to ``end``, each as large as the service buffer, or lying
+        in its ``parts`` in turn.
 
         Yields (byte offset in the extent, uint8 tensor over the service buffer, elements inside it, elements of the
         caller's tensor).
         """
         size = array.dtype.itemsize
-        step = self._service.nbytes // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
+        parts = min(parts, self._service.nbytes // native.CHECKSUM_NBYTES)
+        step = self._service.nbytes // parts // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
+        turn = 0
         offset = begin * size // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
         while offset < end * size:
             covered = min(step, -(-(end * size - offset) // native.CHECKSUM_NBYTES) * native.CHECKSUM_NBYTES)
             nbytes = min(covered, array.nbytes - offset)
-            block = native.tensor_at(self._service, self._service.address, nbytes, torch.uint8)
+            block = native.tensor_at(self._service, self._service.address + turn % parts * step, nbytes, torch.uint8)
+            turn += 1
             first, last = offset // size, (offset + nbytes) // size
             low, high = max(begin, first), min(end, last)
             yield offset, block, slice(low - first, high - first), slice(low - begin, high - begin)
@@ -348,3 +360,15 @@ class ShardStore:
         for reservation in self._reservations:
             reservation.release()
         self._reservations.clear()
+
+
+def _wait_for_all(tickets: Iterable[native.Ticket]) -> None:
+    """Waits for every one, so that none still reads its memory; then raises the first error."""
+    error: InfinityError | None = None
+    for ticket in list(tickets):
+        try:
+            ticket.wait()
+        except InfinityError as failure:
+            error = error or failure
+    if error is not None:
+        raise error
