@@ -169,7 +169,8 @@ def _unit_tensors(engine: Engine, unit: ParamUnit) -> tuple[dict[str, torch.Tens
             if name in shard.arrays and (name in ("weight", "master") or handle.step):
                 begin = shard.own_part(name, handle.index)[0] - shard.part(name, handle.index)[0]
                 part = shard.read_own_part(engine.store, name, handle.index)
-                if part.numel() or engine.peers.size == 1:
+                empty = not shard.layout.placements[handle.index].numel
+                if part.numel() or (empty and engine.peers.rank == 0):
                     tensors[f"{name}/{handle.name}"] = part
                     begins[f"{name}/{handle.name}"] = begin
     return tensors, begins
@@ -401,7 +402,7 @@ def _check_complete(engine: Engine, manifest: dict[str, Any], data: Path) -> Non
 def _covered(spans: list[tuple[int, int]]) -> int:
     """How far from the first element on ``spans`` follow each other without a gap."""
     reached = 0
-    for begin, end in sorted(spans):
+    for begin, end in sorted(span for span in spans if span[0] < span[1]):
         if begin != reached:
             return -1
         reached = end

@@ -3,11 +3,15 @@
 peers      the data ranks of one job; without others there is one, and nothing is said
 slice      a rank's equal part of every flat array
 replica    a rank elsewhere that holds the same slice (hybrid sharding)
-channel    one process group, on which every rank does the same things in the same order
-meeting    a few bytes that all ranks of a channel exchange before each collective: what they are about to do
+channel    a process group on which ranks meet: those of one row of slices, or those of one column of replicas
+meeting    a few bytes that all ranks of a channel exchange before each collective, and where they must agree: what they
+           are about to do, and after how many steps and backwards
+moment     that count
 
 Ranks that come to different collectives would mix up their bytes or end in the transport's abort: a meeting makes that
-an error that names both. A rank that fails says so at its next meeting, and all others raise its reason.
+an error that names both. All collectives of a row meet on one channel, whatever group their bytes take, so that no two
+ranks can wait for each other in different places. A rank that fails says so at its next meeting, and all others raise
+its reason.
 
 Bytes travel in the dtype they have; sums are taken in fp32, in the order of the ranks, and rounded once. The transport
 never adds, so that the result does not depend on its algorithm.
@@ -15,6 +19,7 @@ never adds, so that the result does not depend on its algorithm.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,18 +46,29 @@ class Pending:
     works: list
     what: str
     finish: Callable[[], None] | None = None
+    release: Callable[[], None] = lambda: None  # of its memory, once nothing moves any more
 
     def wait(self) -> None:
         try:
             for work in self.works:
                 work.wait()
+            self.works = []
+            if self.finish is not None:
+                finish, self.finish = self.finish, None
+                finish()
         except RuntimeError as error:
-            raise _lost(self.what, error) from error
+            raise (error if isinstance(error, InfinityError) else _lost(self.what, error)) from error
         finally:
             self.works = []
-        if self.finish is not None:
-            finish, self.finish = self.finish, None
-            finish()
+            self.release()
+
+    def drop(self) -> None:
+        """Waits until nothing moves any more; what came is not used."""
+        self.finish = None
+        try:
+            self.wait()
+        except PeerError:
+            pass
 
 
 def _lost(what: str, error: BaseException) -> PeerError:
@@ -70,18 +86,20 @@ class Channel:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)  # in the world
-        self.flags_nbytes = 0  # what a meeting has room for: the same on all ranks
+        self.count = 0  # meetings so far
+        self.flags_nbytes = 1  # what a meeting has room for: the same on all ranks
         self._ended = False  # the ranks are no longer at the same place, or some are gone
         self._unheard: tuple | None = None  # the transport still reads it
 
     def meet(self, what: str, flags: Sequence[int] = ()) -> torch.Tensor:
-        """Waits for all ranks to come to ``what``. Returns everyone's ``flags``: uint8 [ranks, flags].
+        """Waits for all ranks to come to ``what``. Returns everyone's ``flags`` (0 to 255 each): uint8 [ranks, flags].
 
         Raises UsageError when another rank comes to something else, PeerError when one failed or is gone. Both are raised
         on all ranks, which are at the same place afterwards.
         """
         if self._ended:
             raise PeerError(f"rank {dist.get_rank()} cannot go on at '{what}': this job failed before. Start it again.")
+        self.count += 1
         said = self._exchange(what, flags)
         texts = [_text(row[:SAID_NBYTES]) for row in said]
         for peer, theirs in zip(self.ranks, texts):
@@ -170,13 +188,16 @@ class Peers:
     size: int = 1
     local_size: int = 1  # ranks on this machine: they share its memory and its disks
     shard: str = "parameters"  # what is sliced besides: "optimizer" < "gradients" < "parameters"
-    gathers: Channel | None = None  # weights, and everything outside forward and backward
-    reduces: Channel | None = None  # gradients
+    row: Channel | None = None  # the ranks that have the other slices
+    reduces: dist.ProcessGroup | None = None  # of the same ranks: gradients, while weights are gathered
     replicas: Channel | None = None
     node: Channel | None = None  # this machine's ranks, where gathered weights are shared out among them too
     compresses: bool = False  # whether gathered weights pass as 8-bit codes
     traffic: Traffic = field(default_factory=Traffic)
     allowed_processors: set[int] | None = None  # before this rank was bound to a NUMA node
+    moment: str = ""  # how far this rank is: part of what is said at every meeting
+    ready_count: Callable[[], int] = lambda: 0  # how many reductions this rank could start
+    on_gather: Callable[[int], None] = lambda count: None  # told how many all ranks of the row can start
     own_groups: list[dist.ProcessGroup] = field(default_factory=list)  # made for this job, and ended with it
 
     @property
@@ -220,13 +241,18 @@ class Peers:
         return self.size > 1 and self.shard == "optimizer"
 
     @property
+    def meetings(self) -> int:
+        """How often the ranks of the row have met."""
+        return self.row.count if self.row is not None else 0
+
+    @property
     def channels(self) -> list[Channel]:
-        return [channel for channel in (self.gathers, self.reduces, self.replicas, self.node) if channel is not None]
+        return [channel for channel in (self.row, self.replicas) if channel is not None]
 
     def allow_flags(self, count: int) -> None:
         """Makes room in meetings for ``count`` flags, which must be the same number on every rank."""
         for channel in self.channels:
-            channel.flags_nbytes = count
+            channel.flags_nbytes = max(1, count)
 
     # --- weights ---
 
@@ -238,24 +264,31 @@ class Peers:
         if self.compresses and flat.is_floating_point():
             mine = encode_blocks(flat.view(self.size, -1)[self.rank])
             everyones = mine.new_empty(self.size * mine.numel())
-            return self._gather(self.gathers, everyones, mine, what, lambda: decode_blocks(everyones, flat, self.size))
+            return self._gather(self.row.group, everyones, mine, what, lambda: decode_blocks(everyones, flat, self.size))
         raw = _bytes_of(flat)
-        return self._gather(self.gathers, raw, raw.view(self.size, -1)[self.rank], what)
+        return self._gather(self.row.group, raw, raw.view(self.size, -1)[self.rank], what)
 
     def gather_in_node(self, flat: torch.Tensor, what: str) -> Pending:
         """The same among this machine's ranks, whose slices of ``flat`` are larger."""
         raw = _bytes_of(flat)
-        return self._gather(self.node, raw, raw.view(self.node.size, -1)[self.node.rank], f"gathering {what} in the node")
+        mine = raw.view(self.node.size, -1)[self.node.rank]
+        return self._gather(self.node.group, raw, mine, f"gathering {what} in the node")
 
     def _gather(
-        self, channel: Channel, whole: torch.Tensor, mine: torch.Tensor, what: str, then: Callable[[], None] | None = None
+        self,
+        group: dist.ProcessGroup,
+        whole: torch.Tensor,
+        mine: torch.Tensor,
+        what: str,
+        then: Callable[[], None] | None = None,
     ) -> Pending:
-        channel.meet(what)
+        ready = self.row.meet(f"{what} {self.moment}", [min(self.ready_count(), 254)])
         start = time.perf_counter()
-        work = _all_gather(whole, mine, group=channel.group, async_op=True)
+        work = _all_gather(whole, mine, group=group, async_op=True)
+        self.on_gather(int(ready.min()))
 
         def finish() -> None:
-            edge = "all-gather" if channel is self.gathers else "all-gather in node"
+            edge = "all-gather" if group is self.row.group else "all-gather in node"
             self._count(edge, whole.numel() - mine.numel(), what, start)
             if then is not None:
                 then()
@@ -269,10 +302,8 @@ class Peers:
         if self.alone:
             return [bool(flag) for flag in flags]
         flags = [int(flag) for flag in flags]
-        if self.size > 1:
-            flags = self.reduces.meet(what, flags).amax(0).tolist()
-        if self.replicas is not None:
-            flags = self.replicas.meet(what, flags).amax(0).tolist()
+        for channel in self.channels:
+            flags = channel.meet(f"{what} {self.moment}", flags).amax(0).tolist()
         return [bool(flag) for flag in flags]
 
     def reduce(self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]) -> Pending:
@@ -285,7 +316,7 @@ class Peers:
         received = torch.empty_like(raw)
         works = []
         if self.size > 1:
-            works.append(dist.all_to_all_single(received, raw, group=self.reduces.group, async_op=True))
+            works.append(dist.all_to_all_single(received, raw, group=self.reduces, async_op=True))
 
         def finish() -> None:
             moved = raw.numel() - raw.numel() // self.size
@@ -310,16 +341,16 @@ class Peers:
         """``values`` (of one shape) of every rank that has a slice: [size, ...]."""
         if self.size == 1:
             return values.unsqueeze(0)
-        self.gathers.meet(what)
+        self.row.meet(f"{what} {self.moment}")
         raw = _bytes_of(values.contiguous().reshape(-1))
         heard = raw.new_empty(self.size * raw.numel())
-        self._do(lambda: _all_gather(heard, raw, group=self.gathers.group), what)
+        self._do(lambda: _all_gather(heard, raw, group=self.row.group), what)
         return heard.view(values.dtype).view(self.size, *values.shape)
 
     def least(self, values: Sequence[int], what: str) -> list[int]:
         """The smallest of each of ``values`` over all ranks."""
         found = torch.tensor(values, dtype=torch.int64, device="cpu")
-        for channel in (self.gathers, self.replicas):
+        for channel in (self.row, self.replicas):
             if channel is not None:
                 channel.meet(what)
                 everyones = found.new_empty(channel.size, found.numel())
@@ -331,18 +362,18 @@ class Peers:
         """Completes flat ``out``: of each rank (in order) the elements it has, which it has filled in, go to all others."""
         if self.size == 1:
             return
-        self.gathers.meet(what)
+        self.row.meet(f"{what} {self.moment}")
         for peer, (begin, end) in enumerate(pieces):
             if begin < end:
                 raw = _bytes_of(out[begin:end])
-                source = self.gathers.ranks[peer]
-                self._do(lambda raw=raw, source=source: dist.broadcast(raw, source, group=self.gathers.group), what)
+                source = self.row.ranks[peer]
+                self._do(lambda raw=raw, source=source: dist.broadcast(raw, source, group=self.row.group), what)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """The first rank's ``tensor``, in place; contiguous."""
         if not self.alone:
             raw = _bytes_of(tensor.view(-1))
-            for channel in (self.replicas, self.gathers):  # to the first rank of each row, then along the rows
+            for channel in (self.replicas, self.row):  # to the first rank of each row, then along the rows
                 if channel is not None:
                     channel.meet(what)
                     self._do(lambda channel=channel: dist.broadcast(raw, channel.ranks[0], group=channel.group), what)
@@ -351,7 +382,7 @@ class Peers:
     def collect(self, mine: Any, what: str) -> list[Any]:
         """Every rank's ``mine``, anything that can be pickled, in the order of slices; then the next replica's."""
         found = [mine]
-        for channel in (self.gathers, self.replicas):
+        for channel in (self.row, self.replicas):
             if channel is not None:
                 channel.meet(what)
                 everyones: list = [None] * channel.size
@@ -380,11 +411,11 @@ class Peers:
         try:
             yield
         except BaseException as error:
-            for channel in (self.gathers, self.replicas):
+            for channel in (self.row, self.replicas):
                 if channel is not None:
                     channel.fail(error)
             raise
-        for channel, other in ((self.gathers, self.replicas), (self.replicas, None)):
+        for channel, other in ((self.row, self.replicas), (self.replicas, None)):
             try:
                 if channel is not None:
                     channel.meet(what)
@@ -395,9 +426,16 @@ class Peers:
 
     def meet(self, what: str) -> None:
         """Waits until every rank is at ``what``."""
-        for channel in (self.gathers, self.replicas):
-            if channel is not None:
-                channel.meet(what)
+        for channel in self.channels:
+            channel.meet(f"{what} {self.moment}")
+
+    def same(self, what: str, *tensors: torch.Tensor) -> None:
+        """Raises UsageError where the ranks do not have the same ``tensors``."""
+        if not self.alone:
+            digest = hashlib.blake2b(digest_size=8)
+            for tensor in tensors:
+                digest.update(_bytes_of(tensor.detach().contiguous().view(-1)).numpy())
+            self.meet(f"{what}, to values of digest {digest.hexdigest()},")
 
     def tell(self, error: BaseException) -> None:
         """Lets the others know that this rank cannot go on. Gives them a moment to hear it: this process may end next."""

@@ -62,6 +62,7 @@ class Engine:
         self.clock = StepClock()
         self.sizes: list[UnitSize] = []  # of the units, as they were planned with
         self.step_index = 0
+        self._backwards = 0  # since the last step
         self._slots: native.Region | None = None
         self.group_of: dict[ParamHandle, int] = {}  # index of the optimizer's param group
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}  # the newest state-dict tensor of a tied parameter
@@ -166,6 +167,7 @@ class Engine:
         """Makes the parameters managed ones. Their values are at home already: nothing here needs space or the disk."""
         for unit in self.units:
             for shard in unit.shards:
+                shard.names = [names[param][0] for param in shard.params]
                 for index, param in enumerate(shard.params):
                     handle = ParamHandle(names[param], unit, shard, index, self)
                     if shard.spec.stepped:
@@ -207,6 +209,7 @@ class Engine:
         """``p.copy_(value)`` outside a forward: the value goes home, master and all."""
         shape = tuple(handle.shard.layout.placements[handle.index].shape)
         value = value.detach().expand(shape)
+        self.peers.same(f"setting {handle.name}", value)
         self.prefetcher.release_all([handle.unit])
         handle.changed()
         handle.shard.write_value(self.store, handle.index, value, version=self.step_index)
@@ -233,9 +236,14 @@ class Engine:
         if self.reducer is not None:
             with self.store.guarding():
                 self.reducer.end_backward()
+            self._count_backwards(self._backwards + 1)
         self.gradients.close_all([shard for unit in self.units for shard in unit.shards])
         if not self.passes.frames:
             self.prefetcher.release_idle()
+
+    def _count_backwards(self, count: int) -> None:
+        self._backwards = count
+        self.peers.moment = f"(after {self.step_index} steps and {count} backwards)"
 
     # --- what the optimizer asks ---
 
@@ -254,6 +262,7 @@ class Engine:
         """An optimizer step starts: its updates carry the next version."""
         self.passes.abandon()
         self.step_index += 1
+        self._count_backwards(0)
 
     def end_step(self) -> None:
         """The updates are submitted: the next forward's first units follow them from the disk."""

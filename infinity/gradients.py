@@ -102,6 +102,7 @@ class GradientBank:
             if tuple(value.shape) != tuple(handle.shard.layout.placements[handle.index].shape):
                 raise UsageError(f"{handle.name}.grad: a gradient of shape {tuple(value.shape)} for another shape")
             value = value.detach().clone()
+            self.peers.same(f"setting the gradient of {handle.name}", value)
             self.clear(handle)
             self.average()
             handle.grad.state, handle.grad.averaged = GradState.LANDED, not self.peers.alone

@@ -8,6 +8,9 @@ Forward holds a unit from its owner's pre-hook to its post-hook. Backward holds 
 from it is asked for (or a gradient reaches its owner's output) until all its gradients have landed, and what is held
 at the end of the outermost task is let go: unused parameters get no gradient, and nothing else would tell.
 
+With slices on several ranks, all of them must gather the same units in the same order, whatever gradients each gets. So
+a unit is then held until the backward has come two units further, and not until its gradients have landed.
+
 Every weight that autograd saves inside an owner is saved as a reference to its unit and made resident when it is
 unpacked, whatever the module returned and however it is checkpointed.
 """
@@ -71,6 +74,7 @@ class Passes:
         self._engine = weakref.ref(engine)  # the engine holds this object
         self.frames: list[Frame] = []
         self.awaited: dict[ParamUnit, set[ParamHandle]] = {}  # held by the backward; least recently used first
+        self.expected: dict[ParamUnit, set[ParamHandle]] = {}  # in lockstep: what a unit still has to get, held or not
         self._since: dict[ParamUnit, float] = {}  # when the backward came to each of those
         self.tasks: set[int] = set()
         self.on_landed: Callable[[ParamUnit], None] | None = None  # told when all of a unit's gradients have landed
@@ -79,6 +83,11 @@ class Passes:
     @property
     def engine(self) -> Engine:
         return self._engine()
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether other ranks gather with this one in mid-backward."""
+        return self.engine.reducer is not None and self.engine.reducer.waits_elsewhere
 
     @property
     def computing(self) -> bool:
@@ -263,11 +272,19 @@ class Passes:
         if unit in self.awaited:
             self.awaited[unit] = self.awaited.pop(unit)
             return
+        if self.in_lockstep:
+            for other in list(self.awaited)[:-1]:
+                self.let_go(other)
         trained = zip(unit.handles, (param for shard in unit.shards for param in shard.params))
         expected = {h for h, p in trained if h.grad is not None and p.requires_grad} - self.engine.without_grad.get(unit, set())
+        meetings = self.engine.peers.meetings
         with self.engine.store.guarding():
             self.engine.prefetcher.hold(unit, backward=True)
+            if self.engine.reducer is not None and self.engine.peers.meetings == meetings:
+                self.engine.reducer.pass_by()
         self.awaited[unit] = expected
+        if self.in_lockstep:
+            self.expected.setdefault(unit, expected)
         self._since[unit] = time.perf_counter()
 
     def landed(self, param: torch.Tensor) -> None:
@@ -282,11 +299,12 @@ class Passes:
             self.engine.gradients.land(handle, grad)
         self.reached.add(handle.unit)
         self.engine.without_grad.get(handle.unit, set()).discard(handle)
-        awaited = self.awaited.get(handle.unit)
+        awaited = (self.expected if self.in_lockstep else self.awaited).get(handle.unit)
         if awaited is not None:
             awaited.discard(handle)
             if not awaited:
-                self.let_go(handle.unit)
+                if not self.in_lockstep:
+                    self.let_go(handle.unit)
                 if self.engine.reducer is not None:
                     self.engine.reducer.ready(handle.unit)
                 elif self.on_landed is not None:
@@ -335,10 +353,12 @@ class Passes:
 
     def sweep(self) -> None:
         """The outermost backward has ended: what is still held got no gradient for some of its parameters."""
-        for unit, missing in list(self.awaited.items()):
+        for unit, missing in (self.awaited | self.expected).items():
             if unit in self.reached:  # else this was torch.autograd.grad, which accumulates nothing
                 self.engine.without_grad[unit] = self.engine.without_grad.get(unit, set()) | missing
+        for unit in list(self.awaited):
             self.let_go(unit)
+        self.expected.clear()
         self.reached.clear()
         self.engine.end_backward()
 
@@ -346,6 +366,7 @@ class Passes:
         """A new forward starts: whatever a backward that failed half-way left held is let go."""
         self.tasks.clear()
         self.reached.clear()
+        self.expected.clear()
         for unit in list(self.awaited):
             self.let_go(unit)
         if self.engine.reducer is not None:

@@ -39,11 +39,11 @@ def peers_of(mesh: Any, *, traffic: Traffic) -> Peers:
     peers.allowed_processors = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), peers.local_size)
     me = dist.get_rank()
     for row in rows.tolist() if rows.size(1) > 1 else []:
-        # Two groups over the same ranks: what is gathered ahead and what is reduced each keep an order of their own.
+        # Two groups over the same ranks: a reduction's bytes do not wait for a gather's.
         groups = [dist.new_group(row, timeout=timeout) for _ in range(2)]
         if me in row:
             peers.own_groups += groups
-            peers.gathers, peers.reduces = (Channel(group) for group in groups)
+            peers.row, peers.reduces = Channel(groups[0]), groups[1]
             peers.rank, peers.size = row.index(me), len(row)
     for column in rows.T.tolist() if rows.size(0) > 1 else []:
         group = dist.new_group(column, timeout=timeout)

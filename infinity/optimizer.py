@@ -6,6 +6,7 @@ run    consecutive parameters of a shard with the same hyperparameters and step 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -112,6 +113,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
         if engine.config.max_grad_norm is not None:
             params = [param for group in self.param_groups for param in group["params"]]
             torch.nn.utils.clip_grad_norm_(params, engine.config.max_grad_norm)
+        if not engine.peers.alone:
+            engine.peers.meet(self._told())
         if not begun:
             engine.begin_step()
         order = list(engine.schedule.first())
@@ -126,6 +129,15 @@ class InfinityOptimizer(torch.optim.Optimizer):
                     self._submit(shard)
         engine.end_step()
         return loss
+
+    def _told(self) -> str:
+        """What a step does, in few words that differ where it does not do the same on another rank."""
+        told = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        for handle in self._engine.group_of:
+            told.append((handle.step, handle.grad.state.name, handle.grad.factors))
+        digest = hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
+        rates = ", ".join(f"{float(group['lr']):g}" for group in self.param_groups)
+        return f"a step with learning rates {rates} (all settings, clipping and gradients: {digest})"
 
     @contextmanager
     def step_in_backward(self) -> Iterator[None]:

@@ -331,9 +331,9 @@ def _plan(
     if any(shard.slices > 1 and shard.spec.stepped for shard in shards):
         whole = max(shard.whole_nbytes("grad") for shard in shards if shard.spec.stepped)
         if not any(shard.whole_grad for shard in shards):
-            # Filled while weights of the same units are held, and one more on its way to the others.
+            # Filled while weights of the same units are held; one waits, and one more is on its way to the others.
             ratio = max(shard.spec.grad_dtype.itemsize / shard.spec.dtype.itemsize for shard in shards if shard.spec.stepped)
-            add(Tier.DEVICE, "gradients to be averaged", whole + round_up(int(held * ratio), native.BLOCK_NBYTES))
+            add(Tier.DEVICE, "gradients to be averaged", 2 * whole + round_up(int(held * ratio), native.BLOCK_NBYTES))
         add(Tier.DEVICE, "gradients of other ranks", 2 * whole)  # as they come, and their sum in fp32
     window = 0
     tile = max((unit.tile_nbytes for unit in units), default=0)

@@ -115,6 +115,11 @@ class Prefetcher:
             return
         if unit.is_staged_from_disk and unit.residency is Residency.STORED:
             return
+        for other in [other for other in self._resident if other not in self._holds]:
+            if self._resident_nbytes() + unit.weight_nbytes <= self._window_nbytes:
+                break
+            if not self._peers.keeps_weights:
+                self._evict(other)
         if self._resident_nbytes() + unit.weight_nbytes <= self._window_nbytes:
             self._stage(unit)
             unit.start_gather(self._store, self._ledger)

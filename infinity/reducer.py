@@ -4,8 +4,11 @@ whole     a shard's gradient of this rank's part of the batch, all elements
 average   this rank's slice of the mean of all ranks' whole gradients
 order     of the units' reductions: the first rank's forward reversed, then the one in which they were ready there
 
-All ranks reduce every unit in one order. A unit that is not ready on a rank (a branch it did not take) waits there for
-the end of the backward, and brings zeros where it got nothing; a parameter that no rank has a gradient of keeps none.
+All ranks reduce every unit in one order. A reduction starts where all ranks are at the same place: when the backward comes
+to a unit they meet, for its gather or in passing, and tell how many each has ready; at the end of the backward the rest
+follows. Where weights stay (ZeRO-2) nothing is gathered, so nobody waits elsewhere, and one starts as soon as it is ready. A unit that is not ready when the backward
+has come a unit further will hardly be: it brings zeros for what it did not get. A parameter that no rank has a
+gradient of keeps none, and a gradient that comes late takes another round.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ class Reducer:
         self._ready: list[ParamUnit] = []
         self._position = 0  # in the order
         self._pending: list[Pending | ParamUnit] = []  # reductions, each unit's followed by the unit
+        self.waits_elsewhere = peers.size > 1 and not peers.keeps_weights  # for gathers, in mid-backward
+        peers.ready_count, peers.on_gather = self._ready_count, self._at_gather
         self._unread = False  # a backward has ended since the last average (ZeRO-1)
 
     # --- during a backward ---
@@ -71,21 +76,55 @@ class Reducer:
         if self._peers.keeps_gradients or unit in self._ready:
             return
         self._ready.append(unit)
+        if not self.waits_elsewhere:
+            self._start_until(self._ready_count())
+
+    def pass_by(self) -> None:
+        """The backward comes to a unit that needs no gather. Ranks that come to fewer are met at their backward's end."""
+        if self.waits_elsewhere:
+            self._meet_in_backward(done=False)
+
+    def _meet_in_backward(self, *, done: bool) -> bool:
+        """Returns whether the backward of every rank of the row is over."""
+        ready = self._peers.row.meet(f"in a backward {self._peers.moment}", [min(self._ready_count(), 254) if not done else 255])
+        if ready.min() == 255:
+            return True
+        self._start_until(int(ready.min()))
+        return False
+
+    def _at_gather(self, count: int) -> None:
+        """All ranks of the row are at the same gather, and have so many ready."""
+        if torch._C._current_graph_task_id() != -1 and self.waits_elsewhere:
+            self._start_until(count)
+
+    def _ready_count(self) -> int:
+        """How many units of the order this rank could have started by now."""
+        own = ((i, unit) for i, unit in enumerate(self._order) if not unit.is_shared)
+        last = max((i for i, unit in own if unit in self._ready or any(s in self._got for s in unit.shards)), default=0)
+        count = self._position
+        while count < len(self._order):
+            unit = self._order[count]
+            if unit not in self._ready and (unit.is_shared or count + 1 > last):
+                break
+            count += 1
+        return count
+
+    def _start_until(self, count: int) -> None:
+        """Starts reductions up to the ``count``-th of the order. Every rank of the row does."""
         if not self._order:
             self._order = self._agree_on_order(reversed(list(self._schedule.first())))
-        while self._position < len(self._order) and self._order[self._position] in self._ready:
-            self._start(self._order[self._position])
+        while self._position < min(count, len(self._order)):
             self._position += 1
+            self._start(self._order[self._position - 1])
 
     def end_backward(self) -> None:
         """The backward is over: averages what is left. Every rank comes here."""
         if self._peers.keeps_gradients:
             self._unread = True
             return
-        if not self._order:
-            self._order = self._agree_on_order(reversed(list(self._schedule.first())))
-        for unit in self._order[self._position :]:
-            self._start(unit)
+        while self.waits_elsewhere and not self._meet_in_backward(done=True):
+            pass
+        self._start_until(len(self._units))
         # A gradient that came after its unit's turn (a second use, a nested backward) takes another round.
         while any(self._peers.agree([any(self._got.values())], "the end of a backward")):
             for unit in self._order:
@@ -109,6 +148,9 @@ class Reducer:
             charge.release()
         self._whole.clear()
         self._got.clear()
+        for pending in self._pending:
+            if isinstance(pending, Pending):
+                pending.drop()
         self._pending.clear()
         self._ready, self._position = [], 0
 
@@ -142,10 +184,10 @@ class Reducer:
                 begin, end = shard.slice_part(handle.index)
                 first = shard.own_slice[0]
                 self._bank.land_average(handle, average[begin - first : end - first])
-            if not self._peers.keeps_gradients:
-                charge.release()
 
         pending = self._peers.reduce(whole, what, done)
+        if not self._peers.keeps_gradients:
+            pending.release = charge.release
         self._finish()
         self._pending.append(pending)
 

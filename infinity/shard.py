@@ -80,6 +80,7 @@ class ParamShard:
     def __init__(self, spec: ShardSpec, params: Sequence[torch.nn.Parameter], peers: Peers | None = None):
         self.spec, self.params = spec, tuple(params)
         self.peers = peers or Peers()
+        self.names = [f"parameter {i} of a shard" for i in range(len(params))]  # until they are known
         self.layout = FlatLayout.of(params, self.peers.size)
         self.slice_numel = self.layout.numel // self.peers.size
         self.arrays: dict[str, StateArray] = {}
@@ -264,7 +265,7 @@ class ParamShard:
             low, high = self.own(name, rank)
             low, high = max(begin, low), min(end, high)
             pieces.append((low - begin, max(low, high) - begin))
-        self.peers.assemble(out, pieces, f"reading {name}, elements {begin} to {end}")
+        self.peers.assemble(out, pieces, f"reading {name} of {self.names[index]}")
         return out
 
     def read_own_part(self, store: ShardStore, name: str, index: int) -> torch.Tensor:

@@ -58,6 +58,7 @@ class ParamUnit:
         self.version = 0  # counts changes of the values at home
         self.flats: list[torch.Tensor] = []
         self.handles: list[ParamHandle] = []
+        self.is_shared = False  # whether several modules use it, so that its gradients may come long after each other
         self._history: deque[str] = deque(maxlen=6)
         self._slots: list[native.Lease] = []
         self._reads: list[native.Ticket] = []
@@ -268,6 +269,7 @@ class ParamUnit:
             if not changed and not watched:
                 continue
             before = self._watched.get(param)
+            self._peers.same(f"changing {param._infinity.name} in a forward", own_bytes(param))
             if self.stays and before is None:
                 if "master" not in shard.arrays:
                     continue  # the device's bytes are the master

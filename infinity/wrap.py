@@ -90,7 +90,8 @@ def wrap_model(
         with peers.together("checking what wrap_model was given"):
             config = Config.make(config)
             _check(model, optimizer, config)
-        peers.compare(_description(model, optimizer, config), "wrap_model")
+            description = {} if peers.alone else _description(model, optimizer, config)
+        peers.compare(description, "wrap_model")
         peers.shard, peers.compresses = config.shard, config.compress_gathers
         if config.shard_in_node:
             join_node(peers, mesh)
@@ -157,15 +158,24 @@ def _description(model: nn.Module, optimizer: torch.optim.Optimizer | None, conf
     told = {f"Config({field.name})": repr(getattr(config, field.name)) for field in dataclasses.fields(config)
             if field.name not in ("nvme_paths", "trace")}  # fmt: skip
     told["the model"] = type(model).__name__
+    names_of = {param: name for name, param in model.named_parameters()}
+    given = {param for group in (optimizer.param_groups if optimizer is not None else []) for param in group["params"]}
     for name, param in model.named_parameters(remove_duplicate=False):
         told[f"parameter {name}"] = f"{tuple(param.shape)} {param.dtype} {'trained' if param.requires_grad else 'frozen'}"
         if raw_grad(param) is not None:
             told[f"the gradient of {name}"] = "present"
         if state := optimizer.state.get(param) if optimizer is not None else None:
             told[f"the optimizer's state of {name}"] = ", ".join(sorted(state))
+        if optimizer is not None and param.requires_grad and param not in given and is_managed(param):
+            raise ConfigError(
+                f"parameter {name} requires a gradient but is not in the optimizer: with several ranks nobody would average it. "
+                "Give it to the optimizer, or set requires_grad=False."
+            )
     told["the optimizer"] = type(optimizer).__name__
     for i, group in enumerate(optimizer.param_groups if optimizer is not None else []):
-        told[f"the optimizer's group {i}"] = f"{len(group['params'])} parameters"
+        names = [names_of.get(param, "another") for param in group["params"]]
+        told[f"the optimizer's group {i}"] = f"{len(names)} parameters, {', '.join(names[:3])}, ..."
+        told[f"all names of the optimizer's group {i}"] = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
     return told
 
 
@@ -173,11 +183,15 @@ def _broadcast_rest(model: nn.Module, peers: Peers) -> None:
     """Buffers and parameters that the engine does not move are the first rank's from here on."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not peers.alone and tensor.layout is torch.strided and not (isinstance(tensor, nn.Parameter) and is_managed(tensor)):
-            tensor.detach().copy_(peers.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), name))
+            first = peers.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), name)
+            if torch._debug_has_internal_overlap(tensor) != 1:  # an expanded one cannot be written to
+                tensor.detach().copy_(first)
 
 
 def _own_part(config: Config, peers: Peers) -> Config:
     """The configuration with this rank's part of what the ranks of one machine share."""
+    if not peers.alone:
+        peers.local_size = -peers.least([-peers.local_size], "ranks on a machine")[0]
     shared = {name: getattr(config, name) for name in ("host_memory", "nvme_capacity")}
     return dataclasses.replace(config, **{name: n // peers.local_size for name, n in shared.items() if n is not None})
 
@@ -269,6 +283,7 @@ def _commit(model, optimizer, managed, rule, engine: Engine, groups: list[Group]
     for group, unit in zip(groups, engine.units):
         for owner in group.owners:
             owners.setdefault(owner, []).append(unit)
+        unit.is_shared = len(group.owners) > 1
     removers = hooks.install(engine, model, owners) + _install_state_dict(engine, model)
     removers += tiling.install(engine, model, {g.params[0]: g.tile_rows for g in groups if g.tile_rows})
     if engine.config.micro_batch is not None:
@@ -526,6 +541,8 @@ def full_params(
         )
     for copy in edited.values():
         copy.check_unchanged_at_home()
+    if writeback and not engine.peers.alone:
+        engine.peers.same(f"leaving full_params with {len(edited)} edited", *(copy.tensor for copy in edited.values()))
     for copy in dict.fromkeys(edited.values()):
         engine.write_edit(copy.handle, copy.tensor)
 
