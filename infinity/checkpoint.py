@@ -38,6 +38,7 @@ from .collectives import Peers
 from .engine import Engine
 from .errors import CorruptionError, InfinityError, StorageError, UsageError
 from .gradients import GradState
+from .materialize import overwrite
 from .optimizer import InfinityOptimizer
 from .parameter import ParamHandle, handle_of
 from .shard import ARRAYS, MOMENTS
@@ -308,7 +309,7 @@ def _load(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.O
         for prefix, targets in (("buffer/", _buffers(model)), ("unmanaged/", _unmanaged(model))):
             for name, target in targets.items():
                 if prefix + name in other:
-                    target.copy_(other[prefix + name])
+                    overwrite(target, other[prefix + name])
     if generators is not None:
         _restore_random_state(generators, other, rank)
     return extra

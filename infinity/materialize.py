@@ -175,6 +175,12 @@ def _swap(model: nn.Module, param: nn.Parameter, other: nn.Parameter) -> None:
             module._flat_weight_refs = [weakref.ref(weight) if weight is not None else None for weight in module._flat_weights]
 
 
+def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """``tensor.copy_(value)``, also of an expanded tensor, whose repeated elements are written once."""
+    once = tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())
+    tensor.detach()[once].copy_(value[once])
+
+
 def put(tensor: torch.Tensor, begin: int, values: torch.Tensor) -> None:
     """Sets the elements of ``tensor`` from ``begin`` on, counted row by row whatever its strides."""
     if tensor.is_contiguous():

@@ -2,7 +2,7 @@
 
 whole     a shard's gradient of this rank's part of the batch, all elements
 average   this rank's slice of the mean of all ranks' whole gradients
-order     of the units' reductions: the first rank's forward reversed, then the one in which they were ready there
+order     of the units' reductions: the first rank's forward reversed, those that several modules share last
 
 All ranks reduce every unit in one order. A reduction starts where all ranks are at the same place: when the backward comes
 to a unit they meet, for its gather or in passing, and tell how many each has ready; at the end of the backward the rest
@@ -13,7 +13,7 @@ gradient of keeps none, and a gradient that comes late takes another round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -45,7 +45,6 @@ class Reducer:
         self._whole: dict[ParamShard, tuple[torch.Tensor, Reservation]] = {}
         self._got: dict[ParamShard, set[int]] = {}  # parameters with a whole gradient, by index
         self._order: list[ParamUnit] = []
-        self._settled = False  # whether the order is that of a whole backward
         self._ready: list[ParamUnit] = []
         self._position = 0  # in the order
         self._pending: list[Pending | ParamUnit] = []  # reductions, each unit's followed by the unit
@@ -112,7 +111,7 @@ class Reducer:
     def _start_until(self, count: int) -> None:
         """Starts reductions up to the ``count``-th of the order. Every rank of the row does."""
         if not self._order:
-            self._order = self._agree_on_order(reversed(list(self._schedule.first())))
+            self._order = self._agree_on_order()
         while self._position < min(count, len(self._order)):
             self._position += 1
             self._start(self._order[self._position - 1])
@@ -130,17 +129,15 @@ class Reducer:
             for unit in self._order:
                 self._start(unit)
         self._finish()
-        if not self._settled:
-            self._order, self._settled = self._agree_on_order(unit.index for unit in self._ready), True
         self._ready, self._position = [], 0
 
-    def _agree_on_order(self, first: Iterable[int]) -> list[ParamUnit]:
-        """The first rank's order: ``first``, then the rest from the last unit on."""
+    def _agree_on_order(self) -> list[ParamUnit]:
         by_index = {unit.index: unit for unit in self._units}
-        order = [index for index in first if index in by_index]
-        order += [index for index in reversed(by_index) if index not in order]
-        indices = torch.tensor(order, dtype=torch.int64, device="cpu")
-        return [by_index[index] for index in self._peers.broadcast(indices, "the order of gradients").tolist()]
+        used = [index for index in reversed(list(self._schedule.first())) if index in by_index]
+        used += [index for index in reversed(by_index) if index not in used]
+        used.sort(key=lambda index: by_index[index].is_shared)
+        order = torch.tensor(used, dtype=torch.int64, device="cpu")
+        return [by_index[index] for index in self._peers.broadcast(order, "the order of gradients").tolist()]
 
     def abandon(self) -> None:
         """A backward failed half-way: what it has not averaged is dropped."""

@@ -25,7 +25,7 @@ from .config import MOMENTS, Config
 from .engine import Engine
 from .errors import CapacityError, ConfigError, UsageError
 from .gradients import GradState
-from .materialize import Materialized
+from .materialize import Materialized, overwrite
 from .mesh import join_node, peers_of
 from .optimizer import InfinityOptimizer, moment_names, recognise, saved_step
 from .parameter import handle_of, raw_grad, set_raw_grad
@@ -183,9 +183,7 @@ def _broadcast_rest(model: nn.Module, peers: Peers) -> None:
     """Buffers and parameters that the engine does not move are the first rank's from here on."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not peers.alone and tensor.layout is torch.strided and not (isinstance(tensor, nn.Parameter) and is_managed(tensor)):
-            first = peers.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), name)
-            if torch._debug_has_internal_overlap(tensor) != 1:  # an expanded one cannot be written to
-                tensor.detach().copy_(first)
+            overwrite(tensor, peers.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), name))
 
 
 def _own_part(config: Config, peers: Peers) -> Config:

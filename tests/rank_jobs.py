@@ -204,6 +204,155 @@ def diverging() -> str:
     return said
 
 
+class Uneven(nn.Module):
+    """Blocks with a part that some ranks skip, and a parameter that nobody uses."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.never = nn.Parameter(torch.ones(512))
+
+        def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+            x = torch.tanh(self.always(x))
+            return x if skips else x + self.sometimes(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(5))
+
+    def forward(self, x: torch.Tensor, skipped: int | None) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x, i == skipped)
+        return x.square().mean()
+
+
+def uneven(shard: str, home: str, folder: str) -> dict[str, Any]:
+    """Another part is skipped on every rank and step, in the least device memory that works; one process beside it."""
+    import re
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = models.at_home(home, home, Path(folder)) | {"shard": shard}
+
+    def data(step: int, of_rank: int) -> tuple[torch.Tensor, int | None]:
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + of_rank))
+        return x, (step + 3 * of_rank) % 6 if step else None
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Uneven()
+
+    model = make()
+    try:
+        infinity.wrap_model(model, adamw(model), config | {"device_memory": 1})
+    except infinity.CapacityError as error:
+        least = int(re.search(r"works here is [^()]*\((\d+) bytes", str(error))[1])
+    model, optimizer = infinity.wrap_model(model, adamw(model), config | {"device_memory": least})
+    for step in range(6):
+        model(*data(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tier = infinity.stats(model).as_dict()["tiers"]["device"]
+    weights = cloned(model.state_dict())
+    infinity.unwrap_model(model, optimizer)
+    plain = make()
+    single = adamw(plain)
+    for step in range(6):
+        for of_rank in range(world):
+            (plain(*data(step, of_rank)) / world).backward()
+        single.step()
+        single.zero_grad()
+    off = max((weights[name] - value).abs().max().item() for name, value in plain.state_dict().items())
+    return {"weights": weights, "off": off, "within": tier["peak_nbytes"] <= tier["planned_nbytes"]}
+
+
+def apart(how: str) -> dict[str, str]:
+    """Ranks that do not do the same: what each is told. Nothing here may end in a hang, or in no word at all."""
+    model = build()
+    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    first = dist.get_rank() == 0
+    train(model, optimizer, steps=1)
+    said = "nothing"
+    try:
+        if how == "a rank skips a step":
+            models.loss_of(model, batch(1, 0, 0)).backward()
+            if first:
+                optimizer.step()
+            optimizer.zero_grad()
+            train(model, optimizer, steps=1)
+        elif how == "learning rates differ":
+            optimizer.param_groups[0]["lr"] = 0.1 if first else 0.2
+            train(model, optimizer, steps=1)
+        elif how == "a rank has another micro-batch":
+            train(model, optimizer, steps=1, micro=3 if first else 2)
+        elif how == "other parameters are read":
+            with infinity.full_params(model, f"blocks.{0 if first else 1}.feed.0.weight"):
+                pass
+        elif how == "one rank edits":
+            with infinity.full_params(model, "positions", writeback=True) as params:
+                if first:
+                    params["positions"].zero_()
+        elif how == "other values are loaded":
+            state = build(3 if first else 4).state_dict()
+            model.load_state_dict(state)
+        elif how == "other gradients are set":
+            models.loss_of(model, batch(1, 0, 0)).backward()
+            model.positions.grad = torch.full_like(model.positions.grad, float(dist.get_rank()))
+        elif how == "one rank saves":
+            if first:
+                infinity.save_checkpoint("/nowhere/at/all", model, optimizer)
+            train(model, optimizer, steps=1)
+    except (infinity.InfinityError, RuntimeError) as error:  # load_state_dict puts what went wrong into one of torch's
+        said = f"{type(error).__name__}: {error}"
+    return {"said": said}
+
+
+def odd_buffers_and_empty_parameters(path: str) -> list[str]:
+    """An expanded buffer does not stop a wrap; a parameter without elements is saved and loaded."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model.register_buffer("expanded", torch.ones(1).expand(4))
+    model.empty = nn.Parameter(torch.empty(0, 3))
+    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    weights = cloned(model.state_dict())
+    infinity.save_checkpoint(path, model, optimizer)
+    infinity.load_checkpoint(path, model, optimizer)
+    different = models.differing(weights, cloned(model.state_dict()))
+    infinity.unwrap_model(model, optimizer)
+    return different
+
+
+def retried(shard: str) -> dict[str, Any]:
+    """A backward that raises half-way on all ranks, again and again, then a whole one: the same bits, and no charge left."""
+    found = []
+    for failures in (0, 4):
+        model = build()
+        model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host", "shard": shard})
+        fails = [False]
+
+        def fail(grad: torch.Tensor, fails=fails) -> None:
+            if fails[0]:
+                raise ValueError("the user's own")
+
+        model.blocks[2].register_forward_hook(lambda module, args, output, fail=fail: output.register_hook(fail) and None)
+        charges = []
+        for step in range(3):
+            for _ in range(failures):
+                fails[0] = True
+                try:
+                    models.loss_of(model, batch(step, 0, dist.get_rank())).backward()
+                except ValueError:
+                    optimizer.zero_grad()
+                fails[0] = False
+            train(model, optimizer, steps=1, first=step)
+            charges.append(wrapped(model).engine.ledger.accounts["device"].charged_nbytes)
+        found.append((cloned(model.state_dict()), charges))
+        infinity.unwrap_model(model, optimizer)
+    return {"different": models.differing(found[0][0], found[1][0]), "charges": [charges for _, charges in found]}
+
+
 def states(shard: str, folder: str) -> dict[str, Any]:
     """State dicts, full_params, save_pretrained."""
     config = models.at_home("nvme", "nvme", Path(folder)) | {"shard": shard}

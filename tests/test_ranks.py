@@ -40,6 +40,10 @@ def two(tmp_path_factory) -> dict[str, list[Any]]:
         jobs[f"states:{mode}"] = {"shard": mode, "folder": str(folder / "swap")}
         jobs[f"stepped_in_backward:{mode}"] = {"shard": mode}
         jobs[f"parity:micro-{mode}"] = {"config": {"params": "host", "optimizer": "host", "shard": mode}, "micro": 3}
+        jobs[f"uneven:{mode}"] = {"shard": mode, "home": "host", "folder": str(folder / "swap")}
+        jobs[f"retried:{mode}"] = {"shard": mode}
+    jobs["uneven:on-disk"] = {"shard": "parameters", "home": "nvme", "folder": str(folder / "swap")}
+    jobs["odd_buffers_and_empty_parameters"] = {"path": str(folder / "empty")}
     jobs["gradients:on-disk"] = {"shard": "parameters", "home": "nvme", "folder": str(folder / "swap")}
     split = models.at_home("nvme", "nvme", folder / "swap")
     jobs["parity:bf16"] = {"config": split, "dtype": torch.bfloat16}
@@ -203,6 +207,43 @@ def test_a_parameter_used_on_one_rank_gets_the_average_and_one_used_nowhere_none
     for one, other in zip(first["grads"], second["grads"]):
         assert torch.equal(one["scale"], other["scale"]) and one["scale"].any()
         assert one["unused"] is None and other["unused"] is None
+
+
+@pytest.mark.parametrize("case", [*MODES, "on-disk"])
+def test_ranks_that_skip_other_parts_end_with_the_same_right_weights(two, case):
+    """Every step another rank skips another part; in the least device memory, which is not exceeded. Against plain torch
+    that is given both batches: skipping changes which gradients add up, so Adam may differ where they are noise."""
+    first, second = two[f"uneven:{case}"]
+    assert not models.differing(first["weights"], second["weights"])
+    assert first["off"] < 1e-4 and first["within"] and second["within"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_backwards_that_fail_on_all_ranks_leave_nothing_behind(two, mode):
+    for found in two[f"retried:{mode}"]:
+        assert found["different"] == []
+        undisturbed, disturbed = found["charges"]
+        assert disturbed == undisturbed
+
+
+def test_odd_buffers_and_empty_parameters_are_no_obstacle(two):
+    assert two["odd_buffers_and_empty_parameters"] == [[], []]
+
+
+@pytest.mark.parametrize(("how", "told"), [
+    ("a rank skips a step", "a step with learning rates"), ("a rank has another micro-batch", "2 backwards"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("learning rates differ", "learning rates 0.1"), ("other parameters are read", "reading weight of blocks.1.feed.0.weight"),
+        ("one rank edits", "leaving full_params with 1 edited"), ("other values are loaded", "setting"),
+        ("other gradients are set", "setting the gradient of positions"), ("one rank saves", "gathering"),
+    ]),
+])  # fmt: skip
+def test_ranks_that_part_are_told(tmp_path, how, told):
+    """Each in a launch of its own: such a job is over. Both ranks raise within seconds, naming what each is at."""
+    results, _ = launch(tmp_path, 2, {"apart": {"how": how}}, environment={"RANK_TIMEOUT": "20"})
+    said = [found["said"] for found in results["apart"]]
+    assert all(text.startswith(("UsageError", "PeerError", "RuntimeError")) or "Storage" in text for text in said), said
+    assert any(told in text for text in said), said
 
 
 @pytest.mark.parametrize("mode", MODES)
