@@ -169,7 +169,12 @@ def _failure(error: BaseException) -> str:
 
 
 def _cut(what: str) -> str:
-    return what.encode()[:SAID_NBYTES].decode(errors="ignore")
+    """``what``, as far as there is room; of a longer one the end is told by a digest."""
+    encoded = what.encode()
+    if len(encoded) <= SAID_NBYTES:
+        return what
+    digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
+    return f"{encoded[: SAID_NBYTES - 20].decode(errors='ignore')}...{digest}"
 
 
 def _text(row: torch.Tensor) -> str:

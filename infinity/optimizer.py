@@ -137,7 +137,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             told.append((handle.step, handle.grad.state.name, handle.grad.factors))
         digest = hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
         rates = ", ".join(f"{float(group['lr']):g}" for group in self.param_groups)
-        return f"a step with learning rates {rates} (all settings, clipping and gradients: {digest})"
+        return f"a step ({digest} stands for all settings, clipping and gradients) with learning rates {rates}"
 
     @contextmanager
     def step_in_backward(self) -> Iterator[None]:

@@ -231,7 +231,7 @@ def test_odd_buffers_and_empty_parameters_are_no_obstacle(two):
 
 
 @pytest.mark.parametrize(("how", "told"), [
-    ("a rank skips a step", "a step with learning rates"), ("a rank has another micro-batch", "2 backwards"),
+    ("a rank skips a step", "with learning rates 0.01"), ("a rank has another micro-batch", "2 backwards"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         ("learning rates differ", "learning rates 0.1"), ("other parameters are read", "reading weight of blocks.1.feed.0.weight"),
         ("one rank edits", "leaving full_params with 1 edited"), ("other values are loaded", "setting"),
@@ -439,6 +439,15 @@ def test_what_one_rank_gets_wrong_is_an_error_on_all_and_the_next_wrap_works(two
         assert found["said"].startswith(kind) and re.search(said, found["said"]), found["said"]
         assert found["untouched"]
         assert found["losses"]
+
+
+def test_what_is_too_long_to_be_said_still_differs():
+    """The twin: texts that are cut to the same beginning would pass for equal."""
+    from infinity.collectives import SAID_NBYTES, _cut
+
+    one, other = "x" * SAID_NBYTES + "a", "x" * SAID_NBYTES + "b"
+    assert _cut(one) != _cut(other) and max(len(_cut(text).encode()) for text in (one, "\u00e9" * 999)) <= SAID_NBYTES
+    assert _cut("short") == "short"
 
 
 def test_ranks_that_take_other_branches_are_told_both(two):
