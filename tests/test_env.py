@@ -8,7 +8,7 @@ import pytest
 
 from infinity import cli, native
 
-NAMES = {"storage guard", "python", "simd", "io", "fixed buffers", "huge pages", "cuda", "memory"}
+NAMES = {"storage guard", "python", "simd", "io", "fixed buffers", "huge pages", "cuda", "cuda driver", "cuda kernels", "memory"}
 
 
 def findings(capsys, *more: str) -> dict:

@@ -40,6 +40,8 @@ FLOORS = [
 ]
 FLOOR_OF = {module: number for number, floor in enumerate(FLOORS) for module in floor}
 
+CORES = ("_C", "_cuda")  # the compiled modules
+
 Import = tuple[str, str, int]  # who imports, what, and in which line
 
 
@@ -75,7 +77,7 @@ def imports_of(source: str, path: str) -> Iterator[Import]:
         else:
             continue
         for target in found:
-            known = target[0] in FLOOR_OF or target[0].startswith("_C")
+            known = target[0] in FLOOR_OF or target[0].startswith(CORES)
             yield module, target[0] if known else "__init__", node.lineno
 
 
@@ -85,7 +87,7 @@ def violations(sources: dict[str, str]) -> list[str]:
     for path, source in sorted(sources.items()):
         for module, target, line in imports_of(source, path):
             where = f"{path}:{line}: {module} imports {target}"
-            if target.startswith("_C"):
+            if target.startswith(CORES):
                 if module != "native":
                     found.append(f"{where}; only native may")
             elif module == target:
@@ -112,9 +114,9 @@ def test_imports_go_downward_only():
 
 
 def test_only_native_imports_the_core():
-    """Looks for `_C` among all imports: native has it, nobody else."""
+    """Looks for the compiled modules among all imports: native has it, nobody else."""
     found = [each for path, source in sources().items() for each in imports_of(source, path)]
-    importers = {module for module, target, _ in found if target.startswith("_C")}
+    importers = {module for module, target, _ in found if target.startswith(CORES)}
     assert importers == {"native"}
 
 
@@ -127,6 +129,7 @@ def test_a_violation_is_found():
         "unit.py": "import infinity.wrap",
         "shard.py": "from . import _C",
         "plan.py": "import infinity._C",
+        "gradients.py": "from . import _cuda",
         "wrap.py": "import infinity",
         "cli/env.py": "from ..__main__ import main",
     }

@@ -164,7 +164,7 @@ def test_fine_tunes_equal_to_plain_torch(yardstick: Yardstick, on_nvme: Run, pre
     state_nbytes = sum(4 * parameter.nbytes for parameter in pretrained.parameters())
     assert HOST_MEMORY < 0.6 * state_nbytes, "the budget does not press"
     share = yardstick.share_within(1e-2 * LR)
-    assert share >= 0.75, f"only {share:.0%} of the elements are held to 1e-2 lr or less"
+    assert share >= 0.7, f"only {share:.0%} of the elements are held to 1e-2 lr or less"
 
     yardstick.check(on_nvme)
     check_moved(on_nvme, yardstick.plain)

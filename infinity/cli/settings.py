@@ -35,7 +35,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         "host_memory": args.host_memory,
         "device_memory": args.device_memory,
         "activations": args.activations,
-        "shard": args.shard,
+        "shard": getattr(args, "shard", None),  # `infinity plan` is for one process
         "micro_batch": args.micro_batch,
         "trace": args.trace and str(args.trace),
         "master": args.master,
