@@ -287,12 +287,14 @@ def _load(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.O
         # Its checksum is right, so it was written like this: by something else, or by another version.
         raise CorruptionError(f"{root / MANIFEST} does not describe a checkpoint: {error!r}") from error
 
-    engine.peers.meet("a checkpoint that every rank can load")
+    engine.peers.meet(f"loading {manifest['data']}, which every rank can")
     engine.settle()
     engine.passes.abandon()
     engine.prefetcher.release_all(engine.units)
     engine.step_index = manifest["step_index"]
     by_name = {handle.name: handle for unit in engine.units for handle in unit.handles}
+    for handle in by_name.values():
+        handle.changed()
     for name in manifest["files"]:
         if name.startswith("unit-"):
             for key, begin, tensor in read_parts(data / name):
@@ -310,6 +312,7 @@ def _load(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.O
             for name, target in targets.items():
                 if prefix + name in other:
                     overwrite(target, other[prefix + name])
+    engine.restart_backwards()
     if generators is not None:
         _restore_random_state(generators, other, rank)
     return extra

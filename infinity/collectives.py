@@ -47,6 +47,7 @@ class Pending:
     what: str
     finish: Callable[[], None] | None = None
     release: Callable[[], None] = lambda: None  # of its memory, once nothing moves any more
+    ready: int = 0  # reductions that all ranks of the row could start when they met for it
 
     def wait(self) -> None:
         try:
@@ -137,6 +138,11 @@ class Channel:
             self._ended = True
 
     @property
+    def has_ended(self) -> bool:
+        """Whether this rank can meet nobody here any more."""
+        return self._ended
+
+    @property
     def was_heard(self) -> bool:
         """Whether the others have come to the meeting at which this rank told that it failed, or are gone."""
         return self._unheard is None or self._unheard[0].is_completed()
@@ -201,7 +207,7 @@ class Peers:
     traffic: Traffic = field(default_factory=Traffic)
     allowed_processors: set[int] | None = None  # before this rank was bound to a NUMA node
     moment: str = ""  # how far this rank is: part of what is said at every meeting
-    ready_count: Callable[[], int] = lambda: 0  # how many reductions this rank could start
+    ready_count: Callable[[], int] = lambda: 0  # how many more reductions this rank could start
     on_gather: Callable[[int], None] = lambda count: None  # told how many all ranks of the row can start
     own_groups: list[dist.ProcessGroup] = field(default_factory=list)  # made for this job, and ended with it
 
@@ -290,7 +296,6 @@ class Peers:
         ready = self.row.meet(f"{what} {self.moment}", [min(self.ready_count(), 254)])
         start = time.perf_counter()
         work = _all_gather(whole, mine, group=group, async_op=True)
-        self.on_gather(int(ready.min()))
 
         def finish() -> None:
             edge = "all-gather" if group is self.row.group else "all-gather in node"
@@ -298,7 +303,7 @@ class Peers:
             if then is not None:
                 then()
 
-        return Pending([work], what, finish)
+        return Pending([work], what, finish, ready=int(ready.min()))
 
     # --- gradients ---
 
@@ -439,11 +444,15 @@ class Peers:
         if not self.alone:
             digest = hashlib.blake2b(digest_size=8)
             for tensor in tensors:
-                digest.update(_bytes_of(tensor.detach().contiguous().view(-1)).numpy())
+                # Of a copy: NumPy would make the storage one that cannot be resized any more.
+                copied = tensor.detach().clone(memory_format=torch.contiguous_format)
+                digest.update(_bytes_of(copied.view(-1)).numpy())
             self.meet(f"{what}, to values of digest {digest.hexdigest()},")
 
     def tell(self, error: BaseException) -> None:
         """Lets the others know that this rank cannot go on. Gives them a moment to hear it: this process may end next."""
+        if all(channel.has_ended for channel in self.channels):
+            return
         for channel in self.channels:
             channel.tell(error)
         deadline = time.monotonic() + HEARING_SECONDS

@@ -241,6 +241,10 @@ class Engine:
         if not self.passes.frames:
             self.prefetcher.release_idle()
 
+    def restart_backwards(self) -> None:
+        """The step index was set: backwards count from here."""
+        self._count_backwards(0)
+
     def _count_backwards(self, count: int) -> None:
         self._backwards = count
         self.peers.moment = f"(after {self.step_index} steps and {count} backwards)"

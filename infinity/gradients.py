@@ -149,6 +149,8 @@ class GradientBank:
 
     def land_average(self, handle: ParamHandle, average: torch.Tensor) -> None:
         """Takes this rank's elements of the average of all ranks' gradients, in fp32: adds them to what has landed."""
+        if not self.peers.keeps_gradients:
+            self._refuse_consumed(handle)
         record, shard = handle.grad, handle.shard
         with self._store.traffic.copying("device->host", average.numel() * shard.spec.grad_dtype.itemsize, handle.name):
             shard.settle()
@@ -247,6 +249,7 @@ class GradientBank:
         self._slice(handle, write=True).copy_(flat[begin - place.offset : end - place.offset])
         handle.grad.factors.clear()
         handle.grad.norm = None
+        handle.grad.averaged = True
 
     def norm(self, handle: ParamHandle, order: float) -> torch.Tensor:
         """The vector norm of the gradient: the one taken when it landed, where that is still true."""

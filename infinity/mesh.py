@@ -40,13 +40,13 @@ def peers_of(mesh: Any, *, traffic: Traffic) -> Peers:
     me = dist.get_rank()
     for row in rows.tolist() if rows.size(1) > 1 else []:
         # Two groups over the same ranks: a reduction's bytes do not wait for a gather's.
-        groups = [dist.new_group(row, timeout=timeout) for _ in range(2)]
+        groups = [dist.new_group(row, timeout=timeout, backend="gloo") for _ in range(2)]
         if me in row:
             peers.own_groups += groups
             peers.row, peers.reduces = Channel(groups[0]), groups[1]
             peers.rank, peers.size = row.index(me), len(row)
     for column in rows.T.tolist() if rows.size(0) > 1 else []:
-        group = dist.new_group(column, timeout=timeout)
+        group = dist.new_group(column, timeout=timeout, backend="gloo")
         if me in column:
             peers.own_groups.append(group)
             peers.replicas = Channel(group)
@@ -66,7 +66,7 @@ def join_node(peers: Peers, mesh: Any) -> None:
         if len({len(ranks) for ranks in nodes.values()}) > 1 or not 1 < len(nodes) < len(row):
             continue
         for ranks in nodes.values():
-            group = dist.new_group(ranks, timeout=timeout)
+            group = dist.new_group(ranks, timeout=timeout, backend="gloo")
             if me in ranks:
                 peers.own_groups.append(group)
                 peers.node = Channel(group)

@@ -65,6 +65,15 @@ def saved_step(state: dict[str, Any]) -> int:
     return int(state.get("step", started))
 
 
+def _plainly(value: Any) -> Any:
+    """``value`` as it reads the same on every rank: of what is not a number or text, its kind."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [_plainly(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
 class InfinityOptimizer(torch.optim.Optimizer):
     """What :func:`infinity.wrap_model` gives back. Shares the wrapped optimizer's ``param_groups``."""
 
@@ -132,7 +141,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def _told(self) -> str:
         """What a step does, in few words that differ where it does not do the same on another rank."""
-        told = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        told = [{key: _plainly(value) for key, value in group.items() if key != "params"} for group in self.param_groups]
         for handle in self._engine.group_of:
             told.append((handle.step, handle.grad.state.name, handle.grad.factors))
         digest = hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
@@ -312,6 +321,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
                     raise UsageError(
                         f"{name} of {handle.name} has shape {tuple(value.shape)}, the parameter {tuple(params[index].shape)}"
                     )
+        moments = [value for state in state_dict["state"].values() for value in state.values() if isinstance(value, torch.Tensor)]
+        self._engine.peers.same("loading the optimizer's state", *moments)
         for group, saved in zip(self.param_groups, saved_groups):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for index, param in params.items():

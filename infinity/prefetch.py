@@ -67,6 +67,10 @@ class Prefetcher:
                 finally:
                     unit.conceal()
 
+    def is_held(self, unit: ParamUnit) -> bool:
+        """Whether something computes with ``unit``, or is about to."""
+        return unit in self._holds
+
     def release_all(self, units: Iterable[ParamUnit]) -> None:
         """Sends ``units`` home, whatever stage they are in: their bytes there are about to change, or did."""
         for unit in units:
@@ -124,6 +128,7 @@ class Prefetcher:
             self._stage(unit)
             unit.start_gather(self._store, self._ledger)
             self._resident[unit] = None
+            self._peers.on_gather(unit.ready)
 
     def fetch_ahead(self, upcoming: Iterable[int]) -> None:
         """Starts reading the next units that come from disk, as far as the staging pool reaches."""
@@ -144,8 +149,11 @@ class Prefetcher:
     def _bring(self, unit: ParamUnit) -> None:
         self._stage(unit)
         self._make_room(unit)
-        unit.gather(self._store, self._ledger)
+        unit.start_gather(self._store, self._ledger)
         self._resident[unit] = None
+        if self._peers.size > 1:
+            self._peers.on_gather(unit.ready)
+        unit.finish_gather(self._store)
 
     def _stage(self, unit: ParamUnit) -> None:
         """Has the unit's bytes in memory here."""

@@ -47,6 +47,7 @@ class Reducer:
         self._order: list[ParamUnit] = []
         self._ready: list[ParamUnit] = []
         self._position = 0  # in the order
+        self._incomplete: list[ParamUnit] = []  # reduced before all of their gradients had come, on some rank
         self._pending: list[Pending | ParamUnit] = []  # reductions, each unit's followed by the unit
         self.waits_elsewhere = peers.size > 1 and not peers.keeps_weights  # for gathers, in mid-backward
         peers.ready_count, peers.on_gather = self._ready_count, self._at_gather
@@ -76,7 +77,7 @@ class Reducer:
             return
         self._ready.append(unit)
         if not self.waits_elsewhere:
-            self._start_until(self._ready_count())
+            self._start_more(self._ready_count())
 
     def pass_by(self) -> None:
         """The backward comes to a unit that needs no gather. Ranks that come to fewer are met at their backward's end."""
@@ -88,16 +89,16 @@ class Reducer:
         ready = self._peers.row.meet(f"in a backward {self._peers.moment}", [min(self._ready_count(), 254) if not done else 255])
         if ready.min() == 255:
             return True
-        self._start_until(int(ready.min()))
+        self._start_more(int(ready.min()))
         return False
 
     def _at_gather(self, count: int) -> None:
         """All ranks of the row are at the same gather, and have so many ready."""
         if torch._C._current_graph_task_id() != -1 and self.waits_elsewhere:
-            self._start_until(count)
+            self._start_more(count)
 
     def _ready_count(self) -> int:
-        """How many units of the order this rank could have started by now."""
+        """How many more units of the order this rank could start by now."""
         own = ((i, unit) for i, unit in enumerate(self._order) if not unit.is_shared)
         last = max((i for i, unit in own if unit in self._ready or any(s in self._got for s in unit.shards)), default=0)
         count = self._position
@@ -106,15 +107,15 @@ class Reducer:
             if unit not in self._ready and (unit.is_shared or count + 1 > last):
                 break
             count += 1
-        return count
+        return count - self._position
 
-    def _start_until(self, count: int) -> None:
-        """Starts reductions up to the ``count``-th of the order. Every rank of the row does."""
+    def _start_more(self, count: int) -> None:
+        """Starts the next ``count`` reductions of the order. Every rank of the row does."""
         if not self._order:
             self._order = self._agree_on_order()
-        while self._position < min(count, len(self._order)):
+        for unit in self._order[self._position : self._position + count]:
             self._position += 1
-            self._start(self._order[self._position - 1])
+            self._start(unit)
 
     def end_backward(self) -> None:
         """The backward is over: averages what is left. Every rank comes here."""
@@ -123,11 +124,13 @@ class Reducer:
             return
         while self.waits_elsewhere and not self._meet_in_backward(done=True):
             pass
-        self._start_until(len(self._units))
+        self._start_more(len(self._units))
         # A gradient that came after its unit's turn (a second use, a nested backward) takes another round.
         while any(self._peers.agree([any(self._got.values())], "the end of a backward")):
             for unit in self._order:
-                self._start(unit)
+                self._start(unit, again=True)
+        self._pending += self._incomplete  # complete now
+        self._incomplete = []
         self._finish()
         self._ready, self._position = [], 0
 
@@ -149,24 +152,28 @@ class Reducer:
             if isinstance(pending, Pending):
                 pending.drop()
         self._pending.clear()
+        self._incomplete = []
         self._ready, self._position = [], 0
 
     # --- one unit ---
 
-    def _start(self, unit: ParamUnit) -> None:
+    def _start(self, unit: ParamUnit, *, again: bool = False) -> None:
+        incomplete = False
         for number, shard in enumerate(unit.shards):
             if shard.spec.stepped:
-                self._average(unit, shard, self._got.pop(shard, set()), f"{unit.name} ({number})")
-        self._pending.append(unit)
+                incomplete |= self._average(unit, shard, self._got.pop(shard, set()), f"{unit.name} ({number})")
+        if not again:
+            (self._incomplete if incomplete else self._pending).append(unit)
 
-    def _average(self, unit: ParamUnit, shard: ParamShard, got: set[int], what: str) -> None:
-        """Starts averaging where any rank has a gradient; the reduction before this one is finished meanwhile."""
+    def _average(self, unit: ParamUnit, shard: ParamShard, got: set[int], what: str) -> bool:
+        """Starts averaging where any rank has a gradient; the reduction before this one is finished meanwhile. Returns
+        whether more may come on some rank."""
         what = f"reducing {what}"
         handles = [handle for handle in unit.handles if handle.shard is shard]
-        anywhere = self._peers.agree([handle.index in got for handle in handles], what)
+        *anywhere, incomplete = self._peers.agree([*(handle.index in got for handle in handles), unit not in self._ready], what)
         wanted = [handle for handle, wanted in zip(handles, anywhere) if wanted]
         if not wanted:
-            return
+            return incomplete
         if self._peers.keeps_gradients:
             whole = self._bank.whole(shard)
         else:
@@ -187,6 +194,7 @@ class Reducer:
             pending.release = charge.release
         self._finish()
         self._pending.append(pending)
+        return incomplete
 
     def _finish(self) -> None:
         while self._pending:

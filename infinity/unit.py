@@ -65,6 +65,7 @@ class ParamUnit:
         self._charge: Reservation | None = None
         self._peers = shards[0].peers if shards else Peers()
         self._pending: list[Pending] = []  # gathers under way
+        self.ready = 0  # reductions that every rank could start when they met for the last gather
         self._second: list[torch.Tensor] = []  # slices for the machine's own gathers, one for each shard
         self._second_version = -1  # of the values they are of
         self._versions: list[int] = []  # torch's change counters when the parameters were exposed
@@ -149,14 +150,9 @@ class ParamUnit:
         if error is not None:
             raise error
 
-    def gather(self, store: ShardStore, ledger: Ledger) -> None:
-        """STAGED (or STORED, for a memory home) -> RESIDENT: verifies and copies onto the device."""
-        if self.residency is not Residency.GATHERING:
-            self.start_gather(store, ledger)
-        self.finish_gather(store)
-
     def start_gather(self, store: ShardStore, ledger: Ledger) -> None:
-        """STAGED (or STORED) -> GATHERING: this rank's bytes are on the device, those of other ranks on their way."""
+        """STAGED (or STORED, for a memory home) -> GATHERING: verifies and copies onto the device what this rank has; what
+        others have is on its way."""
         from_disk = self.is_staged_from_disk
         if self.residency is not (Residency.STAGED if from_disk else Residency.STORED):
             raise self._illegal("be gathered")
@@ -178,6 +174,7 @@ class ParamUnit:
                 pending = gather(flat, f"{self.name} ({i})")
                 if pending is not None:
                     self._pending.append(pending)
+                    self.ready = pending.ready
         except BaseException:
             self._fail_gather()
             raise
@@ -255,8 +252,8 @@ class ParamUnit:
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
         """``param.data`` was handed out, through which torch does not count changes."""
         if param not in self._watched:
-            # At home on the device there is no other copy to tell a change by.
-            self._watched[param] = data.clone() if self.stays else None
+            # At home on the device there is no other copy to tell a change by; what came compressed is not what is at home.
+            self._watched[param] = data.clone() if self.stays or self._peers.compresses else None
 
     def write_edits(self, store: ShardStore) -> None:
         """Sends home what a forward changed in its own parameters (a clamp of a weight, say).
@@ -270,6 +267,11 @@ class ParamUnit:
                 continue
             before = self._watched.get(param)
             self._peers.same(f"changing {param._infinity.name} in a forward", own_bytes(param))
+            if self._peers.compresses and before is None:
+                raise UsageError(
+                    f"{param._infinity.name} was changed in place inside a forward, but it came there compressed. Change it "
+                    "through .data, inside infinity.full_params(..., writeback=True), or set compress_gathers=False."
+                )
             if self.stays and before is None:
                 if "master" not in shard.arrays:
                     continue  # the device's bytes are the master
@@ -278,6 +280,7 @@ class ParamUnit:
                     "Change it through .data, or inside infinity.full_params(..., writeback=True)."
                 )
             shard.write_changes(store, index, own_bytes(param), before=before, version=shard.weight.extent.version)
+            self._second_version = -1
 
     def conceal(self) -> None:
         """Makes touching a parameter come by the engine, whether its bytes are still on the device or not.

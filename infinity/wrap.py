@@ -95,7 +95,7 @@ def wrap_model(
         peers.shard, peers.compresses = config.shard, config.compress_gathers
         if config.shard_in_node:
             join_node(peers, mesh)
-        peers.allow_flags(len(list(model.parameters())))
+        peers.allow_flags(len(list(model.parameters())) + 1)
         return _wrap(model, optimizer, config, peers)
     except BaseException:
         peers.close()
@@ -281,7 +281,10 @@ def _commit(model, optimizer, managed, rule, engine: Engine, groups: list[Group]
     for group, unit in zip(groups, engine.units):
         for owner in group.owners:
             owners.setdefault(owner, []).append(unit)
-        unit.is_shared = len(group.owners) > 1
+    for group, unit in zip(groups, engine.units):
+        # Also one whose module runs around others: its gradients may come before and after theirs.
+        around = any(module in owners for owner in group.owners for module in owner.modules() if module is not owner)
+        unit.is_shared = len(group.owners) != 1 or around
     removers = hooks.install(engine, model, owners) + _install_state_dict(engine, model)
     removers += tiling.install(engine, model, {g.params[0]: g.tile_rows for g in groups if g.tile_rows})
     if engine.config.micro_batch is not None:

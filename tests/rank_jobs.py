@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 import pickle
 import signal
@@ -107,6 +109,15 @@ def in_nodes(config: dict) -> dict[str, Any]:
         os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
 
 
+def restless_in_nodes(config: dict, path: str) -> dict[str, Any]:
+    """The same on what seem to be two machines."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    try:
+        return restless(config, path)
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
+
+
 def gradients(shard: str, home: str, folder: str) -> dict[str, Any]:
     """Everything that torch lets one do with ``p.grad``, after one backward."""
     config = models.at_home(home, home, Path(folder)) | {"shard": shard}
@@ -202,6 +213,63 @@ def diverging() -> str:
     optimizer.step()
     infinity.unwrap_model(root, optimizer)
     return said
+
+
+class Restless(nn.Module):
+    """Blocks that change or look at their own weights in the forward, and a parameter that is used first and last."""
+
+    class Block(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            _ = self.bias.data.abs().max()
+            with torch.no_grad():
+                self.weight.data.clamp_(-0.1, 0.1)
+            return torch.tanh(super().forward(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block(64, 64) for _ in range(5))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.blocks[4].bias * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return (x * self.scale).square().mean()
+
+
+def restless(config: dict, path: str) -> dict[str, Any]:
+    """Two micro-batches, the second with its step inside; a checkpoint loaded over a forward; one process beside it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def data(step: int, micro: int, of_rank: int) -> torch.Tensor:
+        return torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + 10 * micro + of_rank))
+
+    def run(model: nn.Module, optimizer, ranks: list[int], steps: range) -> None:
+        for step in steps:
+            for micro in range(2):
+                with optimizer.step_in_backward() if micro and len(ranks) == 1 else contextlib.nullcontext():
+                    for of_rank in ranks:
+                        (model(data(step, micro, of_rank)) / len(ranks)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    model = Restless()
+    plain = copy.deepcopy(model)
+    model, optimizer = infinity.wrap_model(model, adamw(model), config)
+    run(model, optimizer, [rank], range(2))
+    infinity.save_checkpoint(path, model, optimizer)
+    run(model, optimizer, [rank], range(2, 3))
+    with torch.no_grad():
+        model(data(9, 0, 0))
+    infinity.load_checkpoint(path, model, optimizer)
+    run(model, optimizer, [rank], range(2, 4))
+    weights = cloned(model.state_dict())
+    counts = {state["step"].item() for state in optimizer.state_dict()["state"].values()}
+    infinity.unwrap_model(model, optimizer)
+    run(plain, adamw(plain), list(range(world)), range(4))
+    off = max((weights[name] - value).abs().max().item() for name, value in plain.state_dict().items())
+    return {"weights": weights, "off": off, "counts": counts}
 
 
 class Uneven(nn.Module):
