@@ -149,10 +149,13 @@ class Prefetcher:
     def _bring(self, unit: ParamUnit) -> None:
         self._stage(unit)
         self._make_room(unit)
+        if self._peers.size == 1:
+            unit.gather(self._store, self._ledger)
+            self._resident[unit] = None
+            return
         unit.start_gather(self._store, self._ledger)
         self._resident[unit] = None
-        if self._peers.size > 1:
-            self._peers.on_gather(unit.ready)
+        self._peers.on_gather(unit.ready)
         unit.finish_gather(self._store)
 
     def _stage(self, unit: ParamUnit) -> None:

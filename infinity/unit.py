@@ -150,6 +150,11 @@ class ParamUnit:
         if error is not None:
             raise error
 
+    def gather(self, store: ShardStore, ledger: Ledger) -> None:
+        """STAGED (or STORED, for a memory home) -> RESIDENT."""
+        self.start_gather(store, ledger)
+        self.finish_gather(store)
+
     def start_gather(self, store: ShardStore, ledger: Ledger) -> None:
         """STAGED (or STORED, for a memory home) -> GATHERING: verifies and copies onto the device what this rank has; what
         others have is on its way."""
