@@ -206,7 +206,8 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def _persistent_buffers(model: nn.Module) -> list[str]:
     names = []
     for path, module in model.named_modules():
-        kept = (name for name, buffer in module._buffers.items() if buffer is not None and name not in module._non_persistent_buffers_set)
+        there = (name for name, buffer in module._buffers.items() if buffer is not None)
+        kept = [name for name in there if name not in module._non_persistent_buffers_set]
         names += [f"{path}.{name}" if path else name for name in kept]
     return [name for name in names if name in _buffers(model)]
 

@@ -54,7 +54,8 @@ def export(
     for pattern in BESIDE if model is not None else ():
         for path in model.glob(pattern):
             shutil.copy(path, folder / path.name)
-    return {"parameters": sum(_numel(told) for told in manifest["parameters"].values()), "nbytes": sum(n for n, _ in sources.values())}
+    count = sum(_numel(told) for told in manifest["parameters"].values())
+    return {"parameters": count, "nbytes": sum(nbytes for nbytes, _ in sources.values())}
 
 
 def _numel(told: dict[str, Any]) -> int:

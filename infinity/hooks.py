@@ -312,7 +312,8 @@ class Passes:
 
     def landed_at_home(self, unit: ParamUnit) -> None:
         """The averages of ``unit``'s gradients over all ranks have landed."""
-        if self.on_landed is not None and not self.engine.prefetcher.is_held(unit) and any(handle.grad.state is GradState.LANDED for handle in unit.handles if handle.grad):
+        landed = any(handle.grad.state is GradState.LANDED for handle in unit.handles if handle.grad)
+        if self.on_landed is not None and landed and not self.engine.prefetcher.is_held(unit):
             self.on_landed(unit)
 
     def let_go(self, unit: ParamUnit) -> None:

@@ -132,7 +132,8 @@ class Materialized:
         targets = dict(_targets(self._model))
         made = {buffer for module, name, _ in self._buffers for buffer in [module._buffers[name]]}
         made |= {param for param, _ in self._swapped}
-        managed = {name: targets[name] for name in names if isinstance(targets[name], nn.Parameter) and self._managed(targets[name])}
+        params = {name: targets[name] for name in names if isinstance(targets[name], nn.Parameter)}
+        managed = {name: param for name, param in params.items() if self._managed(param)}
         self.sent |= set(managed.values())
         for piece in files.stream(names, {name: home.span(param) for name, param in managed.items()}):
             tensor = targets[piece.name]

@@ -29,8 +29,10 @@ class TierStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """See the module. ``edges``: "nvme->host", "host->nvme", "host->device", "device->host". ``collectives``:
-    "all-gather", "all-gather in node" and "reduce-scatter" with the bytes this rank received; empty without other ranks. ``tiers``: "device", "host", "nvme". ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence."""
+    """See the module. ``edges``: "nvme->host", "host->nvme", "host->device", "device->host". ``collectives``: "all-gather",
+    "all-gather in node" and "reduce-scatter" with the bytes this rank received; empty without other ranks. ``tiers``:
+    "device", "host", "nvme". ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence.
+    """
 
     edges: dict[str, EdgeTraffic]
     collectives: dict[str, EdgeTraffic]

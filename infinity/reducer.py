@@ -4,11 +4,11 @@ whole     a shard's gradient of this rank's part of the batch, all elements
 average   this rank's slice of the mean of all ranks' whole gradients
 order     of the units' reductions: the first rank's forward reversed, those that several modules share last
 
-All ranks reduce every unit in one order. A reduction starts where all ranks are at the same place: when the backward comes
-to a unit they meet, for its gather or in passing, and tell how many each has ready; at the end of the backward the rest
-follows. Where weights stay (ZeRO-2) nothing is gathered, so nobody waits elsewhere, and one starts as soon as it is ready. A unit that is not ready when the backward
-has come a unit further will hardly be: it brings zeros for what it did not get. A parameter that no rank has a
-gradient of keeps none, and a gradient that comes late takes another round.
+All ranks reduce every unit in one order. A reduction starts where all ranks are at the same place: when the backward
+comes to a unit they meet, for its gather or in passing, and tell how many each has ready; at the end of the backward the
+rest follows. Where weights stay (ZeRO-2) nothing is gathered, so nobody waits elsewhere, and one starts as soon as it is
+ready. A unit that is not ready when the backward has come a unit further will hardly be: it brings zeros for what it did
+not get. A parameter that no rank has a gradient of keeps none, and a gradient that comes late takes another round.
 """
 
 from __future__ import annotations
