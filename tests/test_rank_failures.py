@@ -1,0 +1,100 @@
+"""Ranks that fall, part or start again, each in a launch of its own; and the command line under torchrun.
+
+Words used here: see `ranks` (job, launch) and `rank_jobs`.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import infinity
+import models
+import rank_jobs
+from infinity.cli import main
+from ranks import Failed, launch, run_torchrun
+
+
+@pytest.mark.parametrize(("how", "told"), [
+    ("killed", "lost its peers"), ("raises", "lost its peers"), ("disk", "rank 1 failed: CorruptionError"), ("hangs", "lost its peers"),
+])  # fmt: skip
+def test_a_rank_that_falls_ends_the_job_on_all(tmp_path, how, told):
+    """Rank 1 of 2 is killed, raises, reads a damaged disk or hangs: rank 0 ends with a PeerError that tells, soon, and the
+    last checkpoint is whole."""
+    results, done = launch(
+        tmp_path, 2, {"one_falls": {"how": how, "folder": str(tmp_path)}}, environment={"RANK_TIMEOUT": "8"}
+    )
+    assert done.returncode != 0
+    assert (tmp_path / "saved").exists()
+    path = tmp_path / "one_falls.0"
+    failed = pickle.loads(path.read_bytes()) if path.exists() else None
+    if failed is not None:  # torchrun may have ended it first
+        assert isinstance(failed, Failed) and failed.kind == "PeerError" and told in failed.text, failed
+        assert float((tmp_path / "took.0").read_text()) < 30
+    model = rank_jobs.build(9)
+    model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"})
+    assert infinity.load_checkpoint(tmp_path / "checkpoint", model, optimizer) == {"step": 2}
+    infinity.unwrap_model(model, optimizer)
+
+
+def test_torchrun_restarts_from_the_checkpoint(tmp_path):
+    """Rank 1 is killed after its third step; the second start goes on and ends as an undisturbed run does."""
+    results, done = launch(
+        tmp_path, 2, {"restarted": {"folder": str(tmp_path)}}, environment={"RANK_TIMEOUT": "8"}, options=("--max-restarts", "1")
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    model = rank_jobs.build(3)
+    model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "device", "optimizer": "device"})
+    rank_jobs.in_turn(model, optimizer, 2, steps=6)
+    for found in results["restarted"]:
+        assert found["first"] >= 2
+        assert not models.differing(found["weights"], rank_jobs.cloned(model.state_dict()))
+    infinity.unwrap_model(model, optimizer)
+
+
+def test_the_command_line_trains_under_torchrun_and_exports(tmp_path):
+    """`torchrun -m infinity train` on two ranks: the folder that it saves, and `infinity export` of its checkpoint, hold the
+    same weights; --resume goes on from it."""
+    tiny = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 256,
+            "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(tiny))
+    (tmp_path / "text.txt").write_text("All that is gold does not glitter. " * 200)
+    command = ["-m", "infinity", "train", "--model", str(tmp_path / "config.json"), "--data", str(tmp_path / "text.txt"),
+               "--batch-size", "2", "--sequence-length", "16", "--threads", "1", "--eval-batches", "1", "--params", "host",
+               "--optimizer", "host", "--checkpoint", str(tmp_path / "checkpoint"), "--sample-bytes", "0", "--json"]  # fmt: skip
+    done = run_torchrun(2, [*command, "--steps", "3", "--out", str(tmp_path / "out")])
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)  # of the first rank alone
+    assert len(report["losses"]) == 3 and {"all-gather", "reduce-scatter"} <= set(report["edges"])
+    assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "exported"), "--model", str(tmp_path / "out")]) == 0
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert saved.keys() == exported.keys() and all(torch.equal(saved[name], exported[name]) for name in saved)
+    more = run_torchrun(2, [*command, "--steps", "4", "--resume"])
+    assert more.returncode == 0 and len(json.loads(more.stdout)["losses"]) == 1, more.stderr[-3000:]
+    damaged = next((tmp_path / "checkpoint").glob("infinity-*/unit-00001-rank-00001.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-4])
+    assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "again")]) == 2
+    assert subprocess.run([sys.executable, "-m", "infinity", "export", "--help"], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(("how", "told"), [
+    ("a rank skips a step", "with learning rates 0.01"), ("a rank has another micro-batch", "2 backwards"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("learning rates differ", "learning rates 0.1"), ("other parameters are read", "reading weight of blocks.1.feed.0.weight"),
+        ("one rank edits", "leaving full_params with 1 edited"), ("other values are loaded", "setting"),
+        ("other gradients are set", "setting the gradient of positions"), ("one rank saves", "gathering"),
+    ]),
+])  # fmt: skip
+def test_ranks_that_part_are_told(tmp_path, how, told):
+    """Each in a launch of its own: such a job is over. Both ranks raise within seconds, naming what each is at."""
+    results, _ = launch(tmp_path, 2, {"apart": {"how": how}}, environment={"RANK_TIMEOUT": "20"})
+    said = [found["said"] for found in results["apart"]]
+    assert all(text.startswith(("UsageError", "PeerError", "RuntimeError")) or "Storage" in text for text in said), said
+    assert any(told in text for text in said), said
