@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from . import native
@@ -43,6 +42,7 @@ from .optimizer import InfinityOptimizer
 from .parameter import ParamHandle, handle_of
 from .shard import ARRAYS, MOMENTS
 from .unit import ParamUnit
+from .weights import save_file
 from .wrap import wrapped
 
 FORMAT = 2

@@ -101,6 +101,8 @@ class GradientBank:
                 raise UsageError(f"{handle.name}.grad must be None or a tensor of {wanted}, not {found}")
             if tuple(value.shape) != tuple(handle.shard.layout.placements[handle.index].shape):
                 raise UsageError(f"{handle.name}.grad: a gradient of shape {tuple(value.shape)} for another shape")
+            if value.layout is not torch.strided:
+                raise UsageError(f"{handle.name}.grad must be a dense tensor, not one of layout {value.layout}")
             value = value.detach().clone()
             self.peers.same(f"setting the gradient of {handle.name}", value)
             self.clear(handle)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from .engine import Engine
 from .errors import StorageError
 from .parameter import handle_of
+from .weights import save_file
 from .wrap import wrapped
 
 FILE_NBYTES = 256 * 1024 * 1024  # of one safetensors file; what is in memory at once

@@ -6,12 +6,15 @@ block   what is read at once; a few are in flight while the one before is being 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -76,6 +79,15 @@ class WeightFiles:
                 by_file.setdefault(stored.file, {})[name] = stored
         for file in sorted(by_file):
             yield from _stream_file(file, by_file[file])
+
+
+def save_file(tensors: dict[str, torch.Tensor], path: Path, *, metadata: dict[str, str]) -> None:
+    """Writes a safetensors file. Raises StorageError for what the library tells as its own error: a full disk, say."""
+    try:
+        safetensors.torch.save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        raise StorageError(int(found[1]) if found else errno.EIO, f"{path} cannot be written: {error}", str(path)) from error
 
 
 def _files_of(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@ with a schedule, no seeding inside the loop: only saved random state can make a 
 
 from __future__ import annotations
 
+import errno
 import copy
 import functools
 import json
@@ -1060,3 +1061,14 @@ def test_checkpoints_hold_no_pickle(saved):
             assert file.suffix in (".json", ".safetensors"), file
             head = file.read_bytes()[:16]
             assert not head.startswith(b"\x80") and not head.startswith(b"PK")
+
+
+def test_a_file_that_cannot_be_written_is_a_storage_error_with_its_number(tmp_path):
+    """safetensors has an error of its own for what the system refuses; the twin writes."""
+    from infinity.weights import save_file
+
+    with pytest.raises(infinity.StorageError) as caught:
+        save_file({"a": torch.ones(4)}, tmp_path / "gone" / "a.safetensors", metadata={"format": "pt"})
+    assert caught.value.errno == errno.ENOENT and "gone" in str(caught.value)
+    save_file({"a": torch.ones(4)}, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    assert (tmp_path / "a.safetensors").exists()
