@@ -84,3 +84,15 @@ def test_norms_of_a_second_step_read_nothing_from_the_disk(tmp_path):
         optimizer.step()
         optimizer.zero_grad()
     assert read[0] >= grads and read[1:] == [0, 0]
+
+
+def test_a_sparse_tensor_is_refused_as_a_gradient():
+    """Assigning one is a UsageError that says so; the dense one is taken."""
+    layer = torch.nn.Linear(4, 4)
+    model, optimizer = infinity.wrap_model(layer, torch.optim.AdamW(layer.parameters()), {"params": "host", "optimizer": "host"})
+    with pytest.raises(infinity.UsageError, match="dense"):
+        model.weight.grad = torch.eye(4).to_sparse()
+    assert model.weight.grad is None
+    model.weight.grad = torch.eye(4)
+    assert torch.equal(model.weight.grad, torch.eye(4))
+    infinity.unwrap_model(model, optimizer)
