@@ -15,12 +15,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import native
+from .device import PAST, Borrowed, Freight, Moment
 from .errors import CapacityError, UsageError
 from .layout import round_up
 from .store import ShardStore, StateArray
@@ -29,6 +31,7 @@ from .tiers import Tier
 SMALLEST_NBYTES = 64 * 1024  # what is smaller stays: moving it would cost more than it frees
 LARGEST_EXCESS = 4  # a storage is moved whole unless it is more than so many times what the saved view needs
 ALIGNMENT = 64  # bytes: a part of a storage starts where its bytes lie as they did
+BORROWED_NBYTES = 256 * 1024 * 1024  # of activations that are on their way home; more wait
 READ_AHEAD = 2  # storages that are read before the backward asks for them
 
 
@@ -38,7 +41,7 @@ def blocks(nbytes: int) -> int:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _span(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
@@ -89,6 +92,10 @@ class Saved:
         self.place: StateArray | None = None
         self.read: tuple[native.Ticket, native.Lease] | None = None  # under way into staging
         self.writes: list[native.Ticket] = []
+        self.sent: Moment = PAST  # when the bytes are at home
+        self.source: tuple[torch.Tensor, int] | None = None  # what they are of, and its count of changes, until then
+        self.changed = False  # in that time
+        self.coming: tuple[torch.UntypedStorage, Moment] | None = None  # on their way back
         self.begin, self.nbytes = begin, nbytes
         self.checksum = 0  # of bytes on disk, to tell whether they are still those of the storage
         self._store = weakref.ref(store)
@@ -100,6 +107,19 @@ class Saved:
         if self._there is None or self._there.expired():
             return None
         return torch.UntypedStorage._new_with_weak_ptr(self._there.cdata)
+
+    def was_changed(self) -> bool:
+        """Whether the tensor was changed while it was on its way home, so that its bytes there may be either."""
+        self.changed |= self.source is not None and self.source[0]._version != self.source[1]
+        return self.changed
+
+    def check_source(self) -> None:
+        """Raises RuntimeError, as torch does, when it was changed."""
+        if self.was_changed():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation while it was "
+                "sent home: leave it as it is until the backward, or set Config(activations='device')."
+            )
 
     def came_back(self, storage: torch.UntypedStorage) -> None:
         """``storage`` has the bytes."""
@@ -132,9 +152,16 @@ class View:
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor, in ``storage`` that has its bytes again."""
         offset = self.offset - self.saved.begin // self.dtype.itemsize
-        tensor = torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, offset, self.size, self.stride)
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, offset, self.size, self.stride)
         tensor = tensor.conj() if self.conj else tensor
         return torch._neg_view(tensor) if self.neg else tensor
+
+
+def _let_go(saved: weakref.ref[Saved]) -> None:
+    """The bytes are at home: what they were of may be changed."""
+    if (there := saved()) is not None:
+        there.was_changed()
+        there.source = None
 
 
 class ActivationStore:
@@ -142,12 +169,17 @@ class ActivationStore:
 
     def __init__(self, store: ShardStore, tier: Tier, staging: native.PinnedPool | None, *, spare_nbytes: int | None):
         self._store, self._tier, self._staging = store, tier, staging
+        self._device = store.device
+        self._borrowed = Borrowed(BORROWED_NBYTES)  # activations that are still sent home
+        self._in_use: dict[int, Moment] = {}  # when a place at home (by address) is no longer read
+        self._last: dict[str, Moment] = {}  # of each queue: when no copy uses any place
         self._spare_nbytes = spare_nbytes  # what may stay on the device; None: nothing, and home has to have room
         self.kept_nbytes = 0  # that do
         self._stays: set[int] = set()
         self._free: list[StateArray] = []  # on the host; on the disk the store keeps the space
         self._order: list[weakref.ref[Saved]] = []  # as they were saved: the backward needs the last ones first
-        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Saved]]] = {}  # by storage: its bytes at home
+        # By storage: its bytes at home, and torch's count of changes when they were sent.
+        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Saved], int]] = {}
         self._transfers: deque[tuple[native.Ticket, native.Lease]] = deque()  # whose staging memory nobody waits for
 
     # --- the hooks ---
@@ -180,7 +212,7 @@ class ActivationStore:
         return pack, unpack
 
     def _is_taken(self, tensor: torch.Tensor) -> bool:
-        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or type(tensor) is not torch.Tensor:
+        if tensor.layout is not torch.strided or tensor.device != self._device.where or type(tensor) is not torch.Tensor:
             return False
         if tensor.is_nested or not tensor.numel() or tensor.nbytes < SMALLEST_NBYTES // LARGEST_EXCESS:
             return False
@@ -202,20 +234,23 @@ class ActivationStore:
                     if self._spare_nbytes is None:
                         raise
                     return None
-                self._send(saved, storage)
+                self._send(saved, storage, tensor)
             if nbytes == storage.nbytes():
-                self._known[storage._cdata] = (StorageWeakRef(storage), weakref.ref(saved))
+                self._known[storage._cdata] = (StorageWeakRef(storage), weakref.ref(saved), tensor._version)
             self._order.append(weakref.ref(saved))
         return View(saved, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())
 
     def _known_bytes(self, tensor: torch.Tensor) -> Saved | None:
         """The whole storage's bytes, where they are at home already and have not changed since. Torch does not count every
-        change (not those through ``.data`` or NumPy), so the bytes are looked at."""
+        change (not those through ``.data`` or NumPy), so the bytes are looked at; on a device elsewhere, where that would
+        cost as much as sending them, torch's count has to do, as it has to for autograd's own check."""
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
         saved = known[1]() if known is not None and not known[0].expired() else None
         if saved is None:
             return None
+        if not self._device.is_host:
+            return saved if known[2] == tensor._version else None
         source = _bytes_of(storage)
         if saved.place.tier is Tier.NVME:
             return saved if native.crc32c(source) == saved.checksum else None
@@ -236,6 +271,8 @@ class ActivationStore:
         except CapacityError as error:
             free, self._free = self._free, []  # at once: what the collector finds meanwhile is added
             if free:  # of other sizes: given up for one of this
+                for moment in self._last.values():
+                    moment.wait()
                 for array in free:
                     self._store.free_more(array)
                 return self.take(nbytes)
@@ -247,6 +284,9 @@ class ActivationStore:
     def give_back(self, saved: Saved) -> None:
         """Nothing refers to ``saved`` any longer: its space is free for others."""
         place, saved.place = saved.place, None
+        if saved.coming is not None:  # nobody wanted it
+            storage, moment = saved.coming
+            self._borrowed.keep(_bytes_of(storage), moment)
         if saved.read is not None:
             self._transfers.append(saved.read)
         if place.tier is Tier.NVME:
@@ -256,13 +296,22 @@ class ActivationStore:
 
     # --- moving ---
 
-    def _send(self, saved: Saved, storage: torch.UntypedStorage) -> None:
+    def _send(self, saved: Saved, storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
         source = _bytes_of(storage)[saved.begin : saved.begin + saved.nbytes]
         array = saved.place
         if array.tier is not Tier.NVME:
-            with self._store.traffic.copying("device->host", saved.nbytes, "activations"):
-                array.flat[: saved.nbytes] = source
+            behind = [self._device.now(), self._in_use.pop(array.extent.address, PAST)]
+            freight = Freight("device->host", saved.nbytes, "activations")
+            target = array.flat[: saved.nbytes]
+            moment = self._device.put("out", lambda: target.copy_(source, non_blocking=True), behind=behind, freight=freight)
+            saved.sent = self._last["out"] = moment
+            if moment is not PAST:
+                saved.source = tensor.detach(), tensor._version
+                self._borrowed.keep(source, moment, partial(_let_go, weakref.ref(saved)))
             return
+        if not self._device.is_host:  # checksums are the processor's: it has to have the bytes
+            with self._store.traffic.copying("device->host", saved.nbytes, "activations"):
+                source = source.cpu()
         saved.checksum = native.crc32c(source)
         for begin, end in self._parts(saved):
             lease = self._lease(blocks(end - begin))
@@ -281,16 +330,46 @@ class ActivationStore:
         if self._store.engine is None:
             raise UsageError("this backward needs activations that went with the engine: run it before unwrap_model")
         with self._store.guarding():
-            storage = torch.UntypedStorage(saved.nbytes, device="cpu")
-            target = _bytes_of(storage)
-            array = saved.place
-            if array.tier is not Tier.NVME:
-                with self._store.traffic.copying("host->device", saved.nbytes, "activations"):
-                    target.copy_(array.flat[: saved.nbytes])
+            if saved.place.tier is not Tier.NVME:
+                storage = self._copy_back(saved)
             else:
-                self._read(saved, target)
+                storage = torch.UntypedStorage(saved.nbytes, device=self._device.where)
+                self._read(saved, _bytes_of(storage))
         saved.came_back(storage)
         return storage
+
+    def _copy_back(self, saved: Saved) -> torch.UntypedStorage:
+        """From the host. Where copies run beside the compute, those that the backward asks for next set out too."""
+        saved.check_source()
+        if saved.coming is None:
+            self._set_out(saved)
+        storage, moment = saved.coming
+        saved.coming = None
+        if self._device.overlaps:
+            for other in self._before(saved):
+                if other.coming is None and other.bytes_on_device() is None and not other.was_changed():
+                    self._set_out(other)
+        moment.precede()
+        return storage
+
+    def _set_out(self, saved: Saved) -> None:
+        """Starts copying to the device. The memory is the compute's: the copy comes after what it did with it before."""
+        target, source = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._device.where), saved.place.flat[: saved.nbytes]
+        freight = Freight("host->device", saved.nbytes, "activations")
+        behind = [self._device.now(), saved.sent]
+        moment = self._device.put("in", lambda: target.copy_(source, non_blocking=True), behind=behind, freight=freight)
+        self._in_use[saved.place.extent.address] = self._last["in"] = moment
+        saved.coming = target.untyped_storage(), moment
+
+    def _before(self, saved: Saved) -> Iterator[Saved]:
+        """What was saved just before ``saved``, as far as it is still wanted: the backward asks for it next."""
+        while self._order and self._order[-1]() is None:
+            self._order.pop()
+        index = next((i for i in range(len(self._order) - 1, -1, -1) if self._order[i]() is saved), 0)
+        for ref in self._order[max(0, index - READ_AHEAD) : index][::-1]:
+            other = ref()
+            if other is not None and other.place is not None:
+                yield other
 
     def _read(self, saved: Saved, target: torch.Tensor) -> None:
         if saved.read is None and saved.nbytes <= self._largest:
@@ -328,12 +407,8 @@ class ActivationStore:
 
     def _read_ahead(self, saved: Saved) -> None:
         """Starts reading what was saved just before ``saved``: the backward will ask for it next."""
-        while self._order and self._order[-1]() is None:
-            self._order.pop()
-        index = next((i for i in range(len(self._order) - 1, -1, -1) if self._order[i]() is saved), 0)
-        for ref in self._order[max(0, index - READ_AHEAD) : index][::-1]:
-            other = ref()
-            if other is None or other.place is None or other.read is not None or other.nbytes > self._largest:
+        for other in self._before(saved):
+            if other.read is not None or other.nbytes > self._largest:
                 continue
             self._collect()
             lease = self._staging.try_lease(blocks(other.nbytes))

@@ -84,7 +84,7 @@ class Channel:
     """One process group and its meetings. Used from one thread at a time."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+        self.group = self.bulk = group  # for meetings and what the host has; for what the device has
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)  # in the world
         self.count = 0  # meetings so far
@@ -209,6 +209,7 @@ class Peers:
     moment: str = ""  # how far this rank is: part of what is said at every meeting
     ready_count: Callable[[], int] = lambda: 0  # how many more reductions this rank could start
     on_gather: Callable[[int], None] = lambda count: None  # told how many all ranks of the row can start
+    nodes: list[list[int]] = field(default_factory=list)  # ranks of each machine of each row, where weights are shared out
     own_groups: list[dist.ProcessGroup] = field(default_factory=list)  # made for this job, and ended with it
 
     @property
@@ -275,19 +276,19 @@ class Peers:
         if self.compresses and flat.is_floating_point():
             mine = encode_blocks(flat.view(self.size, -1)[self.rank])
             everyones = mine.new_empty(self.size * mine.numel())
-            return self._gather(self.row.group, everyones, mine, what, lambda: decode_blocks(everyones, flat, self.size))
+            return self._gather(self.row, everyones, mine, what, lambda: decode_blocks(everyones, flat, self.size))
         raw = _bytes_of(flat)
-        return self._gather(self.row.group, raw, raw.view(self.size, -1)[self.rank], what)
+        return self._gather(self.row, raw, raw.view(self.size, -1)[self.rank], what)
 
     def gather_in_node(self, flat: torch.Tensor, what: str) -> Pending:
         """The same among this machine's ranks, whose slices of ``flat`` are larger."""
         raw = _bytes_of(flat)
         mine = raw.view(self.node.size, -1)[self.node.rank]
-        return self._gather(self.node.group, raw, mine, f"gathering {what} in the node")
+        return self._gather(self.node, raw, mine, f"gathering {what} in the node")
 
     def _gather(
         self,
-        group: dist.ProcessGroup,
+        channel: Channel,
         whole: torch.Tensor,
         mine: torch.Tensor,
         what: str,
@@ -295,13 +296,16 @@ class Peers:
     ) -> Pending:
         ready = self.row.meet(f"{what} {self.moment}", [min(self.ready_count(), 254)])
         start = time.perf_counter()
-        work = _all_gather(whole, mine, group=group, async_op=True)
+        work = self._do(lambda: _all_gather(whole, mine, group=channel.bulk, async_op=True), what)
 
         def finish() -> None:
-            edge = "all-gather" if group is self.row.group else "all-gather in node"
+            edge = "all-gather" if channel is self.row else "all-gather in node"
             self._count(edge, whole.numel() - mine.numel(), what, start)
             if then is not None:
                 then()
+                for tensor in (whole, mine):  # coded, of another stream than the one that decodes
+                    if tensor.device.type != "cpu":
+                        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
         return Pending([work], what, finish, ready=int(ready.min()))
 
@@ -326,7 +330,7 @@ class Peers:
         received = torch.empty_like(raw)
         works = []
         if self.size > 1:
-            works.append(dist.all_to_all_single(received, raw, group=self.reduces, async_op=True))
+            works.append(self._do(lambda: dist.all_to_all_single(received, raw, group=self.reduces, async_op=True), what))
 
         def finish() -> None:
             moved = raw.numel() - raw.numel() // self.size
@@ -335,7 +339,7 @@ class Peers:
             if self.replicas is not None:
                 everyones = total.new_empty(self.replicas.size, total.numel())
                 try:
-                    _all_gather(everyones.view(-1), total, group=self.replicas.group)
+                    _all_gather(everyones.view(-1), total, group=self.replicas.bulk)
                 except RuntimeError as error:
                     raise _lost(what, error) from error
                 total = _ordered_sum(everyones)
@@ -352,10 +356,10 @@ class Peers:
         if self.size == 1:
             return values.unsqueeze(0)
         self.row.meet(f"{what} {self.moment}")
-        raw = _bytes_of(values.contiguous().reshape(-1))
+        raw = _bytes_of(values.contiguous().reshape(-1)).cpu()
         heard = raw.new_empty(self.size * raw.numel())
         self._do(lambda: _all_gather(heard, raw, group=self.row.group), what)
-        return heard.view(values.dtype).view(self.size, *values.shape)
+        return heard.view(values.dtype).view(self.size, *values.shape).to(values.device)
 
     def least(self, values: Sequence[int], what: str) -> list[int]:
         """The smallest of each of ``values`` over all ranks."""
@@ -383,10 +387,13 @@ class Peers:
         """The first rank's ``tensor``, in place; contiguous."""
         if not self.alone:
             raw = _bytes_of(tensor.view(-1))
+            sent = raw.cpu()
             for channel in (self.replicas, self.row):  # to the first rank of each row, then along the rows
                 if channel is not None:
                     channel.meet(what)
-                    self._do(lambda channel=channel: dist.broadcast(raw, channel.ranks[0], group=channel.group), what)
+                    self._do(lambda channel=channel: dist.broadcast(sent, channel.ranks[0], group=channel.group), what)
+            if sent is not raw:
+                raw.copy_(sent)
         return tensor
 
     def collect(self, mine: Any, what: str) -> list[Any]:
@@ -446,7 +453,7 @@ class Peers:
             for tensor in tensors:
                 # Of a copy: NumPy would make the storage one that cannot be resized any more.
                 copied = tensor.detach().clone(memory_format=torch.contiguous_format)
-                digest.update(_bytes_of(copied.view(-1)).numpy())
+                digest.update(_bytes_of(copied.view(-1)).cpu().numpy())
             self.meet(f"{what}, to values of digest {digest.hexdigest()},")
 
     def tell(self, error: BaseException) -> None:
@@ -471,9 +478,9 @@ class Peers:
                 pass  # the job's process group went first
         self.own_groups.clear()
 
-    def _do(self, work: Callable[[], None], what: str) -> None:
+    def _do(self, work: Callable[[], Any], what: str) -> Any:
         try:
-            work()
+            return work()
         except RuntimeError as error:
             raise _lost(what, error) from error
 

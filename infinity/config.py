@@ -66,6 +66,9 @@ class Config:
         that the backward's gather stays inside it (ZeRO++'s secondary partition); whether gathered weights pass as
         8-bit codes with a scale per 256 elements, which computes with weights that are off by up to 1/254 of their
         block's largest.
+    device
+        What computes: ``"cuda"``, ``"cuda:1"``, ``"cpu"``. None: where the model's parameters are; the CPU for one on ``meta``.
+        Buffers, and parameters that the engine does not move, are moved there.
     update_threads
         Threads of the optimizer's kernels; None: as many as torch computes with.
     micro_batch, max_grad_norm, checksums, weights, trace
@@ -88,6 +91,7 @@ class Config:
     shard: str = "parameters"
     shard_in_node: bool = False
     compress_gathers: bool = False
+    device: str | torch.device | None = None
     update_threads: int | None = None
     micro_batch: int | None = None
     max_grad_norm: float | None = None
@@ -113,7 +117,15 @@ class Config:
                 raise ConfigError(
                     f"{name}='nvme' needs a folder on the disk to use: Config(nvme_paths=['/path/on/the/disk'])"
                 )
+        self._check_device()
         self._check_numbers()
+
+    def _check_device(self) -> None:
+        if self.device is not None:
+            try:
+                self._set("device", str(torch.device(self.device)))
+            except (RuntimeError, TypeError) as error:
+                raise ConfigError(f"device={self.device!r} is not a device: give 'cuda', 'cuda:1' or 'cpu'") from error
 
     def _check_numbers(self) -> None:
         for name, what in (("micro_batch", "of samples, or None for all"), ("update_threads", "or None for torch's")):

@@ -7,6 +7,7 @@ the model or its optimizer does, and everything it owns goes when both are gone.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from . import native
 from .activations import ActivationStore
 from .collectives import Peers
 from .config import Config
+from .device import Device
 from .errors import UsageError
 from .gradients import GradientBank, GradRecord
 from .hooks import Passes
@@ -27,6 +29,7 @@ from .prefetch import Prefetcher
 from .reducer import Reducer
 from .schedule import Schedule
 from .shard import ParamShard
+from .stepper import DeviceStepper
 from .store import ShardStore
 from .tiers import Ledger, Reservation, Tier
 from .trace import Timeline, Traffic
@@ -52,8 +55,17 @@ class StepClock:
 class Engine:
     """One wrapped model's store, units, schedule, gradients and updater."""
 
-    def __init__(self, config: Config, plan: MemoryPlan, units: list[ParamUnit], *, stepping: bool, peers: Peers | None = None):
-        self.config, self.plan, self.units = config, plan, units
+    def __init__(
+        self,
+        config: Config,
+        plan: MemoryPlan,
+        units: list[ParamUnit],
+        *,
+        stepping: bool,
+        device: Device,
+        peers: Peers | None = None,
+    ):
+        self.config, self.plan, self.units, self.device = config, plan, units, device
         self.peers = peers or Peers()
         self.ledger = Ledger()
         self.traffic = self.peers.traffic
@@ -79,21 +91,23 @@ class Engine:
             service_nbytes=plan.service_nbytes,
             checksums=config.checksums,
             faults=_faults_from_environment(),
+            device=device,
         )
         self._last_updates: list[native.Updater] = []  # whose events are to be drawn when the engine goes
         self.store.on_failure = self.peers.tell
         self._finalizer = weakref.finalize(
             self, _shut_down, self.store, [s for unit in units for s in unit.shards], self._last_updates, [u.name for u in units],
-            self.peers,
+            self.peers, device,
         )  # fmt: skip
         self.updater: native.Updater | None = None
+        self.stepper: DeviceStepper | None = None  # where the processor cannot step all there is
         try:
             self._allocate(stepping)
         except BaseException:
             self.shut_down()
             raise
         self.passes = Passes(self)
-        self.gradients = GradientBank(self.store, self._grad_staging, self.peers)
+        self.gradients = GradientBank(self.store, self._grad_staging, self.peers, borrowed_nbytes=plan.borrowed_nbytes)
         self.reducer: Reducer | None = None
         if stepping and not self.peers.alone:
             trained = [unit for unit in units if any(shard.spec.stepped for shard in unit.shards)]
@@ -110,6 +124,7 @@ class Engine:
             units_ahead=plan.units_ahead,
             give_way=self.passes.give_way,
             peers=self.peers,
+            device=device,
         )
 
     def _allocate(self, stepping: bool) -> None:
@@ -125,7 +140,7 @@ class Engine:
             if not nbytes:
                 return None
             self._reservations.append(self.ledger.reserve(Tier.HOST, nbytes, what))
-            regions.append(self.store.make_region(nbytes))
+            regions.append(self.store.make_region(nbytes, copied=what != "optimizer slots"))
             return regions[-1]
 
         weights = staging(plan.staging_nbytes, "staged weights")
@@ -138,8 +153,8 @@ class Engine:
         self._slots = slots  # the updater has its address only
         checksums = plan.terms[Tier.HOST].get("checksums", 0)
         self._reservations.append(self.ledger.reserve(Tier.HOST, checksums, "checksums"))
-        second = plan.terms[Tier.DEVICE].get("second slices", 0)
-        self._reservations.append(self.ledger.reserve(Tier.DEVICE, second, "second slices"))
+        for what in ("second slices", "gradients on their way", "optimizer slots"):
+            self._reservations.append(self.ledger.reserve(Tier.DEVICE, plan.terms[Tier.DEVICE].get(what, 0), what))
         self.store.open(regions)
         if stepping:
             self.updater = native.Updater(
@@ -149,6 +164,8 @@ class Engine:
                 plan.slot_count if slots else 0,
                 self.config.update_threads or torch.get_num_threads(),
             )
+            if self.device.kernels is not None:
+                self.stepper = DeviceStepper(self.device, self.traffic, plan.device_slot_nbytes)
             if self.traffic.timeline is not None:
                 self.updater.record_events()
                 self._last_updates.append(self.updater)
@@ -158,7 +175,7 @@ class Engine:
         home, device_memory = self.config.activations, self.config.device_memory
         if home in ("host", "nvme"):
             return ActivationStore(self.store, Tier(home), self._activation_staging, spare_nbytes=None)
-        if home == "auto" and device_memory is not None:
+        if home == "auto" and device_memory is not None and self.device.is_host:
             spare = max(0, device_memory - self.plan.planned_nbytes(Tier.DEVICE))
             return ActivationStore(self.store, Tier.HOST, None, spare_nbytes=spare)
         return None
@@ -267,6 +284,13 @@ class Engine:
         self.passes.abandon()
         self.step_index += 1
         self._count_backwards(0)
+        if self.stepper is not None and self.updater.step_seconds:
+            self.stepper.choose_share(self.updater.elements / self.updater.step_seconds, self._passing_nbytes())
+
+    def _passing_nbytes(self) -> float:
+        """Bytes of state per element that would come in if the device stepped it."""
+        specs = [shard.spec for unit in self.units for shard in unit.shards if shard.spec.stepped]
+        return max((sum(spec.nbytes_per_element().values()) for spec in specs), default=0.0)
 
     def end_step(self) -> None:
         """The updates are submitted: the next forward's first units follow them from the disk."""
@@ -293,7 +317,7 @@ class Engine:
     def shut_down(self) -> None:
         """Gives everything back: memory, descriptors, files."""
         self._finalizer()
-        self.updater = self._slots = None
+        self.updater = self._slots = self.stepper = None
 
 
 def _draw_updates(updater: native.Updater, traffic: Traffic, names: list[str]) -> None:
@@ -310,15 +334,19 @@ def _of_rank(path: str | os.PathLike, peers: Peers) -> str:
 
 
 def _shut_down(
-    store: ShardStore, shards: list[ParamShard], updaters: list[native.Updater], names: list[str], peers: Peers
+    store: ShardStore, shards: list[ParamShard], updaters: list[native.Updater], names: list[str], peers: Peers, device: Device
 ) -> None:
     if store.pid != os.getpid():
         return  # a forked child ends (a data loader's worker): everything is the parent's
+    if device.is_own_thread:  # where the garbage collector came by: what follows waits for this very thread
+        threading.Thread(target=_shut_down, args=(store, shards, updaters, names, peers, device)).start()
+        return
     for shard in shards:
         try:
             shard.settle()
         except Exception:  # noqa: BLE001 - whoever needed these bytes was told; here they are thrown away
             shard.update = None
+    device.close()
     for updater in updaters:
         _draw_updates(updater, store.traffic, names)
     updaters.clear()

@@ -13,6 +13,7 @@ factor     a multiplication of the gradient that was asked for and not done yet:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from . import native
 from .collectives import Peers
+from .device import PAST, Borrowed, Freight, Moment
 from .errors import UsageError
 from .parameter import ParamHandle
 from .shard import ParamShard
@@ -53,6 +55,7 @@ class GradRecord:
     stand_in: LandedGrad | None = None
     norm: tuple[float, torch.Tensor] | None = None  # order, and the norm of what is at home; None where it is not known
     stand_in_norm: tuple[float, torch.Tensor] | None = None  # the same over all ranks, as long as ``norm`` is known
+    landing: Moment = PAST  # when the norm is known
     averaged: bool = False  # over the ranks; with others only this rank's slice is true then
     viewed: bool = False  # a view was handed out, through which the bytes may change unheard: norms are taken anew
 
@@ -69,12 +72,16 @@ class OpenedShard:
 class GradientBank:
     """Lands, lends and consumes gradients. Used from the thread that runs backward or the step."""
 
-    def __init__(self, store: ShardStore, staging: native.PinnedPool | None, peers: Peers):
+    def __init__(self, store: ShardStore, staging: native.PinnedPool | None, peers: Peers, *, borrowed_nbytes: int = 0):
         self._store, self._staging = store, staging
+        self.device = store.device
         self.peers = peers
+        self._landing: dict[ParamShard, Moment] = {}  # of gradients on their way to the host
+        self._borrowed = Borrowed(borrowed_nbytes)  # gradients that are still read there
         self.reducer: Reducer | None = None  # where there are other ranks
         self._opened: dict[ParamShard, OpenedShard] = {}  # least recently used first
         self._writes: dict[ParamShard, tuple[native.Ticket, native.Lease]] = {}
+        self._factor: tuple[Callable, int, float] = (lambda: None, 0, 1.0)  # the last tensor gradients were multiplied by
         self._norm_order: float | None = None  # of the norms that are asked for: they are taken as gradients land
 
     # --- what autograd and torch.nn.utils see ---
@@ -135,7 +142,10 @@ class GradientBank:
                 f"a backward through {handle.name} after its gradient was read: with shard='optimizer' reading averages it "
                 "over the ranks. Read gradients after the last backward of a step, or use shard='gradients'."
             )
-        nbytes = grad.numel() * shard.spec.grad_dtype.itemsize
+        if self.device.overlaps and shard.arrays["grad"].tier is not Tier.DEVICE:
+            self._send(handle, grad)
+            return
+        nbytes = grad.numel() * shard.spec.grad_dtype.itemsize if self.device.is_host else 0  # else it stays on the device
         with self._store.traffic.copying("device->host", nbytes, handle.name):
             shard.settle()
             home = self._view(handle, write=True)
@@ -149,15 +159,80 @@ class GradientBank:
             record.norm = None if order is None or record.viewed else (order, torch.linalg.vector_norm(home, order))
         record.state = GradState.LANDED
 
+    def _send(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        """:meth:`land` beside the compute. What is added is added on the device, and the norm taken there: both are the same
+        for every home."""
+        record, shard, where = handle.grad, handle.shard, self.device.where
+        shard.settle()
+        place = shard.layout.placements[handle.index]
+        home = self._flat_view(handle, write=True)
+        if grad.stride() != place.stride or grad.dtype != shard.spec.grad_dtype:
+            grad = torch.empty_strided(place.shape, place.stride, dtype=shard.spec.grad_dtype, device=where).copy_(grad)
+        flat = grad.detach().as_strided((place.numel,), (1,), grad.storage_offset())
+
+        def take_norm(total: torch.Tensor, order: float) -> torch.Tensor:
+            return torch.linalg.vector_norm(total.as_strided(place.shape, place.stride, total.storage_offset()), order)
+
+        self._put_out(handle, home, flat, take_norm, adds=record.state is not GradState.ABSENT)
+        record.state = GradState.LANDED
+
+    def _put_out(self, handle: ParamHandle, home: torch.Tensor, flat: torch.Tensor, take_norm: Callable, *, adds: bool) -> None:
+        """Sends ``flat`` home in the queue, where it is added to what is there or replaces it."""
+        record, shard, where = handle.grad, handle.shard, self.device.where
+        factors = list(record.factors)
+        order = None if record.viewed else self._norm_order
+        norm = torch.empty((), dtype=torch.float32, device=where) if order is not None else None
+
+        def send() -> None:
+            total = flat
+            if adds:
+                total = home if self.device.is_host else torch.empty_like(home, device=where).copy_(home, non_blocking=True)
+                self._with_factors(factors, total).add_(flat)
+            if total is not home:
+                home.copy_(total, non_blocking=True)
+            if norm is not None:
+                norm.copy_(take_norm(total, order))
+
+        freight = Freight("device->host", home.nbytes, handle.name)
+        landing = self.device.put("out", send, behind=[self.device.now()], freight=freight)
+        self._landing[shard] = landing
+        self._borrowed.keep(flat, landing)
+        if norm is not None:
+            self._borrowed.keep(norm, landing)
+        record.factors.clear()
+        record.norm = None if norm is None else (order, norm)
+        record.landing = landing
+
+    def _flat_view(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
+        """The gradient's elements at home in the order in which they lie."""
+        place = handle.shard.layout.placements[handle.index]
+        home = self._view(handle, write=write, settle=False)
+        return home.as_strided((place.numel,), (1,), home.storage_offset())
+
+    def _settle_landing(self, shard: ParamShard) -> None:
+        """Waits until what was sent home is there: the host is about to use it."""
+        if (landing := self._landing.get(shard)) is not None:
+            with self._store.traffic.stalled("device->host", "gradients"):
+                landing.wait()
+            del self._landing[shard]
+
     def land_average(self, handle: ParamHandle, average: torch.Tensor) -> None:
         """Takes this rank's elements of the average of all ranks' gradients, in fp32: adds them to what has landed."""
         if not self.peers.keeps_gradients:
             self._refuse_consumed(handle)
         record, shard = handle.grad, handle.shard
+        average = average.to(shard.spec.grad_dtype)
+        if self._is_remote(handle):
+            shard.settle()
+            adds = record.state is not GradState.ABSENT and not self.peers.keeps_gradients
+            home = self._slice(handle, write=True, settle=False)
+            self._put_out(handle, home, average, self._slice_norm, adds=adds)
+            record.stand_in_norm = None
+            record.state, record.averaged = GradState.LANDED, True
+            return
         with self._store.traffic.copying("device->host", average.numel() * shard.spec.grad_dtype.itemsize, handle.name):
             shard.settle()
             home = self._slice(handle, write=True)
-            average = average.to(shard.spec.grad_dtype)
             if record.state is GradState.ABSENT or self.peers.keeps_gradients:
                 home.copy_(average)
             else:
@@ -196,7 +271,7 @@ class GradientBank:
                     if not first:
                         self._apply_factors(record, home)
                 rows = home[begin:end]
-                rows.copy_(part) if first else rows.add_(part)
+                rows.copy_(part) if first else rows.add_(part.to(rows.device))
 
         record.norm = None
         yield land
@@ -227,6 +302,8 @@ class GradientBank:
         their slices: :meth:`put` takes changes home."""
         if self.peers.size > 1:
             return self._gathered(handle)
+        if self._is_remote(handle):
+            return self._fetched(handle)
         record = handle.grad
         with self._store.guarding():
             handle.shard.settle()
@@ -239,8 +316,34 @@ class GradientBank:
             self._apply_factors(record, view)
             return view
 
+    def lends_copies(self, handle: ParamHandle) -> bool:
+        """Whether :meth:`value` gives a copy, of which changes have to be :meth:`put` home."""
+        return self.peers.size > 1 or self._is_remote(handle)
+
+    def _is_remote(self, handle: ParamHandle) -> bool:
+        """Whether the gradient is at home where the device cannot compute with it."""
+        return not self.device.is_host and handle.shard.arrays["grad"].tier is not Tier.DEVICE
+
+    def _fetched(self, handle: ParamHandle) -> torch.Tensor:
+        """A copy on the device, with every factor applied."""
+        place = handle.shard.layout.placements[handle.index]
+        with self._store.guarding():
+            handle.shard.settle()
+            flat = self._flat_view(handle, write=False)
+            self._settle_landing(handle.shard)
+            with self._store.traffic.copying("host->device", flat.nbytes, handle.name):
+                value = torch.empty_like(flat, device=self.device.where).copy_(flat)
+        return self._with_factors(handle.grad.factors, value).as_strided(place.shape, place.stride)
+
     def put(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Makes ``value`` the gradient."""
+        if self.peers.size == 1 and self._is_remote(handle):
+            home = self._view(handle, write=True)
+            handle.grad.factors.clear()
+            handle.grad.norm = None
+            with self._store.traffic.copying("device->host", home.nbytes, handle.name):
+                home.copy_(value)
+            return
         if self.peers.size == 1:
             self.value(handle, write=True).copy_(value)
             return
@@ -253,6 +356,14 @@ class GradientBank:
         handle.grad.norm = None
         handle.grad.averaged = True
 
+    def number(self, factor: torch.Tensor) -> float:
+        """``factor.item()``: once, of one by which every gradient is multiplied."""
+        known, version, value = self._factor
+        if known() is not factor or version != factor._version:
+            value = factor.item()
+            self._factor = weakref.ref(factor), factor._version, value
+        return value
+
     def norm(self, handle: ParamHandle, order: float) -> torch.Tensor:
         """The vector norm of the gradient: the one taken when it landed, where that is still true."""
         record = handle.grad
@@ -260,10 +371,23 @@ class GradientBank:
             return self._norm_over_ranks(handle, order)
         self._norm_order = order
         if record.norm is not None and record.norm[0] == order and not record.viewed:
-            return record.norm[1].clone()
+            record.landing.precede()
+            return record.norm[1].to(handle.shard.spec.grad_dtype, copy=True)
         norm = torch.linalg.vector_norm(self.value(handle, write=False), order)
         record.norm = order, norm.clone()
         return norm
+
+    def change_own(self, handle: ParamHandle, change: Callable[[torch.Tensor], None]) -> None:
+        """Has ``change`` work in place on this rank's elements of the gradient."""
+        if not self._is_remote(handle):
+            change(self.own(handle))
+            return
+        self._settled_slice(handle)
+        home = self._slice(handle, write=True)
+        there = torch.empty_like(home, device=self.device.where).copy_(home)
+        change(there)
+        home.copy_(there)
+        handle.grad.norm = None
 
     def own(self, handle: ParamHandle) -> torch.Tensor:
         """This rank's elements of the gradient, to be changed in place."""
@@ -276,13 +400,16 @@ class GradientBank:
     # --- gradients whose slices are on several ranks ---
 
     def whole(self, shard: ParamShard) -> torch.Tensor:
-        """This rank's whole flat gradient, where it has one (ZeRO-1)."""
+        """This rank's whole flat gradient, where it has one (ZeRO-1), on the device."""
         shard.settle()
-        return shard.arrays["grad"].flat
+        self._settle_landing(shard)
+        return shard.arrays["grad"].flat.to(self.device.where)
 
-    def _slice(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
+    def _slice(self, handle: ParamHandle, *, write: bool, settle: bool = True) -> torch.Tensor:
         """This rank's elements of the gradient, in the order they lie: a flat view of their home."""
         shard = handle.shard
+        if settle:
+            self._settle_landing(shard)
         array = shard.arrays["grad"]
         flat = array.flat if array.tier is not Tier.NVME else self._open(shard, write=write).flat
         begin, end = shard.slice_part(handle.index)
@@ -310,7 +437,7 @@ class GradientBank:
         begin, end = pieces[self.peers.rank]
         out[begin:end] = self._settled_slice(handle)
         self.peers.assemble(out, pieces, f"reading the gradient of {handle.name}")
-        return out.as_strided(place.shape, place.stride)
+        return out.to(self.device.where).as_strided(place.shape, place.stride)
 
     def _norm_over_ranks(self, handle: ParamHandle, order: float) -> torch.Tensor:
         """Norms of all gradients that have none yet are put together at once: everyone asks for the others' next."""
@@ -327,28 +454,37 @@ class GradientBank:
     def _own_norm(self, handle: ParamHandle, order: float) -> torch.Tensor:
         record = handle.grad
         if record.norm is None or record.norm[0] != order:
-            record.norm = order, self._slice_norm(self._settled_slice(handle), order)
+            record.norm = order, self._slice_norm(self._settled_slice(handle).to(self.device.where), order)
+        record.landing.precede()
         return record.norm[1]
 
     @staticmethod
     def _slice_norm(values: torch.Tensor, order: float) -> torch.Tensor:
         if not values.numel():
-            return torch.zeros((), dtype=torch.float32, device="cpu")
+            return torch.zeros((), dtype=torch.float32, device=values.device)
         return torch.linalg.vector_norm(values, order, dtype=torch.float32)
 
     # --- what the optimizer sees ---
 
-    def close_shard(self, shard: ParamShard) -> native.Ticket | None:
-        """Sends an opened shard's gradients to disk. The ticket of the write, or None when none is under way."""
+    def close_shard(self, shard: ParamShard) -> list[native.Ticket]:
+        """Sends an opened shard's gradients to disk. What has to be over before they can be read at home."""
         opened = self._opened.pop(shard, None)
         if opened is not None:
             if opened.dirty:
+                self._settle_landing(shard)
                 array = shard.arrays["grad"]
                 write = self._store.engine.write(array.extent, 0, opened.slot.address, array.nbytes)
                 self._writes[shard] = (write, opened.slot)
             else:
                 opened.slot.release()
-        return self._writes[shard][0] if shard in self._writes else None
+        landing = self._landing.get(shard)
+        ticket = self.device.ticket([landing]) if landing is not None else None
+        under_way = [ticket] if ticket is not None else []
+        return [*under_way, self._writes[shard][0]] if shard in self._writes else under_way
+
+    def landing_of(self, shard: ParamShard) -> list[Moment]:
+        """What has to be over before the device can read a shard's gradients at home."""
+        return [self._landing[shard]] if shard in self._landing else []
 
     def close_all(self, shards: Iterable[ParamShard]) -> None:
         """Sends what is opened of ``shards`` to disk."""
@@ -357,8 +493,10 @@ class GradientBank:
 
     # --- homes ---
 
-    def _view(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
+    def _view(self, handle: ParamHandle, *, write: bool, settle: bool = True) -> torch.Tensor:
         shard = handle.shard
+        if settle:
+            self._settle_landing(shard)
         array = shard.arrays["grad"]
         flat = array.flat if array.tier is not Tier.NVME else self._open(shard, write=write).flat
         return shard.layout.placements[handle.index].view(flat)
@@ -422,7 +560,7 @@ class LandedGrad(torch.Tensor):
     def __new__(cls, handle: ParamHandle):
         place = handle.shard.layout.placements[handle.index]
         tensor = torch.Tensor._make_wrapper_subclass(
-            cls, place.shape, strides=place.stride, dtype=handle.shard.spec.grad_dtype, device="cpu"
+            cls, place.shape, strides=place.stride, dtype=handle.shard.spec.grad_dtype, device=handle.engine.device.where
         )
         tensor._infinity_grad = handle
         return tensor
@@ -461,7 +599,10 @@ class LandedGrad(torch.Tensor):
             return result
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             for grad in args[0]:  # one at a time: they need not fit in memory together
-                func([grad._bank.own(_writable(grad))] if isinstance(grad, LandedGrad) else [grad], *args[1:])
+                if isinstance(grad, LandedGrad):
+                    grad._bank.change_own(_writable(grad), lambda own: func([own], *args[1:]))
+                else:
+                    func([grad], *args[1:])
             if landed := [grad for grad in args[0] if isinstance(grad, LandedGrad)]:
                 args[1].copy_(landed[0]._bank.peers.exchange(args[1], "overflow of gradients").amax(0))
             return None
@@ -473,10 +614,11 @@ class LandedGrad(torch.Tensor):
             grad._bank  # noqa: B018 - raises for a stale one
             if func.is_view:
                 _writable(grad).grad.viewed = True  # nobody hears of a write through the view
-        if (sharded := bool(grads) and grads[0]._bank.peers.size > 1) and func.is_view:
+        copied = {id(grad) for grad in grads if grad._bank.lends_copies(grad._infinity_grad)}
+        if copied and func.is_view:
             raise UsageError(
-                f"{func} of {grads[0]._infinity_grad.name}.grad, which lies on several ranks: a view would be of a copy. Take "
-                ".clone() first."
+                f"{func} of {grads[0]._infinity_grad.name}.grad, which is at home elsewhere (on the host, or on several "
+                "ranks): a view would be of a copy. Take .clone() first."
             )
         # One from disk is lent in its staging slot. Several may not fit there at once: copies are lent then.
         from_disk = [grad for grad in grads if grad._infinity_grad.shard.arrays["grad"].tier is Tier.NVME]
@@ -492,15 +634,14 @@ class LandedGrad(torch.Tensor):
                 write = any(grad is other for other in mutated)
                 handle = _writable(grad) if write else grad._infinity_grad
                 value = grad._bank.value(handle, write=write)
-                lent[id(grad)] = value.clone() if len(from_disk) > 1 and not sharded else value
+                lent[id(grad)] = value.clone() if len(from_disk) > 1 and id(grad) not in copied else value
             return lent[id(grad)]
 
         lent_args, lent_kwargs = tree_map_only(LandedGrad, lend, (args, kwargs))
         result = func(*lent_args, **lent_kwargs)
-        if len(from_disk) > 1 or sharded:
-            for grad in mutated:
-                if isinstance(grad, LandedGrad):
-                    grad._bank.put(grad._infinity_grad, lent[id(grad)])
+        for grad in mutated:
+            if isinstance(grad, LandedGrad) and (len(from_disk) > 1 or id(grad) in copied):
+                grad._bank.put(grad._infinity_grad, lent[id(grad)])
         if mutated and isinstance(result, torch.Tensor):
             return next((grad for grad in mutated if isinstance(grad, LandedGrad)), result)
         return result
@@ -517,7 +658,7 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
     if func in (aten.mul_.Tensor, aten.mul_.Scalar):
         factor = args[1]
         if isinstance(factor, torch.Tensor) and factor.dim() == 0 and not isinstance(factor, LandedGrad):
-            factor = factor.item()
+            factor = subject._bank.number(factor)
         if isinstance(factor, (int, float)):
             # torch, too, multiplies by the number's fp32 value, in gradients of every dtype.
             subject._bank.scale(_writable(subject), torch.tensor(factor, dtype=torch.float32, device="cpu").item())

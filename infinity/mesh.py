@@ -34,19 +34,18 @@ def peers_of(mesh: Any, *, traffic: Traffic) -> Peers:
     rows = rank_rows(mesh)  # [replicas, slices]
     if rows.numel() == 1:
         return Peers(traffic=traffic)
-    timeout = _timeout()
     peers = Peers(local_size=_local_size(), traffic=traffic)
     peers.allowed_processors = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), peers.local_size)
     me = dist.get_rank()
     for row in rows.tolist() if rows.size(1) > 1 else []:
         # Two groups over the same ranks: a reduction's bytes do not wait for a gather's.
-        groups = [dist.new_group(row, timeout=timeout, backend="gloo") for _ in range(2)]
+        groups = [_gloo_group(row) for _ in range(2)]
         if me in row:
             peers.own_groups += groups
             peers.row, peers.reduces = Channel(groups[0]), groups[1]
             peers.rank, peers.size = row.index(me), len(row)
     for column in rows.T.tolist() if rows.size(0) > 1 else []:
-        group = dist.new_group(column, timeout=timeout, backend="gloo")
+        group = _gloo_group(column)
         if me in column:
             peers.own_groups.append(group)
             peers.replicas = Channel(group)
@@ -58,7 +57,7 @@ def join_node(peers: Peers, mesh: Any) -> None:
     Every rank has to call it."""
     if peers.size == 1:
         return
-    timeout, me = _timeout(), dist.get_rank()
+    me = dist.get_rank()
     for row in rank_rows(mesh).tolist():
         nodes: dict[int, list[int]] = {}
         for rank in row:
@@ -66,10 +65,52 @@ def join_node(peers: Peers, mesh: Any) -> None:
         if len({len(ranks) for ranks in nodes.values()}) > 1 or not 1 < len(nodes) < len(row):
             continue
         for ranks in nodes.values():
-            group = dist.new_group(ranks, timeout=timeout, backend="gloo")
+            peers.nodes.append(ranks)
+            group = _gloo_group(ranks)
             if me in ranks:
                 peers.own_groups.append(group)
                 peers.node = Channel(group)
+
+
+def _gloo_group(ranks: list[int]) -> dist.ProcessGroup:
+    """A group for what the host says. Where the default group is bound to a device, torch would have the ranks outside take
+    part in a split of its communicator, for which the ones inside never come."""
+    default = dist.distributed_c10d._get_default_group()
+    bound = getattr(default, "bound_device_id", None)
+    if bound is not None:
+        default.bound_device_id = None
+    try:
+        return dist.new_group(ranks, timeout=_timeout(), backend="gloo")
+    finally:
+        if bound is not None:
+            default.bound_device_id = bound
+
+
+def join_device(peers: Peers, mesh: Any, backend: str | None) -> None:
+    """Has bulk bytes pass over ``backend``, which reaches the memory of the device that computes; meetings stay where they
+    are. Every rank has to call it. Raises ConfigError when there is none."""
+    if backend is None:
+        raise ConfigError("torch.distributed has no backend for the device that computes: compute on the CPU, or in one process")
+    me, timeout = dist.get_rank(), _timeout()
+
+    def group_of(ranks: list[int]) -> dist.ProcessGroup | None:
+        group = dist.new_group(ranks, timeout=timeout, backend=backend)
+        if me not in ranks:
+            return None
+        peers.own_groups.append(group)
+        return group
+
+    rows = rank_rows(mesh)
+    for row in rows.tolist() if rows.size(1) > 1 else []:
+        gathers, reduces = group_of(row), group_of(row)
+        if gathers is not None:
+            peers.row.bulk, peers.reduces = gathers, reduces
+    for column in rows.T.tolist() if rows.size(0) > 1 else []:
+        if (group := group_of(column)) is not None:
+            peers.replicas.bulk = group
+    for ranks in peers.nodes:
+        if (group := group_of(ranks)) is not None:
+            peers.node.bulk = group
 
 
 def rank_rows(mesh: Any) -> torch.Tensor:
@@ -96,7 +137,8 @@ def rank_rows(mesh: Any) -> torch.Tensor:
     replicas = sizes.get("dp_replicate", 1)
     order = [i for i, name in enumerate(names) if name == "dp_replicate"]
     order += [i for i in range(mesh.ndim) if i not in order]
-    return mesh.mesh.permute(order).reshape(replicas, -1)
+    # Ascending, as torch numbers the ranks of a group whatever order they are given in.
+    return mesh.mesh.permute(order).reshape(replicas, -1).sort(1).values
 
 
 def _local_size() -> int:

@@ -176,9 +176,10 @@ class Chunked:
     def _try(self, leaves: list, spec: Any, split: list[bool]) -> list:
         """Two samples together and each alone: as in training, or where that is random, as in an evaluation."""
         spans = ((0, 2), (0, 1), (1, 2))
-        before = torch.get_rng_state()
+        places = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"}
+        before = _random_states(places)
         outputs = [self._compute(spec, *self._chunk(leaves, split, *span)) for span in spans]
-        if torch.equal(torch.get_rng_state(), before):
+        if all(torch.equal(now, then) for now, then in zip(_random_states(places).values(), before.values())):
             return outputs
         modes = {module: module.training for module in self._block().modules()}
         try:
@@ -186,9 +187,16 @@ class Chunked:
                 module.training = False
             return [self._compute(spec, *self._chunk(leaves, split, *span)) for span in spans]
         finally:
-            torch.set_rng_state(before)
+            for place, state in before.items():
+                torch.set_rng_state(state) if place.type == "cpu" else torch.get_device_module(place).set_rng_state(state, place)
             for module, training in modes.items():
                 module.training = training
+
+
+def _random_states(places: set[torch.device]) -> dict[torch.device, torch.Tensor]:
+    """Of the processor's generator, and of those of ``places``."""
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    return states | {place: torch.get_device_module(place).get_rng_state(place) for place in places}
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Everything below runs without the GIL where it waits or computes. The core keeps
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import torch
@@ -23,15 +24,20 @@ CHECKSUM_NBYTES = _C.CHECKSUM_NBYTES
 MAX_GRAD_FACTORS = _C.MAX_GRAD_FACTORS
 
 
+OLDEST_CAPABILITY = (8, 0)  # that the kernels are built for
+
+
 def gpu_kernels() -> tuple[object | None, str]:
     """The module of the GPU's kernels, or None and why it cannot be used."""
     try:
         from . import _cuda
     except ImportError as error:
         return None, f"not built: {error}. Build where nvcc is found (INFINITY_CUDA=1 insists)"
-    refusal = _cuda.device().get("refusal", "")
+    found = _cuda.device()
+    refusal = found.get("refusal", "")
+    if not refusal and found["capability"] < OLDEST_CAPABILITY:
+        refusal = f"{found['name']} has capability {found['capability']}, the kernels need {OLDEST_CAPABILITY}"
     return (None if refusal else _cuda), refusal
-
 
 
 DType = _C.DType
@@ -50,6 +56,7 @@ Run = _C.Run
 Ticket = _C.Ticket
 UnitUpdate = _C.UnitUpdate
 Updater = _C.Updater
+joined = _C.joined  # one ticket that finishes with several
 
 cuda_driver = _C.cuda_driver  # (version as 13000, ""), or (0, why it cannot be used)
 move_streams = _C.move_streams
@@ -61,6 +68,24 @@ IO_KINDS = ("auto", "uring", "threads")
 MOMENT_BLOCK = _C.MOMENT_BLOCK  # elements with one scale, where moments are 8-bit
 DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, torch.float16: DType.FLOAT16}
 MOMENT_DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, torch.uint8: DType.INT8}
+
+
+def cufile() -> tuple[str, str]:
+    """The version of NVIDIA's library for GPUDirect Storage, or "" and why it cannot be used."""
+    try:
+        library = ctypes.CDLL("libcufile.so.0")
+    except OSError as error:
+        return "", f"no cuFile: {error}"
+    version = ctypes.c_int()
+    try:
+        library.cuFileGetVersion(ctypes.byref(version))
+        status = library.cuFileDriverOpen()  # a struct of two ints: cuFile's own error, then the driver's
+    except AttributeError as error:
+        return "", f"cuFile is too old: {error}"
+    if status:
+        return "", f"cuFile's driver does not open (error {status}): is the nvidia-fs module loaded?"
+    library.cuFileDriverClose()
+    return f"{version.value // 1000}.{version.value % 1000 // 10}", ""
 
 
 def io_kind() -> str:

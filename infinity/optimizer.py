@@ -1,7 +1,7 @@
 """InfinityOptimizer: a ``torch.optim.Optimizer`` whose state is at home and whose step runs behind the next forward.
 
 rule   the formula, recognised from the optimizer that was wrapped
-run    consecutive parameters of a shard with the same hyperparameters and step count: one kernel call
+span   consecutive parameters of a shard with the same hyperparameters and step count: one kernel call
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .errors import ConfigError, UsageError
 from .gradients import GradState
 from .parameter import ParamHandle, handle_of
 from .shard import ParamShard
+from .stepper import Span, steps_on_device
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -204,21 +205,43 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def _submit(self, shard: ParamShard) -> None:
         handles = [handle_of(param) for param in shard.params]
         shard.settle()
-        runs = list(self._runs(shard, handles))
+        spans = list(self._spans(shard, handles))
         after = self._engine.gradients.close_shard(shard)
-        if runs:  # else other ranks have these parameters in their slices
-            self._update(shard, runs, after, label=handles[0].unit.index)
+        if spans:  # else other ranks have these parameters in their slices
+            self._update(shard, spans, after, label=handles[0].unit.index)
         for handle in handles:
             if handle.grad.state is GradState.LANDED:
                 handle.step += 1
                 handle.changed()
                 handle.grad.state = GradState.CONSUMED
 
-    def _update(self, shard: ParamShard, runs: list[native.Run], after: native.Ticket | None, *, label: int) -> None:
+    def _update(self, shard: ParamShard, spans: list[Span], after: list[native.Ticket], *, label: int) -> None:
+        """Has ``spans`` of a shard stepped: where its state is, and of state on the host a part on the device too."""
+        engine = self._engine
+        stepper = engine.stepper
+        if stepper is None:
+            shard.update = self._submit_to_processor(shard, spans, after, label=label)
+            return
+        first = 0 if steps_on_device(shard) else stepper.first_own(shard)
+        own = [(max(begin, first), end, hyper) for begin, end, hyper in spans if end > first]
+        rest = [(begin, min(end, first), hyper) for begin, end, hyper in spans if begin < first]
+        ticket = self._submit_to_processor(shard, rest, after, label=label) if rest else None
+        if not own:
+            shard.update = ticket
+            return
+        behind = engine.gradients.landing_of(shard)
+        shard.update = stepper.step(shard, shard.native_layout(self._rule), own, version=engine.step_index, behind=behind)
+        shard.update.ticket = ticket
+
+    def _submit_to_processor(
+        self, shard: ParamShard, spans: list[Span], after: list[native.Ticket], *, label: int
+    ) -> native.Ticket:
         extents = {name: array.extent for name, array in shard.arrays.items()}
         if shard.peers.keeps_gradients:
             extents["grad"] = shard.slice_of_grad()
-        shard.update = self._engine.updater.submit(
+        lent = self._engine.device.ticket([shard.lent])  # a copy to the device may still read what is about to change
+        after = [*after, lent] if lent is not None else after
+        return self._engine.updater.submit(
             native.UnitUpdate(
                 layout=shard.native_layout(self._rule),
                 count=shard.slice_numel,
@@ -227,17 +250,17 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 exp_avg=extents.get("exp_avg"),
                 exp_avg_sq=extents.get("exp_avg_sq"),
                 grad=extents["grad"],
-                runs=runs,
+                runs=[native.Run(begin, end, hyper) for begin, end, hyper in spans],
                 version=self._engine.step_index,
-                after=after,
+                after=native.joined(after) if after else None,
                 exp_avg_scale=extents.get("exp_avg_scale"),
                 exp_avg_sq_scale=extents.get("exp_avg_sq_scale"),
                 label=label,
             )
         )
 
-    def _runs(self, shard: ParamShard, handles: list[ParamHandle]) -> Iterator[native.Run]:
-        """The runs of what has landed: neighbours with the same hyperparameters, step and factors are one."""
+    def _spans(self, shard: ParamShard, handles: list[ParamHandle]) -> Iterator[Span]:
+        """The spans of what has landed: neighbours with the same hyperparameters, step and factors are one."""
         key, begin, end = None, 0, 0
         first = shard.own_slice[0]
         for handle in handles:
@@ -248,11 +271,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
             current = (group, handle.step + 1, tuple(record.factors)) if landed else None
             if current != key:
                 if key is not None:
-                    yield native.Run(begin, end, self._hyperparameters(*key))
+                    yield begin, end, self._hyperparameters(*key)
                 key, begin = current, low - first
             end = high - first
         if key is not None:
-            yield native.Run(begin, end, self._hyperparameters(*key))
+            yield begin, end, self._hyperparameters(*key)
 
     def _hyperparameters(self, group_index: int, step: int, factors: tuple[float, ...]) -> native.Hyperparameters:
         group = self.param_groups[group_index]

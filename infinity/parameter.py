@@ -161,7 +161,7 @@ def _metadata_functions() -> set:
 
 _METADATA = _metadata_functions()
 _DETACH = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}
-_TO = {torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.cpu, torch.Tensor.float, torch.Tensor.bfloat16,
+_TO = {torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.float, torch.Tensor.bfloat16,
        torch.Tensor.half, torch.Tensor.type}  # fmt: skip
 
 
@@ -179,7 +179,8 @@ class _Stored:
             if func in _DETACH:
                 return StoredAlias.of(subject)
             if func == torch.Tensor.type and len(args) == 1 and not kwargs:
-                return f"torch.{_TYPE_NAMES[subject.dtype]}"
+                place = "" if subject.device.type == "cpu" else f"{subject.device.type}."
+                return f"torch.{place}{_TYPE_NAMES[subject.dtype]}"
             if func in _TO and _converts_to_itself(func, subject, args, kwargs):
                 return subject
             if func == torch.Tensor.data.__set__:  # a new object at every look-up, so never `is`
@@ -267,6 +268,10 @@ def _converts_to_itself(func, subject: torch.Tensor, args: tuple, kwargs: dict) 
     named = {k: torch.device("meta") if _is_own_device(v, subject) else v for k, v in kwargs.items()}
     if func is torch.Tensor.cpu:
         return subject.device.type == "cpu"
+    if func is torch.Tensor.cuda:
+        wanted = args[1] if len(args) > 1 else kwargs.get("device")
+        wanted = torch.device("cuda", wanted) if isinstance(wanted, int) else wanted
+        return subject.device.type == "cuda" and (wanted is None or _is_own_device(wanted, subject))
     if any(isinstance(value, torch.Tensor) for value in rest):
         return False
     return func(probe, *rest, **named) is probe
@@ -278,7 +283,9 @@ def _is_own_device(value: Any, subject: torch.Tensor) -> bool:
             value = torch.device(value)
         except RuntimeError:
             return False
-    return isinstance(value, torch.device) and value.type == subject.device.type
+    if not isinstance(value, torch.device) or value.type != subject.device.type:
+        return False
+    return value.index is None or subject.device.index is None or value.index == subject.device.index
 
 
 def _set_data(subject: torch.Tensor, value: torch.Tensor) -> None:

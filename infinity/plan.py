@@ -12,15 +12,21 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 
 import psutil
+import torch
 
 from . import native
 from .config import Config
+from .device import Device
 from .errors import CapacityError, ConfigError
 from .layout import round_up
 from .shard import ARRAYS, SCALES, ShardSpec, home_of
+from .stepper import SLOTS, slot_nbytes
 from .tiers import BUDGETS, Tier, format_nbytes
+from .trace import Traffic
 
 MIB = 1024 * 1024
 MIN_CHUNK = native.CHECKSUM_NBYTES // 2  # elements: whole checksum blocks at every element size
@@ -40,12 +46,19 @@ class ShardSize:
 
     def nbytes(self, name: str) -> int:
         """Bytes of array ``name`` at home on one rank; 0 when the shard has none."""
-        slices = 1 if name == "grad" and self.whole_grad else self.slices
-        return round_up(int(self.numel // slices * self.spec.nbytes_per_element().get(name, 0)), native.BLOCK_NBYTES)
+        if name == "grad" and self.whole_grad:
+            return round_up(int(self.numel * self.spec.nbytes_per_element().get(name, 0)), native.BLOCK_NBYTES)
+        return self._slice_nbytes.get(name, 0)
 
     def whole_nbytes(self, name: str) -> int:
         """Bytes of array ``name`` of all ranks."""
-        return self.slices * replace(self, whole_grad=False).nbytes(name)
+        return self.slices * self._slice_nbytes.get(name, 0)
+
+    @cached_property
+    def _slice_nbytes(self) -> dict[str, int]:
+        """Of every array, an equal part for each rank."""
+        sizes = self.spec.nbytes_per_element()
+        return {name: round_up(int(self.numel // self.slices * size), native.BLOCK_NBYTES) for name, size in sizes.items()}
 
 
 @dataclass(frozen=True)
@@ -105,6 +118,8 @@ class MemoryPlan:
     slot_nbytes: int  # one optimizer slot; 0 when all state is in memory
     service_nbytes: int
     device_window_nbytes: int  # weights gathered at once
+    borrowed_nbytes: int = 0  # gradients of the device that are still being copied, at most
+    device_slot_nbytes: int = 0  # a slot for state that passes through a device which steps it
     terms: dict[Tier, dict[str, int]] = field(default_factory=dict)
     placed: dict[str, dict[int, Tier]] = field(default_factory=dict)  # array -> unit -> its home, where not ``tiers``'
     kept: dict[str, frozenset[int]] = field(default_factory=dict)  # array -> units whose NVMe home is cached on the host
@@ -123,26 +138,33 @@ class MemoryPlan:
 
 
 def make_plan(
-    units: Sequence[UnitSize], config: Config, *, held_nbytes: int, free: Mapping[Tier, int] | None = None
+    units: Sequence[UnitSize],
+    config: Config,
+    *,
+    held_nbytes: int,
+    free: Mapping[Tier, int] | None = None,
+    device: Device | None = None,
 ) -> MemoryPlan:
     """The fastest plan within the budgets. ``held_nbytes``: the most weights one moment holds. ``free``: what a tier
-    without a budget has (None: what is measured now).
+    without a budget has (None: what is measured now). ``device``: what computes (None: the processor).
 
     Raises CapacityError with the least workable budget, ConfigError when a home has no folder.
     """
     check_folders(config)
-    budgets = {tier: _budget(tier, config, free) for tier in Tier}
+    device = device or Device(torch.device("cpu"), Traffic())
+    budgets = {tier: _budget(tier, config, free, device) for tier in Tier}
     least: MemoryPlan | None = None
     fitting: list[MemoryPlan] = []
-    for params, optimizer in _homes(config):
-        grads = [Tier.DEVICE] if optimizer is Tier.DEVICE else []
+    for params, optimizer in _homes(config, device, stepped=any(shard.spec.stepped for unit in units for shard in unit.shards)):
+        # Beside weights that only the device can reach the step is the device's, wherever the state is.
+        grads = [Tier.DEVICE] if optimizer is Tier.DEVICE or (params is Tier.DEVICE and not device.is_host) else []
         whole_grads = any(shard.whole_grad for unit in units for shard in unit.shards)  # they are averaged in memory
         grads += [Tier.HOST, Tier.NVME] if config.nvme_paths and not whole_grads else [Tier.HOST]
         for grad in grads:
             for choice in LADDER:
-                plan = _plan(units, config, params, optimizer, grad, choice, held_nbytes)
+                plan = _plan(units, config, params, optimizer, grad, choice, held_nbytes, device)
                 if all(plan.planned_nbytes(tier) <= budgets[tier] for tier in Tier):
-                    fitting.append(_use_the_rest(plan, units, config, budgets))
+                    fitting.append(_use_the_rest(plan, units, config, budgets, device))
                     break  # a less generous choice would cache a little more, and look less far ahead
                 if least is None or _excess(plan, budgets) < _excess(least, budgets):
                     least = plan
@@ -165,11 +187,21 @@ def check_folders(config: Config) -> None:
 TOGETHER = {"weights": ("weight",), "optimizer state": ("master", "exp_avg", "exp_avg_sq")}
 
 
-def _use_the_rest(plan: MemoryPlan, units: Sequence[UnitSize], config: Config, budgets: dict[Tier, int]) -> MemoryPlan:
+def _use_the_rest(
+    plan: MemoryPlan, units: Sequence[UnitSize], config: Config, budgets: dict[Tier, int], device: Device
+) -> MemoryPlan:
     """What the budgets have left holds units of a slower home: for good where the home is "auto", as a cache where it is
     NVMe by name. It is always the same part, so it is there at every step."""
     filling = _Filling(plan, units, budgets)
-    if config.params == "auto" and config.device_memory is not None:
+    if not device.is_host:
+        # A unit is there with all of its state, and needs no transfer at all; or its weights pass, and its state stays
+        # where the processor steps it.
+        if device.kernels is not None:
+            if config.params == config.optimizer == "auto":
+                filling.place_whole(Tier.DEVICE)
+            filling.add_device_slots()
+        filling.widen_window()
+    elif config.params == "auto" and config.device_memory is not None:
         filling.place("weights", Tier.DEVICE)
     for what, home in (("weights", config.params), ("optimizer state", config.optimizer)):
         if plan.tiers[TOGETHER[what][0]] is not Tier.NVME:
@@ -204,6 +236,41 @@ class _Filling:
             self._spare[home] += nbytes
             for name in names:
                 self._placed.setdefault(name, {}).update(dict.fromkeys(chosen, tier))
+
+    def place_whole(self, tier: Tier) -> None:
+        """Gives units a home on ``tier`` with all of their arrays, gradients too."""
+        for index in sorted(range(len(self._units)), key=lambda index: self._units[index].weight_nbytes):
+            unit, tiers = self._units[index], self._plan.tiers_of(index)
+            sizes = {name: sum(shard.nbytes(name) for shard in unit.shards) for name in ARRAYS}
+            moved = {name: nbytes for name, nbytes in sizes.items() if nbytes and tiers[name] is not tier}
+            nbytes = sum(moved.values())
+            if not moved or nbytes > self._spare[tier] or unit.tile_nbytes or unit.is_sliced:
+                continue
+            for name, size in moved.items():
+                self._terms[tiers[name]][_term_of(name)] -= size
+                self._spare[tiers[name]] += size
+                self._terms[tier][_term_of(name)] = self._terms[tier].get(_term_of(name), 0) + size
+                self._spare[tier] -= size
+                self._placed.setdefault(name, {})[index] = tier
+
+    def add_device_slots(self) -> None:
+        """Lets the device step a part of the state on the host, where there is room for that."""
+        slot = _device_slot_nbytes(self._units)
+        if not self._plan.device_slot_nbytes and slot and SLOTS * slot <= self._spare[Tier.DEVICE]:
+            self._terms[Tier.DEVICE]["optimizer slots"] = SLOTS * slot
+            self._spare[Tier.DEVICE] -= SLOTS * slot
+            self._plan = replace(self._plan, device_slot_nbytes=slot)
+
+    def widen_window(self) -> None:
+        """Gives gathered weights what is left: they then need not be copied again for the backward."""
+        passing = sum(unit.weight_nbytes for index, unit in enumerate(self._units)
+                      if not unit.tile_nbytes and index not in self._placed.get("weight", ()))  # fmt: skip
+        window = self._plan.device_window_nbytes
+        wider = min(passing, window + self._spare[Tier.DEVICE])
+        if 0 < window != wider:
+            self._terms[Tier.DEVICE]["gathered weights"] += wider - window
+            self._spare[Tier.DEVICE] -= wider - window
+            self._plan = replace(self._plan, device_window_nbytes=wider)
 
     def cache(self, what: str) -> None:
         """Keeps units' NVMe homes on the host. Their places on disk stay reserved, and the largest unit stays there."""
@@ -254,14 +321,37 @@ def traffic(plan: MemoryPlan, units: Sequence[UnitSize], *, passes: int = 1) -> 
     return edges
 
 
-def _homes(config: Config) -> list[tuple[Tier, Tier]]:
-    """Homes of (weights, optimizer state) that the configuration allows, fastest first."""
+def _term_of(name: str) -> str:
+    return {"weight": "weights", "grad": "gradients"}.get(name, "optimizer state")
+
+
+def _homes(config: Config, device: Device, *, stepped: bool) -> list[tuple[Tier, Tier]]:
+    """Homes of (weights, optimizer state) that the configuration allows, fastest first. Raises ConfigError when the device
+    allows none of them."""
     everywhere = [tier for tier in Tier if tier is not Tier.NVME or config.nvme_paths]
     params = everywhere if config.params == "auto" else [Tier(config.params)]
     optimizer = everywhere if config.optimizer == "auto" else [Tier(config.optimizer)]
+    if not device.is_host and stepped:
+        allowed = [homes for homes in itertools.product(params, optimizer) if _is_steppable(homes, config, device)]
+        if not allowed:
+            raise ConfigError(
+                f"params={config.params!r} with optimizer={config.optimizer!r}: what is at home on {device.where} is stepped there, "
+                f"which needs kernels ({device.kernels_refusal or 'which are there'}) and all other state in memory. Use "
+                "params='host' and optimizer='host', or 'auto'."
+            )
+        return sorted(allowed, key=lambda homes: (sum(list(Tier).index(home) for home in homes), homes))
     speed = list(Tier).index
     # Weights are moved twice a step and state once each way, but state is several times as large.
     return sorted(itertools.product(params, optimizer), key=lambda homes: (speed(homes[0]) + speed(homes[1]), homes))
+
+
+def _is_steppable(homes: tuple[Tier, Tier], config: Config, device: Device) -> bool:
+    """Whether weights and state at these homes can be stepped: by the processor, or on a device that it does not reach. Of
+    mixed homes only what was asked for: the processor steps state on the host with less traffic."""
+    if Tier.DEVICE not in homes:
+        return True
+    mixed = len(set(homes)) > 1
+    return device.kernels is not None and Tier.NVME not in homes and not (mixed and "auto" in (config.params, config.optimizer))
 
 
 def _cost(plan: MemoryPlan, units: Sequence[UnitSize]) -> tuple[int, int]:
@@ -276,22 +366,43 @@ def _excess(plan: MemoryPlan, budgets: dict[Tier, int]) -> tuple[int, int]:
     return len(short), sum(short)
 
 
-def _budget(tier: Tier, config: Config, free: Mapping[Tier, int] | None) -> int:
+def _budget(tier: Tier, config: Config, free: Mapping[Tier, int] | None, device: Device) -> int:
     given = getattr(config, BUDGETS[tier])
     if given is not None:
         return given
-    return free[tier] if free is not None else measured_free(tier, config)
+    return free[tier] if free is not None else measured_free(tier, config, device)
 
 
-def measured_free(tier: Tier, config: Config) -> int:
-    """Bytes free on ``tier`` now. Without a GPU the device is this machine's memory."""
+def measured_free(tier: Tier, config: Config, device: Device | None = None) -> int:
+    """Bytes free on ``tier`` now. Without a GPU the device is this machine's memory; of a GPU's a part is left to
+    activations."""
+    if tier is Tier.DEVICE and device is not None and (free := device.free_nbytes()) is not None:
+        return free
     if tier is not Tier.NVME:
-        return int(psutil.virtual_memory().available * 0.9)
+        return int(min(psutil.virtual_memory().available, _left_to_the_group()) * 0.9)
     return sum(shutil.disk_usage(path).free for path in config.nvme_paths)
 
 
+def _left_to_the_group() -> float:
+    """Bytes that the control group of a container still allows. Cached files give way, and do not count."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return float("inf") if limit == "max" else int(limit) - used + int(counts["file"]) - int(counts["shmem"])
+    except (OSError, ValueError, KeyError):
+        return float("inf")
+
+
 def _plan(
-    units: Sequence[UnitSize], config: Config, params: Tier, optimizer: Tier, grad: Tier, choice: Choice, held: int
+    units: Sequence[UnitSize],
+    config: Config,
+    params: Tier,
+    optimizer: Tier,
+    grad: Tier,
+    choice: Choice,
+    held: int,
+    device: Device,
 ) -> MemoryPlan:
     tiers = {name: home_of(name, params, optimizer, grad) for name in ARRAYS}
     shards = [shard for unit in units for shard in unit.shards]
@@ -302,8 +413,7 @@ def _plan(
             terms[tier][what] = terms[tier].get(what, 0) + nbytes
 
     for name, tier in tiers.items():
-        add(tier, {"weight": "weights", "grad": "gradients"}.get(name, "optimizer state"),
-            sum(shard.nbytes(name) for shard in shards))  # fmt: skip
+        add(tier, _term_of(name), sum(shard.nbytes(name) for shard in shards))
 
     sizes = sorted((unit.weight_nbytes for unit in units if not unit.tile_nbytes), reverse=True)
     largest = sizes[0] if sizes else 0
@@ -334,7 +444,9 @@ def _plan(
             # Filled while weights of the same units are held; one waits, and one more is on its way to the others.
             ratio = max(shard.spec.grad_dtype.itemsize / shard.spec.dtype.itemsize for shard in shards if shard.spec.stepped)
             add(Tier.DEVICE, "gradients to be averaged", 2 * whole + round_up(int(held * ratio), native.BLOCK_NBYTES))
-        add(Tier.DEVICE, "gradients of other ranks", 2 * whole)  # as they come, and their sum in fp32
+        # As they come, and their sum in fp32; a whole gradient that is at home elsewhere.
+        own = whole * (not device.is_host) * any(shard.whole_grad for shard in shards)
+        add(Tier.DEVICE, "gradients of other ranks", 2 * whole + own)
     window = 0
     tile = max((unit.tile_nbytes for unit in units), default=0)
     sliced = any(unit.is_sliced for unit in units)
@@ -343,12 +455,22 @@ def _plan(
         # What one moment holds, and one unit more: in backward the next unit arrives while the last one's gradients
         # are still landing.
         least = held + largest
+        if config.device_memory is None:
+            least += device.overlaps * largest  # and one on its way meanwhile
         total = sum(sizes)
         window = total if keeps else min(least, total)
         if config.device_memory is not None and config.params != "auto":  # with "auto" units have a home in the rest
             window = min(total, max(window, config.device_memory - tile - sum(terms[Tier.DEVICE].values())))
     add(Tier.DEVICE, "gathered weights", window)
     add(Tier.DEVICE, "a tile", tile)
+    borrowed = device_slot = 0
+    if not device.is_host and any(shard.spec.stepped for shard in shards):
+        # Gradients that are still being read; one more, as it is converted, and as it is added to what is at home.
+        borrowed = max(shard.nbytes("grad") for shard in shards)
+        add(Tier.DEVICE, "gradients on their way", 3 * borrowed)
+        if len({params, optimizer}) > 1 and Tier.DEVICE in (params, optimizer):
+            device_slot = _device_slot_nbytes(units)
+            add(Tier.DEVICE, "optimizer slots", SLOTS * device_slot)
     return MemoryPlan(
         tiers=tiers,
         units_ahead=choice.units_ahead,
@@ -359,8 +481,16 @@ def _plan(
         slot_nbytes=slot,
         service_nbytes=service,
         device_window_nbytes=window,
+        borrowed_nbytes=borrowed,
+        device_slot_nbytes=device_slot,
         terms=terms,
     )
+
+
+def _device_slot_nbytes(units: Sequence[UnitSize]) -> int:
+    """Of the largest shard that may pass through a device; 0 when nothing is stepped."""
+    stepped = [shard for unit in units for shard in unit.shards if shard.spec.stepped]
+    return max((slot_nbytes(sum(shard.spec.nbytes_per_element().values()), shard.numel) for shard in stepped), default=0)
 
 
 def _slot_nbytes(shards: Sequence[ShardSize], tiers: dict[str, Tier], chunk: int) -> int:

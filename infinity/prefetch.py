@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from . import native
 from .collectives import Peers
+from .device import Device
 from .errors import CapacityError
 from .schedule import Schedule
 from .store import ShardStore
 from .tiers import Ledger, Tier, format_nbytes
 from .unit import ParamUnit, Residency
+
+
+COPIES_AHEAD = 2  # units on their way to the device beside the one that computes
 
 
 class Prefetcher:
@@ -33,11 +38,12 @@ class Prefetcher:
         units_ahead: int,
         give_way: Callable[[], bool],
         peers: Peers,
+        device: Device,
     ):
         self.units, self.schedule = units, schedule
         self._store, self._ledger = store, ledger
         self._window_nbytes, self._units_ahead = window_nbytes, units_ahead
-        self._peers = peers
+        self._peers, self._device = peers, device
         self._give_way = give_way  # asks the backward to let a unit go; False when it cannot
         self._resident: dict[ParamUnit, None] = {}  # least recently used first
         self._holds: Counter[ParamUnit] = Counter()
@@ -61,6 +67,7 @@ class Prefetcher:
         self._holds[unit] -= 1
         if self._holds[unit] <= 0:
             del self._holds[unit]
+            unit.used = self._device.now()
             if unit.residency is Residency.RESIDENT:
                 try:
                     unit.write_edits(self._store)
@@ -78,7 +85,7 @@ class Prefetcher:
                 unit.drop(self._store)
                 continue
             if unit.residency is Residency.GATHERING:
-                unit.finish_gather(self._store)
+                self._finish(unit)
             if unit.residency is Residency.RESIDENT and not unit.stays:
                 self._evict(unit)
 
@@ -94,11 +101,13 @@ class Prefetcher:
     def ensure(self, unit: ParamUnit, *, backward: bool = False) -> None:
         """Makes ``unit`` resident now, then starts fetching what the schedule expects next."""
         if unit.residency is Residency.GATHERING:
-            unit.finish_gather(self._store)
+            self._finish(unit)
         if unit.residency is not Residency.RESIDENT:
             self._bring(unit)
-        elif unit in self._resident:
-            self._resident[unit] = self._resident.pop(unit)  # most recently used
+        else:
+            unit.arriving.precede()  # this may be another stream than the one that waited for it
+            if unit in self._resident:
+                self._resident[unit] = self._resident.pop(unit)  # most recently used
         for shard in unit.shards:
             if shard.update is not None:
                 with self._store.traffic.stalled("nvme->host", unit.name):
@@ -107,6 +116,8 @@ class Prefetcher:
         self.fetch_ahead(self.schedule.upcoming(backward=backward))
         if self._peers.size > 1:
             self._gather_ahead(next(iter(self.schedule.upcoming(backward=backward)), None))
+        elif self._device.overlaps:
+            self._copy_ahead(islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD))
 
     def _gather_ahead(self, index: int | None) -> None:
         """Starts gathering the next unit while this one computes.
@@ -130,6 +141,28 @@ class Prefetcher:
             self._resident[unit] = None
             self._peers.on_gather(unit.ready)
 
+    def _copy_ahead(self, upcoming: Iterable[int]) -> None:
+        """Starts copying the next units to the device while this one computes: those that are ready at home, as far as the
+        window reaches without what comes before them."""
+        coming = [self.units[index] for index in upcoming]
+        for unit in coming:
+            if unit.residency in (Residency.RESIDENT, Residency.GATHERING):
+                continue
+            if not unit.is_ready:
+                return  # the compute is not to wait for a later unit's update or disk
+            for other in [other for other in self._resident if other not in self._holds and other not in coming]:
+                if self._resident_nbytes() + unit.weight_nbytes <= self._window_nbytes:
+                    break
+                self._evict(other)
+            if self._resident_nbytes() + unit.weight_nbytes > self._window_nbytes:
+                return
+            self._stage(unit)
+            try:
+                unit.start_gather(self._store, self._ledger)
+            except CapacityError:  # activations have the room: it comes when it is needed
+                return
+            self._resident[unit] = None
+
     def fetch_ahead(self, upcoming: Iterable[int]) -> None:
         """Starts reading the next units that come from disk, as far as the staging pool reaches."""
         ahead = 0
@@ -149,14 +182,11 @@ class Prefetcher:
     def _bring(self, unit: ParamUnit) -> None:
         self._stage(unit)
         self._make_room(unit)
-        if self._peers.size == 1:
-            unit.gather(self._store, self._ledger)
-            self._resident[unit] = None
-            return
         unit.start_gather(self._store, self._ledger)
         self._resident[unit] = None
-        self._peers.on_gather(unit.ready)
-        unit.finish_gather(self._store)
+        if self._peers.size > 1:
+            self._peers.on_gather(unit.ready)
+        self._finish(unit)
 
     def _stage(self, unit: ParamUnit) -> None:
         """Has the unit's bytes in memory here."""
@@ -164,7 +194,7 @@ class Prefetcher:
             if unit.residency is Residency.STORED:
                 self.misses += 1
                 unit.fetch(self._store, self._slots(unit))
-            if unit.residency is Residency.FETCHING:
+            if unit.residency is Residency.FETCHING and not unit.copies_while_fetching:
                 with self._store.traffic.stalled("nvme->host", unit.name):
                     unit.stage()
         else:
@@ -191,15 +221,23 @@ class Prefetcher:
     def _resident_nbytes(self) -> int:
         return sum(unit.weight_nbytes for unit in self._resident)
 
+    def _finish(self, unit: ParamUnit) -> None:
+        try:
+            unit.finish_gather(self._store)
+        except BaseException:
+            self._resident.pop(unit, None)
+            raise
+
     def _evict(self, unit: ParamUnit) -> None:
         if unit.residency is Residency.GATHERING:
-            unit.finish_gather(self._store)
+            self._finish(unit)
         unit.release()
         self._resident.pop(unit, None)
 
     # --- staging slots ---
 
     def _try_slots(self, unit: ParamUnit) -> list[native.Lease] | None:
+        self._store.collect()
         slots = []
         for shard in unit.shards:
             slot = self._store.staging.try_lease(shard.slice_nbytes)
@@ -214,6 +252,8 @@ class Prefetcher:
         """Slots for a unit that is needed now: units fetched ahead of their use give theirs up, if need be."""
         ahead = [other for other in self.units if other.residency in (Residency.FETCHING, Residency.STAGED)]
         while (slots := self._try_slots(unit)) is None:
+            if self._store.collect(wait=True):
+                continue
             if not ahead:
                 raise CapacityError(
                     f"unit {unit.name} needs {format_nbytes(unit.weight_nbytes)} of staging memory, but the pool of "

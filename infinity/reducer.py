@@ -69,7 +69,8 @@ class Reducer:
         if shard not in self._whole:
             nbytes = shard.layout.numel * shard.spec.grad_dtype.itemsize
             charge = self._ledger.reserve(Tier.DEVICE, nbytes, f"the gradients of unit {unit.name}")
-            self._whole[shard] = torch.empty(shard.layout.numel, dtype=shard.spec.grad_dtype, device="cpu"), charge
+            whole = torch.empty(shard.layout.numel, dtype=shard.spec.grad_dtype, device=self._bank.device.where)
+            self._whole[shard] = whole, charge
 
     def ready(self, unit: ParamUnit) -> None:
         """All of ``unit``'s gradients have come."""

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from . import native
 from .collectives import Peers
+from .device import PAST, Moment
 from .layout import FlatLayout
 from .store import ShardStore, StateArray
 from .tiers import Tier
@@ -56,6 +58,10 @@ class ShardSpec:
 
     def nbytes_per_element(self) -> dict[str, float]:
         """Name -> bytes of every array, per parameter element."""
+        return self._nbytes_per_element
+
+    @cached_property
+    def _nbytes_per_element(self) -> dict[str, float]:  # a plan asks millions of times
         return {name: dtype.itemsize / elements_each(name) for name, dtype in self.array_dtypes().items()}
 
 
@@ -85,7 +91,9 @@ class ParamShard:
         self.slice_numel = self.layout.numel // self.peers.size
         self.arrays: dict[str, StateArray] = {}
         self._reserved: list[StateArray] = []  # places on disk of what is cached on the host
-        self.update: native.Ticket | None = None  # the last submitted step; its bytes are at home once it is done
+        # The last submitted step; its bytes are at home once it is done.
+        self.update: native.Ticket | Moment | None = None
+        self.lent: Moment = PAST  # when no copy to the device reads the weights at home any more
 
     @property
     def weight(self) -> StateArray:
@@ -144,6 +152,12 @@ class ParamShard:
             self.update.wait()
             self.update = None
 
+    def come_to_rest(self) -> None:
+        """The same, and until nothing reads them: they are about to be changed from the host."""
+        self.settle()
+        self.lent.wait()
+        self.lent = PAST
+
     def native_layout(self, rule: native.Rule) -> native.Layout:
         """The kernel's description of this shard."""
         spec = self.spec
@@ -176,12 +190,12 @@ class ParamShard:
 
     def write_value(self, store: ShardStore, index: int, value: torch.Tensor, *, version: int) -> None:
         """Sets parameter ``index``: master and weight become ``value``."""
-        self.settle()
+        self.come_to_rest()
         self._write_encoded(store, self.layout.placements[index].offset, self._flattened(value, index), version)
 
     def write_values(self, store: ShardStore, index: int, begin: int, values: torch.Tensor, *, version: int) -> None:
         """Sets the elements of parameter ``index`` from ``begin`` on, counted row by row, to flat ``values``."""
-        self.settle()
+        self.come_to_rest()
         place = self.layout.placements[index]
         values = values.to(self.spec.wrapped_dtype)
         if place.is_row_major:
@@ -207,7 +221,7 @@ class ParamShard:
         """Sets the elements of parameter ``index`` whose compute-dtype value differs from ``before`` (None: from the
         one at home). The masters of the others keep the bits below the weight's precision.
         """
-        self.settle()
+        self.come_to_rest()
         begin, end = self.own_part("weight", index)
         if begin == end:
             return
@@ -280,6 +294,7 @@ class ParamShard:
         self, store: ShardStore, name: str, index: int, part: torch.Tensor, *, version: int, begin: int = 0
     ) -> None:
         """Puts ``part`` where :meth:`read_part` reads it, from its element ``begin`` on: of it, what is at home here."""
+        self.lent.wait()
         begin += self.part(name, index)[0]
         low, high = self.own_part(name, index)
         low, high = max(low, begin), min(high, begin + part.numel())

@@ -13,6 +13,7 @@ import fcntl
 import os
 import secrets
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 
 from . import disks, native
+from .device import Device, Moment
 from .errors import CapacityError, ConfigError, CorruptionError, InfinityError, StorageError, UsageError
 from .layout import round_up
 from .tiers import Ledger, Reservation, Tier, format_nbytes
@@ -113,8 +115,10 @@ class ShardStore:
         service_nbytes: int,
         checksums: bool = True,
         faults: native.FaultPlan | None = None,
+        device: Device | None = None,
     ):
         self.ledger, self.traffic, self.checksums = ledger, traffic, checksums
+        self.device = device or Device(torch.device("cpu"), traffic)
         self.pid = os.getpid()
         self.failure: Callable[[], InfinityError] | None = None
         self.on_failure: Callable[[BaseException], None] = lambda error: None  # tells who else has to know
@@ -134,6 +138,7 @@ class ShardStore:
         self._service_nbytes = service_nbytes
         self._service: native.Region | None = None
         self.staging: native.PinnedPool | None = None  # weights on their way to the device
+        self._returning: deque[tuple[Moment, list[native.Lease]]] = deque()  # slots that the device still copies from
 
     # --- allocation ---
 
@@ -146,26 +151,35 @@ class ShardStore:
             extent = native.Extent.in_file(file, self._file_nbytes[file], nbytes)
             self._file_nbytes[file] += nbytes
             return StateArray(tier, dtype, numel, extent, None, reservation)
-        region = self.make_region(nbytes)
-        flat = native.tensor_at(region, region.address, numel, dtype)
-        return StateArray(tier, dtype, numel, native.Extent.in_memory(region.address, nbytes), flat, reservation)
+        try:
+            if tier is Tier.DEVICE and not self.device.is_host:
+                flat = self.device.zeros(numel, dtype, what)
+            else:
+                region = self.make_region(nbytes)
+                flat = native.tensor_at(region, region.address, numel, dtype)
+        except BaseException:
+            reservation.release()
+            raise
+        return StateArray(tier, dtype, numel, native.Extent.in_memory(flat.data_ptr(), nbytes), flat, reservation)
 
     def _next_file(self, nbytes: int) -> int:
         """The file that would be done first with its bytes and these, at the measured rate of its disk."""
         usable = [index for index, share in enumerate(self._shares) if share]
         return min(usable, key=lambda index: (self._file_nbytes[index] + nbytes) / self._shares[index])
 
-    @staticmethod
-    def make_region(nbytes: int) -> native.Region:
-        """Page-aligned memory, every page present before this returns."""
-        return native.Region(nbytes, huge_pages=True, touch_threads=os.cpu_count() or 1)
+    def make_region(self, nbytes: int, *, copied: bool = True) -> native.Region:
+        """Page-aligned memory, every page present before this returns. ``copied``: by the device, with which it is registered."""
+        region = native.Region(nbytes, huge_pages=True, touch_threads=os.cpu_count() or 1)
+        if copied:
+            self.device.pin(region)
+        return region
 
     def open(self, staging: Sequence[native.Region]) -> None:
         """Creates the swap files at full size and tells the I/O engine about them and the staging memory.
 
         Raises CapacityError when a disk has too little room, StorageError when it refuses.
         """
-        self._service = self.make_region(self._service_nbytes)
+        self._service = self.make_region(self._service_nbytes, copied=False)
         self._reservations.append(self.ledger.reserve(Tier.HOST, self._service_nbytes, "the store's service buffer"))
         for path, nbytes in zip(self._paths, self._file_nbytes):
             job = JobFolder(path)
@@ -256,6 +270,27 @@ class ShardStore:
         self._reservations.append(reservation)
         account.planned_nbytes += size
         self._spaces.append((file, 0, size))
+
+    # --- staging slots ---
+
+    def take_back(self, slots: list[native.Lease], moment: Moment) -> None:
+        """Gives ``slots`` back to the staging pool once ``moment`` has come."""
+        self._returning.append((moment, slots))
+        self.collect()
+
+    def collect(self, *, wait: bool = False) -> bool:
+        """Gives back the slots that nothing copies from any more; with ``wait``, at least the oldest. Whether there were any."""
+        found = False
+        while self._returning and (self._returning[0][0].done or (wait and not found)):
+            moment, slots = self._returning.popleft()
+            try:
+                moment.wait()
+            except (InfinityError, RuntimeError):
+                pass  # that copy failed: it is raised where its bytes are waited for, not where another unit wants a slot
+            for slot in slots:
+                slot.release()
+            found = True
+        return found
 
     # --- moving parts of arrays, synchronously ---
 
@@ -353,6 +388,7 @@ class ShardStore:
     def close(self) -> None:
         """Closes and removes the swap files and gives the memory back."""
         self.engine = None  # waits for what is in flight and closes the descriptors
+        self._returning.clear()
         self._service = self.staging = None
         for job in self._jobs:
             job.remove()

@@ -95,6 +95,7 @@ class Tiles:
             try:
                 with engine.traffic.copying("host->device", nbytes, handle.name):
                     flat = engine.store.read(shard.weight, offset + begin * width, offset + end * width)
+                    flat = flat.to(engine.device.where)
                 yield begin, end, flat.view(end - begin, width)
             finally:
                 charge.release()

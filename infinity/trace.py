@@ -126,6 +126,13 @@ class Traffic:
             counted.stall_seconds += time.perf_counter() - start
             self.mark("stalled", f"{edge} {what}".strip(), start)
 
+    def copied(self, edge: str, nbytes: int, what: str, start: float, end: float) -> None:
+        """Counts a copy that was made beside the training thread."""
+        traffic = self.edges[edge]
+        traffic.nbytes += nbytes
+        traffic.busy_seconds += end - start
+        self.mark(edge, what, start, end)
+
     @contextmanager
     def copying(self, edge: str, nbytes: int, what: str = "") -> Iterator[None]:
         """Counts a copy of ``nbytes`` made by the training thread itself: busy and stalled are the same."""

@@ -1,7 +1,7 @@
 """ParamUnit: the parameters that move together, and what of them is where.
 
     STORED     home only; costs nothing above it
-    FETCHING   home -> staging slots in flight; slots charged
+    FETCHING   home -> staging slots in flight, piece by piece; slots charged
     STAGED     bytes in staging slots, verified when gathered; slots charged
     GATHERING  slots (or a memory home) -> device, and from other ranks what they have
     RESIDENT   parameters usable; device bytes charged
@@ -17,17 +17,22 @@ from __future__ import annotations
 
 import errno
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
 import torch
 
-from . import guard, native
+from . import native
 from .collectives import Peers, Pending
+from .device import PAST, Device, Freight, Moment
 from .errors import InfinityError, PeerError, StorageError, UsageError
 from .parameter import ParamHandle, ResidentParameter, StoredParameter, own_bytes
 from .shard import ParamShard
 from .store import ShardStore
 from .tiers import Ledger, Reservation, Tier
+from .trace import Traffic
 
 
 class Residency(Enum):
@@ -42,18 +47,32 @@ class Residency(Enum):
 
 MOVES = {
     Residency.STORED: {Residency.FETCHING, Residency.GATHERING},
-    Residency.FETCHING: {Residency.STAGED, Residency.STORED},
+    Residency.FETCHING: {Residency.STAGED, Residency.STORED, Residency.GATHERING},
     Residency.STAGED: {Residency.GATHERING, Residency.STORED},
     Residency.GATHERING: {Residency.RESIDENT, Residency.STORED},
     Residency.RESIDENT: {Residency.STORED},
 }
 
 
+PIECE_NBYTES = 8 * 1024 * 1024  # of a read: copied to a device while the next is read; whole checksum blocks
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a shard on its way from the disk into the shard's slot."""
+
+    shard: int  # of the unit's
+    begin: int  # byte of the slice
+    nbytes: int
+    read: native.Ticket
+
+
 class ParamUnit:
     """One unit: its shards, its state, and the moves between states."""
 
-    def __init__(self, index: int, name: str, shards: list[ParamShard]):
+    def __init__(self, index: int, name: str, shards: list[ParamShard], device: Device | None = None):
         self.index, self.name, self.shards = index, name, shards
+        self._device = device or Device(torch.device("cpu"), Traffic())
         self.residency = Residency.STORED
         self.version = 0  # counts changes of the values at home
         self.flats: list[torch.Tensor] = []
@@ -61,10 +80,13 @@ class ParamUnit:
         self.is_shared = False  # whether several modules use it, so that its gradients may come long after each other
         self._history: deque[str] = deque(maxlen=6)
         self._slots: list[native.Lease] = []
-        self._reads: list[native.Ticket] = []
+        self._pieces: list[Piece] = []
         self._charge: Reservation | None = None
         self._peers = shards[0].peers if shards else Peers()
         self._pending: list[Pending] = []  # gathers under way
+        self.arriving: Moment = PAST  # the end of the copy to the device
+        self.used: Moment = PAST  # the end of what was last computed with it
+        self._views: list[list[torch.Tensor]] = []  # of the device buffers, until the parameters are made them
         self.ready = 0  # reductions that every rank could start when they met for the last gather
         self._second: list[torch.Tensor] = []  # slices for the machine's own gathers, one for each shard
         self._second_version = -1  # of the values they are of
@@ -90,23 +112,47 @@ class ParamUnit:
     def is_staged_from_disk(self) -> bool:
         return not self.has_second_slice and any(shard.weight.tier is Tier.NVME for shard in self.shards)
 
+    @property
+    def copies_while_fetching(self) -> bool:
+        """Whether a copy to the device can begin before all of the unit has been read. With other ranks what is done must not
+        go by what has arrived."""
+        return self._device.overlaps and self._peers.size == 1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the weights can be copied to the device without waiting for a disk or for the last step."""
+        if self.is_staged_from_disk:
+            return self.residency is not Residency.STORED and all(piece.read.done for piece in self._pieces)
+        return all(shard.update is None or shard.update.done for shard in self.shards)
+
     def attach(self) -> None:
-        """Makes every parameter a view of its shard's device buffer. The values must already be at home."""
-        for shard in self.shards:
-            if self.stays:
-                flat = shard.weight.flat
-            else:
-                flat = torch.empty(shard.layout.numel, dtype=shard.spec.dtype, device="cpu")
-            self.flats.append(flat)
-            for param, place in zip(shard.params, shard.layout.placements):
-                param.data = place.view(flat)  # before the switch of classes: torch's own setter
+        """Makes every parameter a view of its shard's device buffer. The values must already be at home. Nothing here can fail
+        for want of space: see :meth:`allocate`."""
+        for shard, views in zip(self.shards, self._views):
+            for param, view in zip(shard.params, views):
+                param.data = view  # before the switch of classes: torch's own setter
+        self._views.clear()
+        self.conceal()
+
+    def allocate(self) -> None:
+        """Makes the device buffers, and the parameters' views of them, while a buffer has its memory. Raises CapacityError
+        when the device has no room."""
+        def make() -> None:
+            for shard in self.shards:
+                self.flats.append(torch.empty(shard.layout.numel, dtype=shard.spec.dtype, device=self._device.where))
+
+        if self.stays:
+            self.flats = [shard.weight.flat for shard in self.shards]
+        else:
+            self._device.put("in", make).wait()
+        for shard, flat in zip(self.shards, self.flats):
+            self._views.append([place.view(flat) for place in shard.layout.placements])
         if self._peers.node is not None:
-            self._second = [torch.empty(f.numel() // self._peers.node.size, dtype=f.dtype, device="cpu") for f in self.flats]
+            self._second = [f.new_empty(f.numel() // self._peers.node.size) for f in self.flats]
         if self.stays:
             self.residency = Residency.RESIDENT
         else:
             self._empty_storages()
-        self.conceal()
 
     # --- moves ---
 
@@ -114,19 +160,16 @@ class ParamUnit:
         """STORED -> FETCHING: starts reading into ``slots``, one per shard, once the last step's bytes are at home."""
         self._move(Residency.FETCHING)
         self._slots = slots
-        self._reads = [
-            store.engine.read(shard.weight.extent, 0, slot.address, shard.slice_nbytes, after=shard.update)
-            for shard, slot in zip(self.shards, slots)
-        ]
+        for index, (shard, slot) in enumerate(zip(self.shards, slots)):
+            size = PIECE_NBYTES if self.copies_while_fetching else shard.slice_nbytes
+            for begin in range(0, shard.slice_nbytes, size):
+                nbytes = min(size, shard.slice_nbytes - begin)
+                read = store.engine.read(shard.weight.extent, begin, slot.address + begin, nbytes, after=shard.update)
+                self._pieces.append(Piece(index, begin, nbytes, read))
 
     def stage(self) -> None:
         """FETCHING -> STAGED: waits for the reads. When one failed the slots are given back and the error is raised."""
-        error: Exception | None = None
-        for read in self._reads:  # all of them: a slot must not be given back with a read under way into it
-            try:
-                read.wait()
-            except InfinityError as failure:
-                error = error or failure
+        error = _first_error(self._pieces)
         self._move(Residency.STAGED if error is None else Residency.STORED)
         if error is not None:
             self._release_slots()
@@ -137,11 +180,11 @@ class ParamUnit:
         if self.residency not in (Residency.FETCHING, Residency.STAGED):
             raise self._illegal("be dropped")
         error: Exception | None = None
-        for read in self._reads:
-            store.engine.cancel(read)
-        for read in self._reads:
+        for piece in self._pieces:
+            store.engine.cancel(piece.read)
+        for piece in self._pieces:
             try:
-                read.wait()
+                piece.read.wait()
             except InfinityError as failure:
                 cancelled = isinstance(failure, StorageError) and failure.errno == errno.ECANCELED
                 error = error or (None if cancelled else failure)
@@ -157,39 +200,73 @@ class ParamUnit:
 
     def start_gather(self, store: ShardStore, ledger: Ledger) -> None:
         """STAGED (or STORED, for a memory home) -> GATHERING: verifies and copies onto the device what this rank has; what
-        others have is on its way."""
+        others have is on its way. FETCHING -> GATHERING, where copies run beside the reads: piece by piece, as they come."""
         from_disk = self.is_staged_from_disk
-        if self.residency is not (Residency.STAGED if from_disk else Residency.STORED):
+        fetching = self.residency is Residency.FETCHING and self.copies_while_fetching
+        if not fetching and self.residency is not (Residency.STAGED if from_disk else Residency.STORED):
             raise self._illegal("be gathered")
         charge = ledger.reserve(Tier.DEVICE, self.weight_nbytes, f"unit {self.name}")
         self._move(Residency.GATHERING)
         self._charge = charge
         try:
-            nbytes = sum(shard.slice_nbytes for shard in self.shards)
-            with store.traffic.copying("host->device", nbytes, self.name):
-                for i, (shard, flat) in enumerate(zip(self.shards, self.flats)):
-                    guard.open(flat.untyped_storage())
-                    flat.untyped_storage().resize_(shard.weight_nbytes)
-                    if self.has_second_slice:
-                        self._in_node(flat).copy_(self._second[i])
-                    else:
-                        flat[slice(*shard.own("weight"))].copy_(self._staged_bytes(store, i) if from_disk else shard.weight.flat)
-            gather = self._peers.gather_in_node if self.has_second_slice else self._peers.gather
-            for i, flat in enumerate(self.flats):
-                pending = gather(flat, f"{self.name} ({i})")
-                if pending is not None:
-                    self._pending.append(pending)
-                    self.ready = pending.ready
+            freight = Freight("host->device", sum(shard.slice_nbytes for shard in self.shards), self.name)
+            # Weights at home on the device itself were stepped there, by a queue that only the compute waited for.
+            there = any(shard.weight.tier is Tier.DEVICE for shard in self.shards)
+            copy = partial(self._copy_in, store, self._slots if from_disk else (), self._pieces)
+            self.arriving = self._device.put("in", copy, behind=[self._device.now()] if there else (), freight=freight)
+            if self._peers.size > 1:
+                self.arriving = self._device.put("in", self._gather_in)
+            for shard in self.shards:
+                shard.lent = self.arriving
         except BaseException:
             self._fail_gather()
             raise
-        for read in self._reads:
-            store.traffic.mark("nvme->host", self.name, *read.times)
-        self._release_slots()
+        store.take_back(self._slots, self.arriving)
+        self._slots, self._pieces = [], []
+
+    def _copy_in(self, store: ShardStore, slots: Sequence[native.Lease], pieces: Sequence[Piece]) -> None:
+        """This rank's bytes, from staging ``slots`` (verified) or a memory home to the device."""
+        for i, (shard, flat) in enumerate(zip(self.shards, self.flats)):
+            self._device.resize(flat.untyped_storage(), shard.weight_nbytes)
+            if self.has_second_slice:
+                self._in_node(flat).copy_(self._second[i])
+            elif not slots:
+                flat[slice(*shard.own("weight"))].copy_(shard.weight.flat, non_blocking=True)
+        try:
+            for piece in pieces if slots else ():
+                self._copy_piece(store, slots[piece.shard], piece)
+        except BaseException:
+            _first_error(pieces)  # nothing is to be read into a slot that is given back
+            raise
+
+    def _copy_piece(self, store: ShardStore, slot: native.Lease, piece: Piece) -> None:
+        shard, flat = self.shards[piece.shard], self.flats[piece.shard]
+        if not piece.read.done:
+            with store.traffic.stalled("nvme->host", self.name):
+                piece.read.wait()
+        piece.read.wait()  # raises what went wrong
+        store.traffic.mark("nvme->host", self.name, *piece.read.times)
+        address, size = slot.address + piece.begin, shard.spec.dtype.itemsize
+        store.verify(shard.weight, address, piece.nbytes, offset=piece.begin)
+        first = shard.own("weight")[0] + piece.begin // size
+        source = native.tensor_at(store.staging.region, address, piece.nbytes // size, shard.spec.dtype)
+        flat[first : first + source.numel()].copy_(source, non_blocking=True)
+
+    def _gather_in(self) -> None:
+        """What the others have follows what is here in the same queue."""
+        gather = self._peers.gather_in_node if self.has_second_slice else self._peers.gather
+        for i, flat in enumerate(self.flats):
+            pending = gather(flat, f"{self.name} ({i})")
+            if pending is not None:
+                self._pending.append(pending)
+                self.ready = pending.ready
 
     def finish_gather(self, store: ShardStore) -> None:
-        """GATHERING -> RESIDENT: waits for the other ranks."""
+        """GATHERING -> RESIDENT: what is computed from now on comes after the bytes are there."""
         try:
+            if self.arriving is not PAST:
+                with store.traffic.stalled("host->device", self.name):
+                    self.arriving.precede()
             if self._pending:
                 with store.traffic.stalled("all-gather", self.name):
                     for pending in self._pending:
@@ -209,19 +286,20 @@ class ParamUnit:
         return flat.view(self._peers.node.size, -1)[self._peers.node.rank]
 
     def _fail_gather(self) -> None:
+        _first_error(self._pieces)
         for pending in self._pending:  # what is under way still writes to the device's memory
             try:
                 pending.wait()
             except PeerError:
                 pass
         self._pending = []
+        try:
+            self.arriving.wait()
+        except (InfinityError, RuntimeError):
+            pass  # what is raised is the first error
+        self.arriving = PAST
         self._move(Residency.STORED)
         self._empty(self._charge)
-
-    def _staged_bytes(self, store: ShardStore, i: int) -> torch.Tensor:
-        shard, slot = self.shards[i], self._slots[i]
-        store.verify(shard.weight, slot.address, shard.slice_nbytes)
-        return native.tensor_at(store.staging.region, slot.address, shard.slice_numel, shard.spec.dtype)
 
     def release(self) -> None:
         """RESIDENT -> STORED. The home still has the bytes: weights change only in the optimizer's step."""
@@ -238,15 +316,12 @@ class ParamUnit:
 
     def _empty_storages(self) -> None:
         for flat in self.flats:
-            storage = flat.untyped_storage()
-            guard.open(storage)  # where gathering failed before this one
-            storage.resize_(0)
-            guard.close(storage)
+            self._device.resize(flat.untyped_storage(), 0, behind=self.used)
 
     def _release_slots(self) -> None:
         for slot in self._slots:
             slot.release()
-        self._slots, self._reads = [], []
+        self._slots, self._pieces = [], []
 
     def expose(self) -> None:
         """Makes the parameters ordinary ones: something is about to compute with them."""
@@ -308,3 +383,14 @@ class ParamUnit:
     def _illegal(self, what: str) -> UsageError:
         moves = ", ".join(self._history) or "none"
         return UsageError(f"unit {self.name} is {self.residency.name} and cannot {what}; its last moves: {moves}")
+
+
+def _first_error(pieces: Sequence[Piece]) -> InfinityError | None:
+    """Waits for all reads, so that none is under way into a slot that is given back. The first one's error."""
+    error: InfinityError | None = None
+    for piece in pieces:
+        try:
+            piece.read.wait()
+        except InfinityError as failure:
+            error = error or failure
+    return error

@@ -14,6 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ from torch import nn
 from . import hooks, microbatch, native, tiling
 from .collectives import Peers
 from .config import MOMENTS, Config
+from .device import Device, make_device
 from .engine import Engine
 from .errors import CapacityError, ConfigError, UsageError
 from .gradients import GradState
 from .materialize import Materialized, overwrite
-from .mesh import join_node, peers_of
+from .mesh import join_device, join_node, peers_of
 from .optimizer import InfinityOptimizer, moment_names, recognise, saved_step
 from .parameter import handle_of, raw_grad, set_raw_grad
 from .partition import Group, held_nbytes, is_managed, parameter_names, partition
@@ -44,8 +46,9 @@ _wrapped: weakref.WeakKeyDictionary[nn.Module, Wrapped] = weakref.WeakKeyDiction
 class Wrapped:
     """What is known of one wrapped model: its engine, and how to take the hooks off again."""
 
-    def __init__(self, engine: Engine, removers: list, optimizer: InfinityOptimizer | None):
+    def __init__(self, engine: Engine, removers: list, optimizer: InfinityOptimizer | None, came_from: dict):
         self.engine, self.removers = engine, removers
+        self.came_from = came_from  # the device of each parameter before it was wrapped
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
 
     @property
@@ -96,13 +99,13 @@ def wrap_model(
         if config.shard_in_node:
             join_node(peers, mesh)
         peers.allow_flags(len(list(model.parameters())) + 1)
-        return _wrap(model, optimizer, config, peers)
+        return _wrap(model, optimizer, config, peers, mesh)
     except BaseException:
         peers.close()
         raise
 
 
-def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, peers: Peers) -> tuple:
+def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, peers: Peers, mesh: Any) -> tuple:
     rule = recognise(optimizer) if optimizer is not None else None
     group_of = _groups_of_optimizer(optimizer)
     config = _own_part(config, peers)
@@ -110,15 +113,24 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
     def make_shards(group: Group) -> list[ParamShard]:
         return _make_shards(group, group_of, rule, optimizer, config, peers)
 
-    with peers.together("planning"):
-        groups, shards, plan = _lay_out(model, config, make_shards, _free(config, peers))
-    engine = materialized = None
+    device = None
     try:
+        with peers.together("planning"):
+            device = _device_of(model, config, peers)
+            groups, shards, plan = _lay_out(model, config, make_shards, device, _free(config, peers, device))
+    except BaseException:  # on another rank, perhaps
+        if device is not None:
+            device.close()
+        raise
+    engine = materialized = moved = None
+    try:
+        if not peers.alone and (device.backend is not None or device.where.type != "cpu"):
+            join_device(peers, mesh, device.backend)
         with peers.together("allocating"):
             if config.micro_batch is not None:
                 _check_micro_batch(model, groups)
-            units = [ParamUnit(i, group.name, s) for i, (group, s) in enumerate(zip(groups, shards))]
-            engine = Engine(config, plan, units, stepping=optimizer is not None, peers=peers)
+            units = [ParamUnit(i, group.name, s, device) for i, (group, s) in enumerate(zip(groups, shards))]
+            engine = Engine(config, plan, units, stepping=optimizer is not None, device=device, peers=peers)
             engine.sizes = [_size_of(group, unit_shards) for group, unit_shards in zip(groups, shards)]
         with peers.together("sending the values home"):
             materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real; undone if anything fails
@@ -126,17 +138,22 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
             for unit in units:
                 for shard in unit.shards:
                     _send_home(engine, shard, optimizer, rule, done=materialized.sent)
+            device.warm(plan.device_window_nbytes)
+            for unit in units:
+                unit.allocate()
             _broadcast_rest(model, peers)
+            moved = _Moved(model, device.where)
             managed = InfinityOptimizer.__new__(InfinityOptimizer) if optimizer is not None else None
     except BaseException:
         try:
+            if moved is not None:
+                moved.remove()
             if materialized is not None:
                 materialized.undo()
         finally:
-            if engine is not None:
-                engine.shut_down()
+            device.close() if engine is None else engine.shut_down()
         raise
-    return _commit(model, optimizer, managed, rule, engine, groups, group_of)
+    return _commit(model, optimizer, managed, rule, engine, groups, group_of, moved)
 
 
 def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
@@ -150,13 +167,31 @@ def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
         microbatch.check(group.name, group.block)
 
 
+def _device_of(model: nn.Module, config: Config, peers: Peers) -> Device:
+    """What computes: what the configuration says, else where the parameters are."""
+    places = {param.device for param in model.parameters() if is_managed(param) and not param.is_meta}
+    if config.device is None and len(places) > 1:
+        raise ConfigError(
+            f"the model's parameters are on {', '.join(sorted(map(str, places)))}: move it to one device, or say which computes: "
+            "Config(device='cuda')"
+        )
+    where = torch.device(config.device) if config.device is not None else next(iter(places), torch.device("cpu"))
+    if where.type != "cpu" and where.index is None and not peers.alone:  # each rank of a machine has a device of its own
+        where = torch.device(where.type, int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.accelerator.device_count()))
+        torch.accelerator.set_device_index(where.index)  # else every rank would have a context on the first one as well
+    if where.type == "cpu" and config.device is None and torch.accelerator.is_available():
+        there = torch.accelerator.current_accelerator()
+        logger.warning("this model is on the CPU and is computed there, though there is %s: Config(device=%r)", there, str(there))
+    return make_device(where, peers.traffic)
+
+
 # --- many ranks ---
 
 
 def _description(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> dict[str, str]:
     """What has to be the same on every rank."""
     told = {f"Config({field.name})": repr(getattr(config, field.name)) for field in dataclasses.fields(config)
-            if field.name not in ("nvme_paths", "trace")}  # fmt: skip
+            if field.name not in ("nvme_paths", "trace", "device")}  # fmt: skip
     told["the model"] = type(model).__name__
     names_of = {param: name for name, param in model.named_parameters()}
     given = {param for group in (optimizer.param_groups if optimizer is not None else []) for param in group["params"]}
@@ -194,12 +229,13 @@ def _own_part(config: Config, peers: Peers) -> Config:
     return dataclasses.replace(config, **{name: n // peers.local_size for name, n in shared.items() if n is not None})
 
 
-def _free(config: Config, peers: Peers) -> dict[Tier, int] | None:
+def _free(config: Config, peers: Peers, device: Device) -> dict[Tier, int] | None:
     """What every rank has free at least: plans must not differ between ranks."""
     if peers.alone:
         return None
     check_folders(config)
-    mine = [measured_free(tier, config) // peers.local_size if tier is not Tier.NVME or config.nvme_paths else 0 for tier in Tier]
+    shared = {tier: 1 if tier is Tier.DEVICE and not device.is_host else peers.local_size for tier in Tier}
+    mine = [measured_free(tier, config, device) // shared[tier] if tier is not Tier.NVME or config.nvme_paths else 0 for tier in Tier]
     return dict(zip(Tier, peers.least(mine, "free memory")))
 
 
@@ -211,7 +247,12 @@ def lay_out(
     rule = recognise(optimizer) if optimizer is not None else None
     group_of = _groups_of_optimizer(optimizer)
     alone = Peers()
-    groups, shards, plan = _lay_out(model, config, lambda group: _make_shards(group, group_of, rule, optimizer, config, alone))
+    device = _device_of(model, config, alone)
+    try:
+        shards_of = partial(_make_shards, group_of=group_of, rule=rule, optimizer=optimizer, config=config, peers=alone)
+        groups, shards, plan = _lay_out(model, config, shards_of, device)
+    finally:
+        device.close()
     return plan, [_size_of(group, unit_shards) for group, unit_shards in zip(groups, shards)]
 
 
@@ -219,6 +260,7 @@ def _lay_out(
     model: nn.Module,
     config: Config,
     make_shards: Callable[[Group], list[ParamShard]],
+    device: Device,
     free: Mapping[Tier, int] | None = None,
 ) -> tuple[list[Group], list[list[ParamShard]], MemoryPlan]:
     """Groups, their shards and the plan. Where the device's budget is below what one moment holds, large layers run in
@@ -233,7 +275,7 @@ def _lay_out(
         sizes = [_size_of(group, unit_shards) for group, unit_shards in zip(groups, shards)]
         held = held_nbytes(model, groups, {id(group): size.weight_nbytes for group, size in zip(groups, sizes)})
         try:
-            plan = make_plan(sizes, config, held_nbytes=held, free=free)
+            plan = make_plan(sizes, config, held_nbytes=held, free=free, device=device)
         except CapacityError as error:
             refused = error
             if any(size.is_sliced for size in sizes):
@@ -274,8 +316,35 @@ def _size_of_shard(shard: ParamShard) -> ShardSize:
     return ShardSize(shard.spec, shard.layout.numel, shard.peers.size, shard.peers.keeps_gradients, node_size)
 
 
-def _commit(model, optimizer, managed, rule, engine: Engine, groups: list[Group], group_of: dict) -> tuple:
+class _Moved:
+    """What a model has beside managed parameters, on the device that computes; :meth:`remove` puts it back."""
+
+    def __init__(self, model: nn.Module, where: torch.device):
+        self._from: dict[torch.Tensor, torch.device] = {}
+        try:
+            for tensor in _rest_of(model):
+                if not tensor.is_meta and tensor.device != where:
+                    self._from[tensor] = tensor.device
+                    tensor.data = tensor.data.to(where)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        for tensor, where in self._from.items():
+            tensor.data = tensor.data.to(where)
+
+
+def _rest_of(model: nn.Module) -> list[torch.Tensor]:
+    """Buffers, and parameters that the engine does not move."""
+    return [*model.buffers(), *(param for param in model.parameters() if not is_managed(param))]
+
+
+def _commit(
+    model, optimizer, managed, rule, engine: Engine, groups: list[Group], group_of: dict, moved: _Moved
+) -> tuple:
     """Changes the model. Everything that can fail for want of space or for bad input is behind us."""
+    came_from = {param: param.device for unit in engine.units for shard in unit.shards for param in shard.params}
     engine.attach(parameter_names(model), group_of)
     owners: dict[nn.Module, list[ParamUnit]] = {}
     for group, unit in zip(groups, engine.units):
@@ -285,7 +354,7 @@ def _commit(model, optimizer, managed, rule, engine: Engine, groups: list[Group]
         # Also one whose module runs around others: its gradients may come before and after theirs.
         around = any(module in owners for owner in group.owners for module in owner.modules() if module is not owner)
         unit.is_shared = len(group.owners) != 1 or around
-    removers = hooks.install(engine, model, owners) + _install_state_dict(engine, model)
+    removers = [moved, *hooks.install(engine, model, owners), *_install_state_dict(engine, model)]
     removers += tiling.install(engine, model, {g.params[0]: g.tile_rows for g in groups if g.tile_rows})
     if engine.config.micro_batch is not None:
         blocks = [(group.name, group.block) for group in groups if group.block is not None]
@@ -299,7 +368,7 @@ def _commit(model, optimizer, managed, rule, engine: Engine, groups: list[Group]
                 set_raw_grad(param, None)
                 handle.grad.state = GradState.LANDED
         optimizer.state.clear()
-    _wrapped[model] = Wrapped(engine, removers, managed)
+    _wrapped[model] = Wrapped(engine, removers, managed, came_from)
     return model, managed
 
 
@@ -322,10 +391,6 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Co
             )
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ConfigError(f"parameter {param_names[0]} is not initialised yet: run one forward before wrap_model")
-        if param.device.type not in ("cpu", "meta"):
-            raise ConfigError(
-                f"parameter {param_names[0]} is on {param.device}: this version computes on the CPU; model.to('cpu')"
-            )
     _check_storages(names)
     if optimizer is not None:
         _check_optimizer(optimizer, names, config)
@@ -554,11 +619,12 @@ class _Copy:
     def __init__(self, engine: Engine, param: nn.Parameter):
         self.handle = handle_of(param)
         self._version = self.handle.version
-        self.tensor = self.handle.shard.read_value(engine.store, self.handle.index, self.handle.shard.spec.dtype)
+        value = self.handle.shard.read_value(engine.store, self.handle.index, self.handle.shard.spec.dtype)
+        self.tensor = value.to(engine.device.where)
         self._digest = self._hash()
 
     def _hash(self) -> bytes:
-        flat = self.tensor.detach().contiguous().view(-1)
+        flat = self.tensor.detach().cpu().contiguous().view(-1)
         return hashlib.blake2b(flat.view(torch.uint8).numpy() if flat.numel() else b"").digest()
 
     def is_edited(self) -> bool:
@@ -611,14 +677,15 @@ def unwrap_model(
             for index, param in enumerate(shard.params):
                 values[param] = shard.read_value(engine.store, index)
                 grad = param.grad
-                grads[param] = grad.clone().to(shard.spec.wrapped_dtype) if grad is not None else None
+                place = record.came_from[param]
+                grads[param] = grad.clone().to(place, shard.spec.wrapped_dtype) if grad is not None else None
     for remover in reversed(record.removers):  # a forward may have been replaced twice
         remover.remove()
     engine.prefetcher.release_all(engine.units)
     for param, value in values.items():
         param.__class__ = nn.Parameter
         del param._infinity
-        param.data = value
+        param.data = value.to(record.came_from[param])
         param.grad = grads[param]
     del _wrapped[model]
     plain = None

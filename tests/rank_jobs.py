@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import pickle
+import random
 import signal
 import sys
 import time
@@ -23,7 +24,10 @@ if __name__ == "__main__":
 
 import infinity  # noqa: E402
 import models  # noqa: E402
+from infinity import device as devices  # noqa: E402
 from infinity.wrap import wrapped  # noqa: E402
+from gpu_stand_in import load_stand_in  # noqa: E402
+from infinity.stepper import DeviceStepper  # noqa: E402
 from ranks import Failed  # noqa: E402
 
 
@@ -69,7 +73,10 @@ def train(
     return losses, norms
 
 
-def mesh_of(shape: tuple[int, ...] | None, names: tuple[str, ...] | None):
+def mesh_of(shape: tuple[int, ...] | list[int] | None, names: tuple[str, ...] | None):
+    """A mesh of a shape, or of ranks in an order of one's own."""
+    if isinstance(shape, list):
+        return dist.device_mesh.DeviceMesh("cpu", shape, mesh_dim_names=names)
     return None if shape is None else dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
@@ -98,6 +105,41 @@ def parity(config: dict, dtype=torch.float32, micro: int = 1, clip=None, shape=N
     plain, plain_optimizer = infinity.unwrap_model(model, optimizer)
     found["unwrapped"] = cloned(plain.state_dict())
     return found
+
+
+def elsewhere(nodes: bool = False, kernels: str | None = None, share: float = 0.0, **arguments) -> dict[str, Any]:
+    """On a device whose memory the processor does not use, with late copies and groups of its own for bulk bytes; with
+    ``kernels`` (a file) and a share of the host's state to step."""
+    devices.KINDS["cpu"] = _Elsewhere
+    _Elsewhere.loaded = load_stand_in(Path(kernels)) if kernels else None
+    DeviceStepper.choose_share = lambda self, *rates: setattr(self, "share", share)
+    try:
+        return in_nodes(**arguments) if nodes else parity(**arguments)
+    finally:
+        devices.KINDS["cpu"] = devices.Device
+
+
+class _Elsewhere(devices.ThreadedDevice):
+    """Copies in run at once, since they start collectives; what leaves is late at random."""
+
+    is_host, backend = False, "gloo"
+    loaded = None
+
+    def __init__(self, where, traffic):
+        super().__init__(where, traffic)
+        self.kernels = self.loaded
+
+    def put(self, queue, work, **more):
+        if queue == "in":
+            for moment in more.get("behind", ()):
+                moment.wait()
+            return devices.Device.put(self, queue, work, freight=more.get("freight"))
+
+        def late() -> None:
+            time.sleep(random.choice([0, 0.0005, 0.002]))
+            work()
+
+        return super().put(queue, late, **more)
 
 
 def in_nodes(config: dict) -> dict[str, Any]:

@@ -48,6 +48,38 @@ def test_a_theme_prints_one_object_with_its_rows(theme, tmp_path):
     assert f"{theme}." in done.stderr, "the table is told apart from the object"
 
 
+POINTS = {
+    "io.sweep": [{"block_nbytes": 1 << 20, "depth": 8, "GB/s": 2.5}],
+    "adam.threads": [{"threads": 1, "split": 1.0, "moving": 1.25}],
+    "update.timeline": [{"slot": 0, "kind": "load", "start": 0.0, "end": 0.5}],
+    "train.budget": [{"share": 0.25, "tokens/s": 100.0}, {"share": 0.75, "tokens/s": 150.0}],
+    "gpu_train.budget": [{"share": 0.3, "tokens/s": 100.0}],
+    "gpu_train.size": [{"parameters": 8e9, "tokens/s": 50.0}, {"parameters": 1.3e9, "tokens/s": 100.0}],
+}
+TOLD = {"io.sweep": "1024", "adam.threads": "AdamW", "update.timeline": "load", "train.budget": "75 %", "gpu_train.budget": "30 %",
+        "gpu_train.size": "8.0 B"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", report.PLOTS)
+def test_every_plot_is_drawn(name):
+    """Method: from a point or two, every plot is an SVG that tells of them; a plot without points here fails."""
+    drawn = report.PLOTS[name](POINTS[name])
+    assert drawn.startswith("<svg") and drawn.endswith("</svg>") and TOLD[name] in drawn
+
+
+@pytest.mark.slow
+def test_jobs_of_a_gpu_run_without_one(tmp_path):
+    """Method: the jobs of `gpu_train` on the processor, with a model of a few thousand parameters: every home of ours runs,
+    and all of them have the same losses."""
+    done = bench("gpu_train", "--json", "-", "--scale", "0.01", "--no-peers", folder=tmp_path, timeout=500)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    names = {row["name"] for row in found["rows"]}
+    assert {f"gpu_train.a.tiny.8k.{home}" for home in ("plain", "host", "device", "half", "nvme")} <= names
+    assert "does not run" not in done.stderr and "other losses" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_results_are_written_where_they_are_asked_for(tmp_path, capsys):
     """Method: `--json` with a file, then with a folder; both hold the same theme."""
     quick = ["--scale", "0.02", "--rounds", "1", "--no-peers", "--folder", str(tmp_path)]

@@ -8,7 +8,8 @@ import pytest
 
 from infinity import cli, native
 
-NAMES = {"storage guard", "python", "simd", "io", "fixed buffers", "huge pages", "cuda", "cuda driver", "cuda kernels", "memory"}
+NAMES = {"storage guard", "python", "simd", "io", "fixed buffers", "huge pages", "cuda", "cuda driver", "cuda kernels", "gpudirect storage",
+         "memory"}  # fmt: skip
 
 
 def findings(capsys, *more: str) -> dict:

@@ -20,11 +20,12 @@ PACKAGE = Path(infinity.__file__).parent
 FLOORS = [
     ["errors", "guard", "replaced", "numa"],
     ["tiers", "layout", "native", "partition", "trace"],
-    ["weights", "collectives"],
+    ["weights", "collectives", "device"],
     ["materialize", "mesh"],
     ["config", "disks", "parameter"],
     ["store"],
     ["shard"],
+    ["stepper"],
     ["unit", "schedule", "plan", "gradients", "activations"],
     ["reducer"],
     ["hooks", "optimizer", "microbatch", "tiling", "predict"],

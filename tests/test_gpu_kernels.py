@@ -10,20 +10,15 @@ threads as threads (`csrc/tests/cuda_on_cpu.h`).
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sysconfig
-from pathlib import Path
 from types import ModuleType
 
-import pybind11
 import pytest
 import torch
 
+from gpu_stand_in import build_stand_in
 from homes import bits, same_bits
 from infinity import native
 
-ROOT = Path(__file__).parent.parent
 SEED = 20261121
 COUNT = 64 * 9 + 40  # quads, a tail, and a block that is not full
 RULES = {"adamw": native.Rule.ADAMW, "adam": native.Rule.ADAM, "sgd": native.Rule.SGD, "lion": native.Rule.LION}
@@ -42,20 +37,7 @@ MOMENTS = [torch.float32, torch.bfloat16, torch.uint8]
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory) -> ModuleType:
     """The GPU's module, for this processor."""
-    folder = tmp_path_factory.mktemp("stand-in")
-    target = folder / "_cuda.so"
-    sources = [ROOT / "csrc" / name for name in ("cuda/step.cu", "cuda/scan.cu", "cuda/bindings.cpp", "adam/constants.cpp")]
-    command = [
-        "c++", "-shared", "-fPIC", "-std=c++17", "-O1", "-ffp-contract=off", "-pthread", "-Wno-unused-variable",
-        f"-I{ROOT / 'csrc'}", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}",
-        "-include", str(ROOT / "csrc" / "tests" / "cuda_on_cpu.h"), "-x", "c++", *map(str, sources), "-o", str(target),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    spec = importlib.util.spec_from_file_location("_cuda", target)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return build_stand_in(tmp_path_factory)
 
 
 def state(weight, master, grad, moments, generator) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ and with a power of two of ranks that is the same sum in the same order.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,31 @@ from safetensors.torch import load_file, save_file
 import infinity
 import models
 import rank_jobs
+from gpu_stand_in import build_stand_in
 from ranks import launch
 
 MODES = ["parameters", "gradients", "optimizer"]
 HOMES = ["device", "host", "nvme"]
 STEPS = 3
+
+
+ELSEWHERE = [(mode, "split") for mode in MODES] + [("parameters", "nvme"), ("parameters", "clip"), ("optimizer", "micro"),
+             ("gradients", "host"), ("optimizer", "there"), ("parameters", "device")]  # fmt: skip
+
+
+def jobs_elsewhere(mode: str, folder: Path, kernels: str) -> dict[str, dict]:
+    """What is run on devices of the ranks' own, of those in ELSEWHERE."""
+    host = {"params": "host", "optimizer": "host", "shard": mode}
+    jobs = {
+        "host": {"config": host},
+        "nvme": {"config": models.at_home("nvme", "nvme", folder / "swap") | {"shard": mode}},
+        "clip": {"config": host, "clip": 0.5},
+        "micro": {"config": host, "micro": 3},
+        "split": {"config": host, "kernels": kernels, "share": 0.5},
+        "there": {"config": host | {"optimizer": "device"}, "kernels": kernels},
+        "device": {"config": host | {"params": "device", "optimizer": "device"}, "kernels": kernels},
+    }
+    return {f"elsewhere:{what}-{mode}": job for what, job in jobs.items() if (mode, what) in ELSEWHERE}
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +55,7 @@ def two(tmp_path_factory) -> dict[str, list[Any]]:
         for home in HOMES:
             jobs[f"parity:{mode}-{home}"] = {"config": models.at_home(home, home, folder / "swap") | {"shard": mode}}
         jobs[f"gradients:{mode}"] = {"shard": mode, "home": "host", "folder": str(folder / "swap")}
+        jobs |= jobs_elsewhere(mode, folder, build_stand_in(tmp_path_factory).__file__)
         jobs[f"parity:clip-{mode}"] = {"config": {"params": "host", "optimizer": "host", "shard": mode}, "clip": 0.5}
         jobs[f"unused:{mode}"] = {"shard": mode}
         jobs[f"states:{mode}"] = {"shard": mode, "folder": str(folder / "swap")}
@@ -48,6 +70,7 @@ def two(tmp_path_factory) -> dict[str, list[Any]]:
     jobs["odd_buffers_and_empty_parameters"] = {"path": str(folder / "empty")}
     jobs["gradients:on-disk"] = {"shard": "parameters", "home": "nvme", "folder": str(folder / "swap")}
     split = models.at_home("nvme", "nvme", folder / "swap")
+    jobs["parity:reversed"] = {"config": {"params": "host", "optimizer": "host"}, "shape": [1, 0], "names": ("dp",)}
     jobs["parity:bf16"] = {"config": split, "dtype": torch.bfloat16}
     jobs["parity:tight"] = {"config": split | {"host_memory": "6MiB", "device_memory": "2.5MiB"}}
     jobs["parity:compressed"] = {"config": {"params": "host", "optimizer": "host", "compress_gathers": True}}
@@ -81,6 +104,8 @@ def four(tmp_path_factory, two) -> dict[str, list[Any]]:
     host = {"params": "host", "optimizer": "host"}
     jobs = {f"parity:{mode}": {"config": host | {"shard": mode}} for mode in MODES}
     jobs["parity:hybrid"] = {"config": host, "shape": (2, 2), "names": ("dp_replicate", "dp_shard")}
+    jobs["elsewhere:hybrid"] = jobs["parity:hybrid"]
+    jobs["elsewhere:nodes"] = {"config": host | {"shard_in_node": True}, "nodes": True}
     jobs["parity:hybrid2"] = {"config": host | {"shard": "gradients"}, "shape": (2, 2), "names": ("dp_shard", "dp_replicate")}
     jobs["parity:replicas"] = {"config": host, "shape": (4, 1), "names": ("dp_replicate", "dp_shard")}
     for home in ("host", "nvme"):
@@ -93,6 +118,27 @@ def four(tmp_path_factory, two) -> dict[str, list[Any]]:
     assert done.returncode == 0, done.stderr[-4000:]
     results["folder"] = [folder]
     return results
+
+
+def same_run(a: list[dict], b: list[dict]) -> bool:
+    """Whether every rank's losses, norms and weights, and the optimizer's state, have the same bits in both."""
+    return all(
+        x["losses"] == y["losses"] and x["norms"] == y["norms"] and not models.differing(x["weights"], y["weights"])
+        and not models.differing(moments(x["optimizer"]), moments(y["optimizer"])) for x, y in zip(a, b, strict=True)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "what"), ELSEWHERE)
+def test_ranks_on_devices_of_their_own_have_the_same_bits(two, mode, what):
+    """Claim: with several ranks, too, a device whose memory the processor does not use changes nothing. Method: the same job
+    where it does."""
+    same = f"{what}-{mode}" if what in ("clip", "micro") else f"{mode}-{'nvme' if what == 'nvme' else 'host'}"
+    assert same_run(two[f"elsewhere:{what}-{mode}"], two[f"parity:{same}"])
+
+
+def test_replicas_and_nodes_on_devices_of_their_own_have_the_same_bits(four):
+    assert same_run(four["elsewhere:hybrid"], four["parity:hybrid"])
+    assert same_run(four["elsewhere:nodes"], four["in_nodes:host"])
 
 
 def one_process(world: int, *, dtype: torch.dtype = torch.float32, clip: float | None = None, **config) -> tuple[dict, dict, list]:
@@ -121,6 +167,11 @@ def test_two_ranks_have_the_bits_of_one_process(two, mode, home):
         assert not models.differing(found["weights"], weights)
         assert not models.differing(found["unwrapped"], weights)
         assert not models.differing(moments(found["optimizer"]), moments(optimizer))
+
+
+def test_a_mesh_may_name_its_ranks_in_any_order(two):
+    """torch numbers the ranks of a group its own way: slices must go by that."""
+    assert not models.differing(two["parity:reversed"][0]["weights"], two["parity:parameters-host"][0]["weights"])
 
 
 def test_other_batches_would_show(two):

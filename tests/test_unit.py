@@ -19,7 +19,7 @@ from infinity.shard import ParamShard, ShardSpec
 from infinity.store import SWAP_NAME, ShardStore
 from infinity.tiers import Ledger, Tier
 from infinity.trace import Traffic
-from infinity.unit import MOVES, ParamUnit, Residency
+from infinity.unit import MOVES, ParamUnit, Piece, Residency
 
 VERBS = ("fetch", "stage", "drop", "gather", "release")
 OF_STATE = {  # of a unit at home on NVMe; GATHERING is passed through inside `gather`
@@ -52,6 +52,7 @@ class Home:
         self.store.staging = native.PinnedPool(region)
         for shard, value in zip(shards, self.values):
             shard.write_value(self.store, 0, value, version=0)
+        self.unit.allocate()
         self.unit.attach()
         self.idle = self.charged()
 
@@ -287,8 +288,8 @@ def test_slots_are_given_back_only_when_no_read_is_under_way_into_them(tmp_path,
     first too. Nobody else may get such memory."""
     home = Home(tmp_path)
     home.do("fetch")
-    for read in home.unit._reads:
-        read.wait()
+    for piece in home.unit._pieces:
+        piece.read.wait()
     reads, under_way_at_release = [Late(error), Late()], []
 
     class Slot:
@@ -299,7 +300,8 @@ def test_slots_are_given_back_only_when_no_read_is_under_way_into_them(tmp_path,
             under_way_at_release.append(not self.read.over)
 
     kept = home.unit._slots
-    home.unit._slots, home.unit._reads = [Slot(read) for read in reads], reads
+    home.unit._slots = [Slot(read) for read in reads]
+    home.unit._pieces = [Piece(i, 0, 0, read) for i, read in enumerate(reads)]
     with pytest.raises(type(error)):
         home.do("stage")
     assert kept and not any(under_way_at_release)

@@ -4,7 +4,6 @@
 #include <sys/resource.h>
 
 #include <cerrno>
-#include <mutex>
 
 #include "base/check.h"
 
@@ -70,7 +69,6 @@ std::string Driver::load() {
   int devices = 0;
   if (const int error = functions_.device_count(&devices)) return concat("the CUDA driver finds no device: ", text(error));
   if (devices == 0) return "the CUDA driver finds no device";
-  if (const int error = functions_.retain_context(&context_, 0)) return concat("the first GPU cannot be used: ", text(error));
   return "";
 }
 
@@ -80,8 +78,19 @@ std::string Driver::text(int error) const {
   return concat(told, " (CUDA error ", error, ")");
 }
 
-void Driver::register_host(void* address, std::size_t nbytes) const {
-  const Current current(functions_.push_context, functions_.pop_context, context_);
+void* Driver::context_of(int device) {
+  const std::lock_guard lock(mutex_);
+  void*& context = contexts_[device];
+  if (!context)
+    if (const int error = functions_.retain_context(&context, device)) {
+      contexts_.erase(device);
+      throw StorageError(ENODEV, "", concat("GPU ", device, " cannot be used: ", text(error)));
+    }
+  return context;
+}
+
+void Driver::register_host(void* address, std::size_t nbytes, int device) {
+  const Current current(functions_.push_context, functions_.pop_context, context_of(device));
   const int error = functions_.register_host(address, nbytes, kPortable);
   if (error == 0) return;
   std::string remedy;
@@ -97,8 +106,8 @@ void Driver::register_host(void* address, std::size_t nbytes) const {
                      concat("CUDA refuses to register ", nbytes, " bytes of host memory: ", text(error), remedy));
 }
 
-void Driver::unregister_host(void* address) const noexcept {
-  const Current current(functions_.push_context, functions_.pop_context, context_);
+void Driver::unregister_host(void* address, int device) noexcept {
+  const Current current(functions_.push_context, functions_.pop_context, context_of(device));
   functions_.unregister_host(address);
 }
 

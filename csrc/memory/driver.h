@@ -5,26 +5,30 @@
 #pragma once
 
 #include <cstddef>
+#include <map>
+#include <mutex>
 #include <string>
 
 namespace infinity {
 
 class Driver {
  public:
-  // The driver with its first device's primary context. Null where it cannot be used: `refusal` (not null) says why.
+  // Null where it cannot be used: `refusal` (not null) says why.
   static Driver* find(std::string* refusal);
 
   // As the driver counts them: 13000 is CUDA 13.0.
   int version() const { return version_; }
 
-  // Makes [address, address + nbytes) copyable by every GPU. Throws StorageError with what to change.
-  void register_host(void* address, std::size_t nbytes) const;
-  void unregister_host(void* address) const noexcept;
+  // Makes [address, address + nbytes) copyable by every GPU, in the primary context of the one with number `device`, which
+  // computes: no other gets a context. Throws StorageError with what to change.
+  void register_host(void* address, std::size_t nbytes, int device);
+  void unregister_host(void* address, int device) noexcept;
 
  private:
   Driver() = default;
   std::string load();  // empty, or why not
   std::string text(int error) const;
+  void* context_of(int device);
 
   struct Functions {
     int (*init)(unsigned);
@@ -38,7 +42,8 @@ class Driver {
     int (*error_string)(int, const char**);
   };
   Functions functions_{};
-  void* context_ = nullptr;
+  std::mutex mutex_;
+  std::map<int, void*> contexts_;  // by device; they stay
   int version_ = 0;
 };
 

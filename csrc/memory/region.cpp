@@ -1,6 +1,7 @@
 #include "memory/region.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cerrno>
 
@@ -34,17 +35,21 @@ Region::Region(std::size_t nbytes, bool huge_pages, int touch_threads) : nbytes_
   if (touch_threads > 0) touch(touch_threads);
 }
 
-void Region::pin() {
+void Region::pin(int device) {
   if (driver_) return;
   std::string refusal;
   Driver* driver = Driver::find(&refusal);
   INFINITY_REQUIRE(driver, refusal);
-  driver->register_host(data_, nbytes_);
+  driver->register_host(data_, nbytes_, device);
+  // A fork would copy every registered page for the child, which has no use for any: a data loader's workers, say.
+  madvise(data_, nbytes_, MADV_DONTFORK);
+  process_ = getpid();
+  device_ = device;
   driver_ = driver;
 }
 
 Region::~Region() {
-  if (driver_) driver_->unregister_host(data_);
+  if (driver_ && process_ == getpid()) driver_->unregister_host(data_, device_);
   if (data_) munmap(data_, nbytes_);
 }
 

@@ -18,9 +18,9 @@ class Region {
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
-  // Registers the memory with CUDA, until the Region dies: the GPU copies from and to it by itself. Throws UsageError
+  // Registers the memory with CUDA, until the Region dies: GPUs copy from and to it by themselves. Throws UsageError
   // where there is no driver, StorageError where it refuses.
-  void pin();
+  void pin(int device);
   bool pinned() const { return driver_ != nullptr; }
 
   std::byte* data() const { return data_; }
@@ -34,6 +34,8 @@ class Region {
   std::size_t nbytes_ = 0;
   bool huge_pages_ = false;
   Driver* driver_ = nullptr;  // that it is registered with
+  int device_ = 0;
+  int process_ = 0;
 };
 
 }  // namespace infinity

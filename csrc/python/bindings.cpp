@@ -98,7 +98,7 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("address", [](const Region& r) { return address_of(r.data()); })
       .def_property_readonly("nbytes", &Region::nbytes)
       .def_property_readonly("huge_pages", &Region::huge_pages)
-      .def("pin", &Region::pin, py::call_guard<py::gil_scoped_release>())
+      .def("pin", &Region::pin, py::arg("device") = 0, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("pinned", &Region::pinned)
       .def_buffer([](Region& r) {
         return py::buffer_info(reinterpret_cast<unsigned char*>(r.data()), static_cast<py::ssize_t>(r.nbytes()));
@@ -136,8 +136,24 @@ void bind_io(py::module_& m) {
       .def_readwrite("bit_flip", &FaultPlan::bit_flip)
       .def_readwrite("hang", &FaultPlan::hang)
       .def_readwrite("first_piece", &FaultPlan::first_piece);
-  shared_class<Ticket>(m, "Ticket").def("wait", &wait_for_ticket).def_property_readonly("done", &Ticket::done)
+  shared_class<Ticket>(m, "Ticket")
+      .def(py::init<std::size_t>(), py::arg("parts"))  // of work that is not the core's
+      .def("part_done", [](Ticket& ticket) { ticket.part_done(); }, py::call_guard<py::gil_scoped_release>())
+      .def("part_failed",
+           [](Ticket& ticket, const std::string& why) { ticket.part_done(std::make_exception_ptr(std::runtime_error(why))); },
+           py::arg("why"), py::call_guard<py::gil_scoped_release>())
+      .def("wait", &wait_for_ticket)
+      .def_property_readonly("done", &Ticket::done)
       .def_property_readonly("times", &Ticket::times);
+  m.def("joined",
+        [](const std::vector<TicketPtr>& tickets) {
+          if (tickets.size() == 1) return tickets.front();
+          auto all = std::make_shared<Ticket>(tickets.size());
+          for (const TicketPtr& ticket : tickets)
+            ticket->on_done([all](std::exception_ptr error) { all->part_done(std::move(error)); });
+          return all;
+        },
+        py::arg("tickets"), py::call_guard<py::gil_scoped_release>());
   shared_class<Extent>(m, "Extent")
       .def_static("in_memory",
                   [](Address address, std::size_t nbytes) {

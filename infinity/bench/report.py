@@ -152,16 +152,29 @@ def _draw_timeline(events: Sequence[dict]) -> str:
     return axes.draw(content)
 
 
-def _draw_budget(points: Sequence[dict]) -> str:
+def _draw_budget(title: str, budget: str, model: str) -> Callable[[Sequence[dict]], str]:
+    def draw(points: Sequence[dict]) -> str:
+        speeds = [point["tokens/s"] for point in points]
+        ticks = [f"{100 * point['share']:.0f} %" for point in points]
+        axes = Axes(title, f"{budget}, of the training state", "tokens/s", ticks, 1.1 * max(speeds))
+        return axes.draw([axes.line(speeds, model, 0)])
+
+    return draw
+
+
+def _draw_sizes(points: Sequence[dict]) -> str:
+    points = sorted(points, key=lambda point: point["parameters"])
     speeds = [point["tokens/s"] for point in points]
-    ticks = [f"{100 * point['share']:.0f} %" for point in points]
-    axes = Axes("everything at home on NVMe", "host budget, of the training state", "tokens/s", ticks, 1.1 * max(speeds))
-    return axes.draw([axes.line(speeds, "50 M parameters", 0)])
+    ticks = [f"{point['parameters'] / 1e9:.1f} B" for point in points]
+    axes = Axes("one machine", "parameters", "tokens/s", ticks, 1.1 * max(speeds))
+    return axes.draw([axes.line(speeds, "homes chosen by the engine", 0)])
 
 
 PLOTS: dict[str, Callable[[Sequence[dict]], str]] = {
     "io.sweep": _draw_sweep,
     "adam.threads": _draw_threads,
     "update.timeline": _draw_timeline,
-    "train.budget": _draw_budget,
+    "train.budget": _draw_budget("everything at home on NVMe", "host budget", "50 M parameters"),
+    "gpu_train.budget": _draw_budget("homes chosen by the engine", "the GPU's budget", "1.3 B parameters"),
+    "gpu_train.size": _draw_sizes,
 }

@@ -26,6 +26,7 @@ APART = {  # not in "all": a quarter of an hour each, or a GPU
     "train": "infinity.bench.endtoend",
     "ranks": "infinity.bench.ranks",
     "gpu": "infinity.bench.gpu",
+    "gpu_train": "infinity.bench.gpu_train",
 }
 
 

@@ -57,6 +57,7 @@ def find(folders: list[str]) -> list[Finding]:
         _cuda(torch),
         _driver(),
         _kernels(),
+        _direct_storage(),
         _memory(),
         _guard(torch),
     ]
@@ -116,8 +117,11 @@ def _huge_pages() -> Finding:
 def _cuda(torch) -> Finding:
     if not torch.cuda.is_available():
         return Finding("cuda", "none: the device is the CPU", "" if not torch.version.cuda else "check nvidia-smi")
-    name = torch.cuda.get_device_name(0)
-    return Finding("cuda", f"{name} (not used: this version computes on the CPU)")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    capability = torch.cuda.get_device_capability(0)
+    told = f"{len(names)} x {names[0]}, capability {capability[0]}.{capability[1]}: models on it are computed there"
+    remedy = "" if capability >= (8, 0) else "the optimizer's kernels need capability 8.0: state stays on the host or on disk"
+    return Finding("cuda", told, remedy)
 
 
 def _driver() -> Finding:
@@ -141,6 +145,16 @@ def _kernels() -> Finding:
 
     module, refusal = native.gpu_kernels()
     return Finding("cuda kernels", "built, with a device" if module else refusal)
+
+
+def _direct_storage() -> Finding:
+    """GPUDirect Storage: disk to GPU without the host's memory between."""
+    from infinity import native
+
+    version, refusal = native.cufile()
+    if refusal:
+        return Finding("gpudirect storage", f"{refusal}; bytes from disk pass through registered host memory")
+    return Finding("gpudirect storage", f"cuFile {version} is here, and not used: checksums are verified on the host's side")
 
 
 def _memory() -> Finding:

@@ -1,0 +1,117 @@
+"""A Llama-style model of torch alone, for machines that have nothing else: what the benchmarks of a GPU train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+LOSS_TOKENS = 4096  # whose logits are in memory at once
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Widths and counts. ``key_heads`` are shared by groups of query heads."""
+
+    width: int
+    layers: int
+    heads: int
+    key_heads: int
+    inner: int
+    vocabulary: int
+
+    @property
+    def parameters(self) -> int:
+        """How many there are."""
+        attention = 2 * self.width * self.width * (1 + self.key_heads / self.heads)
+        block = attention + 3 * self.width * self.inner + 2 * self.width
+        return int(self.layers * block + 2 * self.vocabulary * self.width + self.width)
+
+    def flops(self, length: int) -> int:
+        """Of a token's forward and backward in a sequence of ``length``, without what is computed again."""
+        return 6 * self.parameters + 6 * self.layers * length * self.width  # causal: half of the scores
+
+
+SHAPES = {
+    "tiny": Shape(64, 2, 4, 2, 128, 256),
+    "1.3B": Shape(2048, 24, 16, 16, 5632, 32000),
+    "8B": Shape(4096, 32, 32, 8, 14336, 128256),
+    "13B": Shape(5120, 40, 40, 40, 13824, 32000),
+    "20B": Shape(6144, 44, 48, 48, 16384, 32000),
+    "27B": Shape(7168, 44, 56, 56, 18944, 32000),
+    "34B": Shape(8192, 48, 64, 8, 22016, 32000),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.heads, self.key_heads, self.size = shape.heads, shape.key_heads, shape.width // shape.heads
+        self.query = nn.Linear(shape.width, shape.width, bias=False)
+        self.key = nn.Linear(shape.width, self.key_heads * self.size, bias=False)
+        self.value = nn.Linear(shape.width, self.key_heads * self.size, bias=False)
+        self.out = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+        def split(values: torch.Tensor, heads: int) -> torch.Tensor:
+            return values.unflatten(-1, (heads, self.size)).transpose(1, 2)
+
+        query, key = _turned(split(self.query(x), self.heads), turn), _turned(split(self.key(x), self.key_heads), turn)
+        value = split(self.value(x), self.key_heads)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.heads != self.key_heads)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def _turned(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """Rotary positions."""
+    first, second = x.chunk(2, -1)
+    cos, sin = turn.to(x.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.before, self.attention = nn.RMSNorm(shape.width), Attention(shape)
+        self.between = nn.RMSNorm(shape.width)
+        self.gate = nn.Linear(shape.width, shape.inner, bias=False)
+        self.up = nn.Linear(shape.width, shape.inner, bias=False)
+        self.down = nn.Linear(shape.inner, shape.width, bias=False)
+
+    def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.before(x), turn)
+        y = self.between(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    """``model(ids)`` is the loss of predicting each token from those before it. Blocks are computed again in the backward."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        places = torch.arange(ids.size(1), device=ids.device, dtype=torch.float32)
+        half = self.shape.width // self.shape.heads // 2
+        angles = places[:, None] * 10000.0 ** (-torch.arange(half, device=ids.device) / half)
+        turn = torch.stack([angles.cos(), angles.sin()])
+        for block in self.blocks:
+            x = checkpoint(block, x, turn, use_reentrant=False)
+        x, wanted = self.norm(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        total = x.new_zeros((), dtype=torch.float32)
+        for begin in range(0, len(wanted), LOSS_TOKENS):
+            part = slice(begin, begin + LOSS_TOKENS)
+            total = total + checkpoint(self._loss, x[part], wanted[part], use_reentrant=False)
+        return total / len(wanted)
+
+    def _loss(self, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(x).float(), wanted, reduction="sum")
