@@ -29,6 +29,7 @@ from .prefetch import Prefetcher
 from .reducer import Reducer
 from .schedule import Schedule
 from .shard import ParamShard
+from .speculation import Speculation
 from .stepper import DeviceStepper
 from .store import ShardStore
 from .tiers import Ledger, Reservation, Tier
@@ -74,7 +75,8 @@ class Engine:
         self.clock = StepClock()
         self.sizes: list[UnitSize] = []  # of the units, as they were planned with
         self.step_index = 0
-        self._backwards = 0  # since the last step
+        self.backwards = 0  # that ended since the last step
+        self.speculation = Speculation() if plan.drafted else None
         self._slots: native.Region | None = None
         self.group_of: dict[ParamHandle, int] = {}  # index of the optimizer's param group
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}  # the newest state-dict tensor of a tied parameter
@@ -133,7 +135,8 @@ class Engine:
         for unit in self.units:
             for shard in unit.shards:
                 tiers, kept = plan.tiers_of(unit.index), plan.kept_of(unit.index)
-                shard.allocate(self.store, tiers, f"unit {unit.name}", kept=kept)
+                drafted = unit.index in plan.drafted
+                shard.allocate(self.store, tiers, f"unit {unit.name}", kept=kept, drafted=drafted)
         regions = []
 
         def staging(nbytes: int, what: str) -> native.Region | None:
@@ -253,7 +256,7 @@ class Engine:
         if self.reducer is not None:
             with self.store.guarding():
                 self.reducer.end_backward()
-            self._count_backwards(self._backwards + 1)
+        self._count_backwards(self.backwards + 1)
         self.gradients.close_all([shard for unit in self.units for shard in unit.shards])
         if not self.passes.frames:
             self.prefetcher.release_idle()
@@ -263,7 +266,7 @@ class Engine:
         self._count_backwards(0)
 
     def _count_backwards(self, count: int) -> None:
-        self._backwards = count
+        self.backwards = count
         self.peers.moment = f"(after {self.step_index} steps and {count} backwards)"
 
     # --- what the optimizer asks ---
@@ -294,6 +297,7 @@ class Engine:
 
     def end_step(self) -> None:
         """The updates are submitted: the next forward's first units follow them from the disk."""
+        self._count_backwards(0)  # one inside step_in_backward came after the step began
         self.prefetcher.fetch_ahead(self.schedule.first())
         began = self.clock.tick()
         if self.traffic.timeline is not None:
@@ -342,10 +346,11 @@ def _shut_down(
         threading.Thread(target=_shut_down, args=(store, shards, updaters, names, peers, device)).start()
         return
     for shard in shards:
-        try:
-            shard.settle()
-        except Exception:  # noqa: BLE001 - whoever needed these bytes was told; here they are thrown away
-            shard.update = None
+        for wait in (shard.drop_draft, shard.settle):
+            try:
+                wait()
+            except Exception:  # noqa: BLE001 - whoever needed these bytes was told; here they are thrown away
+                shard.update = None
     device.close()
     for updater in updaters:
         _draw_updates(updater, store.traffic, names)
@@ -355,6 +360,7 @@ def _shut_down(
     if store.traffic.timeline is not None:
         store.traffic.timeline.close()
     for shard in shards:
+        shard.beside.clear()
         shard.arrays.clear()  # units and their handles refer to each other: the memory must not wait for them
 
 

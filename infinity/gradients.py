@@ -410,6 +410,8 @@ class GradientBank:
         shard = handle.shard
         if settle:
             self._settle_landing(shard)
+        if write:
+            shard.drop_draft()
         array = shard.arrays["grad"]
         flat = array.flat if array.tier is not Tier.NVME else self._open(shard, write=write).flat
         begin, end = shard.slice_part(handle.index)
@@ -497,6 +499,8 @@ class GradientBank:
         shard = handle.shard
         if settle:
             self._settle_landing(shard)
+        if write:
+            shard.drop_draft()
         array = shard.arrays["grad"]
         flat = array.flat if array.tier is not Tier.NVME else self._open(shard, write=write).flat
         return shard.layout.placements[handle.index].view(flat)
@@ -614,6 +618,7 @@ class LandedGrad(torch.Tensor):
             grad._bank  # noqa: B018 - raises for a stale one
             if func.is_view:
                 _writable(grad).grad.viewed = True  # nobody hears of a write through the view
+                grad._infinity_grad.shard.drop_draft()
         copied = {id(grad) for grad in grads if grad._bank.lends_copies(grad._infinity_grad)}
         if copied and func.is_view:
             raise UsageError(

@@ -31,7 +31,7 @@ class TierStats:
 class Stats:
     """See the module. ``edges``: "nvme->host", "host->nvme", "host->device", "device->host". ``collectives``: "all-gather",
     "all-gather in node" and "reduce-scatter" with the bytes this rank received; empty without other ranks. ``tiers``:
-    "device", "host", "nvme". ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence.
+    "device", "host", "nvme". ``drafts``: updates that were "made" ahead and "kept" (``Config(speculate=True)``). ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence.
     """
 
     edges: dict[str, EdgeTraffic]
@@ -41,6 +41,7 @@ class Stats:
     step_seconds: float
     bound_seconds: float
     bottleneck: str
+    drafts: dict[str, int]
 
     def as_dict(self) -> dict:
         """Plain dicts and numbers, ready for JSON."""
@@ -74,7 +75,9 @@ def stats(model: nn.Module) -> Stats:
         )
     counted = {} if engine.peers.alone else engine.traffic.collectives
     collectives = {name: dataclasses.replace(traffic) for name, traffic in counted.items()}
-    return Stats(edges, collectives, tiers, engine.clock.steps, step_seconds, bound, sentence)
+    ahead = engine.speculation
+    drafts = {"made": ahead.made, "kept": ahead.kept} if ahead is not None else {"made": 0, "kept": 0}
+    return Stats(edges, collectives, tiers, engine.clock.steps, step_seconds, bound, sentence, drafts)
 
 
 def _bounds(engine: Engine, edges: dict[str, EdgeTraffic]) -> dict[str, float]:

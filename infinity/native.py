@@ -43,6 +43,7 @@ def gpu_kernels() -> tuple[object | None, str]:
 DType = _C.DType
 Extent = _C.Extent
 FaultPlan = _C.FaultPlan
+Draft = _C.Draft
 Hyperparameters = _C.Hyperparameters
 IoEngine = _C.IoEngine
 Layout = _C.Layout

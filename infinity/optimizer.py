@@ -2,11 +2,13 @@
 
 rule   the formula, recognised from the optimizer that was wrapped
 span   consecutive parameters of a shard with the same hyperparameters and step count: one kernel call
+draft  the update of a shard that was made in the backward, on the chance that the step will be that one
 """
 
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +20,7 @@ from . import native
 from .errors import ConfigError, UsageError
 from .gradients import GradState
 from .parameter import ParamHandle, handle_of
-from .shard import ParamShard
+from .shard import Draft, ParamShard
 from .stepper import Span, steps_on_device
 
 if TYPE_CHECKING:
@@ -75,6 +77,19 @@ def _plainly(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
+def _draft_unit(optimizer: weakref.ref[InfinityOptimizer], unit: ParamUnit) -> None:
+    if (alive := optimizer()) is not None:
+        alive.draft(unit)
+
+
+HYPERPARAMETERS = [name for name in dir(native.Hyperparameters) if not name.startswith("_")]
+
+
+def _told_of(spans: list[Span]) -> list[tuple]:
+    """All that an update is told, to be compared."""
+    return [(begin, end, *(getattr(hyper, name) for name in HYPERPARAMETERS)) for begin, end, hyper in spans]
+
+
 class InfinityOptimizer(torch.optim.Optimizer):
     """What :func:`infinity.wrap_model` gives back. Shares the wrapped optimizer's ``param_groups``."""
 
@@ -82,12 +97,15 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self._engine, self.wrapped, self._rule = engine, wrapped, rule
         self._ready = False
         self._begun = False  # a step was begun by step_in_backward
+        self._kept = 0  # drafts that are this step's updates
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
         self._ready = True
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(self, kind, getattr(wrapped, kind))
         wrapped.param_groups = self.param_groups  # a scheduler made for the wrapped one steers this one
         self._moments = moment_names(rule, wrapped)
+        if engine.speculation is not None:
+            engine.passes.on_landed = partial(_draft_unit, weakref.ref(self))  # the engine does not keep its optimizer alive
 
     @property
     def rule_name(self) -> str:
@@ -116,6 +134,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         engine = self._engine
         engine.check_alive()
         engine.gradients.average()
+        backwards, drafted = engine.backwards, sum(shard.draft is not None for shard in self._shards())
         begun, self._begun = self._begun, False
         if not begun:
             self._check_unconsumed()
@@ -127,6 +146,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             engine.peers.meet(self._told())
         if not begun:
             engine.begin_step()
+        self._kept = 0
         order = list(engine.schedule.first())
         order += [unit.index for unit in engine.units if unit.index not in set(order)]
         with engine.store.guarding():
@@ -137,6 +157,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
                     engine.prefetcher.release_all([unit])
                 for shard in landed:
                     self._submit(shard)
+        if engine.speculation is not None:
+            engine.speculation.end_step(made=drafted, kept=self._kept, backwards=backwards)
         engine.end_step()
         return loss
 
@@ -163,12 +185,12 @@ class InfinityOptimizer(torch.optim.Optimizer):
         if engine.config.max_grad_norm is not None:
             raise UsageError(
                 "step_in_backward: max_grad_norm needs the norm of all gradients before the first unit is stepped. Leave "
-                "out one of the two."
+                "out one of the two, or let Config(speculate=True) update units ahead."
             )
         self._check_unconsumed()
         engine.begin_step()
         self._begun = True
-        engine.passes.on_landed = self._step_unit
+        before, engine.passes.on_landed = engine.passes.on_landed, self._step_unit
         try:
             yield
         except BaseException:
@@ -178,7 +200,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 )
             raise
         finally:
-            engine.passes.on_landed = None
+            engine.passes.on_landed = before
 
     @torch.no_grad()
     def _step_unit(self, unit: ParamUnit) -> None:
@@ -207,7 +229,10 @@ class InfinityOptimizer(torch.optim.Optimizer):
         shard.settle()
         spans = list(self._spans(shard, handles))
         after = self._engine.gradients.close_shard(shard)
-        if spans:  # else other ranks have these parameters in their slices
+        if shard.draft is not None and shard.draft.told == _told_of(spans):
+            shard.keep_draft()
+            self._kept += 1
+        elif spans:  # else other ranks have these parameters in their slices
             self._update(shard, spans, after, label=handles[0].unit.index)
         for handle in handles:
             if handle.grad.state is GradState.LANDED:
@@ -215,32 +240,62 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 handle.changed()
                 handle.grad.state = GradState.CONSUMED
 
+    @torch.no_grad()
+    def draft(self, unit: ParamUnit) -> None:
+        """Makes the update of ``unit``, whose gradients have landed, beside its state: the step may turn out to be that."""
+        engine = self._engine
+        if not engine.speculation.is_wanted(engine.backwards + 1):
+            return
+        for shard in unit.shards:
+            handles = [handle_of(param) for param in shard.params]
+            spans = list(self._spans(shard, handles))
+            if not shard.beside or not spans or any(handle.grad.viewed for handle in handles):
+                continue
+            shard.settle()
+            shard.drop_draft()
+            after = engine.gradients.close_shard(shard)
+            ticket = self._submit_to_processor(shard, spans, after, label=unit.index, version=engine.step_index + 1, ahead=True)
+            shard.draft = Draft(ticket, _told_of(spans))
+
+    def _shards(self) -> Iterator[ParamShard]:
+        return (shard for unit in self._engine.units for shard in unit.shards)
+
     def _update(self, shard: ParamShard, spans: list[Span], after: list[native.Ticket], *, label: int) -> None:
         """Has ``spans`` of a shard stepped: where its state is, and of state on the host a part on the device too."""
         engine = self._engine
         stepper = engine.stepper
         if stepper is None:
-            shard.update = self._submit_to_processor(shard, spans, after, label=label)
+            shard.update = self._submit_to_processor(shard, spans, after, label=label, version=engine.step_index)
             return
         first = 0 if steps_on_device(shard) else stepper.first_own(shard)
         own = [(max(begin, first), end, hyper) for begin, end, hyper in spans if end > first]
         rest = [(begin, min(end, first), hyper) for begin, end, hyper in spans if begin < first]
-        ticket = self._submit_to_processor(shard, rest, after, label=label) if rest else None
+        version = engine.step_index
+        ticket = self._submit_to_processor(shard, rest, after, label=label, version=version) if rest else None
         if not own:
             shard.update = ticket
             return
         behind = engine.gradients.landing_of(shard)
-        shard.update = stepper.step(shard, shard.native_layout(self._rule), own, version=engine.step_index, behind=behind)
+        shard.update = stepper.step(shard, shard.native_layout(self._rule), own, version=version, behind=behind)
         shard.update.ticket = ticket
 
     def _submit_to_processor(
-        self, shard: ParamShard, spans: list[Span], after: list[native.Ticket], *, label: int
+        self,
+        shard: ParamShard,
+        spans: list[Span],
+        after: list[native.Ticket],
+        *,
+        label: int,
+        version: int,
+        ahead: bool = False,
     ) -> native.Ticket:
+        """Has the processor update ``spans`` of a shard; ``ahead``: beside its state, as a draft."""
         extents = {name: array.extent for name, array in shard.arrays.items()}
         if shard.peers.keeps_gradients:
             extents["grad"] = shard.slice_of_grad()
         lent = self._engine.device.ticket([shard.lent])  # a copy to the device may still read what is about to change
         after = [*after, lent] if lent is not None else after
+        beside = {name: array.extent for name, array in shard.beside.items()} if ahead else {}
         return self._engine.updater.submit(
             native.UnitUpdate(
                 layout=shard.native_layout(self._rule),
@@ -251,11 +306,12 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 exp_avg_sq=extents.get("exp_avg_sq"),
                 grad=extents["grad"],
                 runs=[native.Run(begin, end, hyper) for begin, end, hyper in spans],
-                version=self._engine.step_index,
+                version=version,
                 after=native.joined(after) if after else None,
                 exp_avg_scale=extents.get("exp_avg_scale"),
                 exp_avg_sq_scale=extents.get("exp_avg_sq_scale"),
                 label=label,
+                draft=native.Draft(**beside),
             )
         )
 

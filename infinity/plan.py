@@ -123,6 +123,7 @@ class MemoryPlan:
     terms: dict[Tier, dict[str, int]] = field(default_factory=dict)
     placed: dict[str, dict[int, Tier]] = field(default_factory=dict)  # array -> unit -> its home, where not ``tiers``'
     kept: dict[str, frozenset[int]] = field(default_factory=dict)  # array -> units whose NVMe home is cached on the host
+    drafted: frozenset[int] = frozenset()  # units with room for a second copy of their state
 
     def tiers_of(self, unit: int) -> dict[str, Tier]:
         """The home of every array of the unit with this index."""
@@ -169,7 +170,10 @@ def make_plan(
                 if least is None or _excess(plan, budgets) < _excess(least, budgets):
                     least = plan
     if fitting:
-        return min(fitting, key=lambda plan: _cost(plan, units))
+        plan = min(fitting, key=lambda plan: _cost(plan, units))
+        if config.speculate and not plan.drafted and any(shard.spec.stepped for unit in units for shard in unit.shards):
+            raise _no_drafts(plan, units, budgets)
+        return plan
     if least.planned_nbytes(Tier.NVME) and not config.nvme_paths:
         raise ConfigError("something has its home on NVMe, but nvme_paths is empty: name a folder on the disk to use")
     tight = max(Tier, key=lambda tier: least.planned_nbytes(tier) - budgets[tier])
@@ -190,7 +194,7 @@ TOGETHER = {"weights": ("weight",), "optimizer state": ("master", "exp_avg", "ex
 def _use_the_rest(
     plan: MemoryPlan, units: Sequence[UnitSize], config: Config, budgets: dict[Tier, int], device: Device
 ) -> MemoryPlan:
-    """What the budgets have left holds units of a slower home: for good where the home is "auto", as a cache where it is
+    """What the budgets have left holds second copies of state, where updates are made ahead, and units of a slower home: for good where the home is "auto", as a cache where it is
     NVMe by name. It is always the same part, so it is there at every step."""
     filling = _Filling(plan, units, budgets)
     if not device.is_host:
@@ -210,6 +214,8 @@ def _use_the_rest(
             filling.place(what, Tier.HOST)
         elif config.host_memory is not None and config.activations != "host":
             filling.cache(what)
+    if config.speculate:
+        filling.add_drafts(device)
     return filling.result()
 
 
@@ -279,6 +285,32 @@ class _Filling:
         if chosen:
             self._terms[Tier.HOST][f"{what} kept from NVMe"] = nbytes
             self._kept |= dict.fromkeys(names, frozenset(chosen))
+
+    def add_drafts(self, device: Device) -> None:
+        """Gives units a second copy of their state beside it. None where the device computes with the home itself, or steps
+        what lies there. The last units come first: their gradients are the first to land."""
+        drafted = set()
+        for index in reversed(range(len(self._units))):
+            unit, kept = self._units[index], self._plan_kept(index)
+            tiers = {name: self._placed.get(name, {}).get(index, tier) for name, tier in self._plan.tiers.items()}
+            needed: dict[Tier, int] = {}
+            for name in (*STATE, *SCALES.values()):
+                tier = Tier.HOST if name in kept else tiers[name]
+                nbytes = sum(shard.nbytes(name) for shard in unit.shards if shard.spec.stepped)
+                needed[tier] = needed.get(tier, 0) + nbytes
+            needed = {tier: nbytes for tier, nbytes in needed.items() if nbytes}
+            stays = tiers["weight"] is Tier.DEVICE and not unit.is_sliced
+            if not needed or stays or (Tier.DEVICE in needed and not device.is_host):
+                continue
+            if all(nbytes <= self._spare[tier] for tier, nbytes in needed.items()):
+                drafted.add(index)
+                for tier, nbytes in needed.items():
+                    self._spare[tier] -= nbytes
+                    self._terms[tier]["state of updates made ahead"] = self._terms[tier].get("state of updates made ahead", 0) + nbytes
+        self._plan = replace(self._plan, drafted=frozenset(drafted))
+
+    def _plan_kept(self, index: int) -> set[str]:
+        return {name for name, units in self._kept.items() if index in units}
 
     def _choose(self, names: Sequence[str], tier: Tier, *, all_of_them: bool) -> tuple[list[int], int]:
         """The units that fit what is left of ``tier``, smallest first, and their bytes."""
@@ -504,6 +536,17 @@ def _slot_nbytes(shards: Sequence[ShardSize], tiers: dict[str, Tier], chunk: int
             least = native.CHECKSUM_NBYTES if 1 in sizes.values() else 0
             needed = max(needed, per_element * min(max(chunk, least), shard.numel))
     return round_up(needed, native.BLOCK_NBYTES)
+
+
+def _no_drafts(plan: MemoryPlan, units: Sequence[UnitSize], budgets: dict[Tier, int]) -> CapacityError:
+    sizes = [sum(shard.nbytes(name) for shard in unit.shards for name in STATE) for unit in units
+             if any(shard.spec.stepped for shard in unit.shards)]  # fmt: skip
+    left = ", ".join(f"{format_nbytes(budgets[tier] - plan.planned_nbytes(tier))} on {tier}" for tier in Tier)
+    return CapacityError(
+        f"speculate=True: no unit has room for a second copy of its state ({format_nbytes(min(sizes))} for the smallest), on "
+        f"the tier that is its home; left are {left}. Raise host_memory or nvme_capacity by that, keep the weights at home on "
+        "the host or on NVMe, or leave speculate=False."
+    )
 
 
 REMEDIES = {

@@ -31,6 +31,14 @@ ENCODED_AT_ONCE = 1024 * 1024  # elements
 MASTER_DTYPES = {native.Master.SPLIT: torch.int16, native.Master.FLOAT32: torch.float32}
 
 
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """An update whose results lie beside the state: see :mod:`infinity.speculation`."""
+
+    ticket: native.Ticket
+    told: object  # all that it was made with; another step has another
+
+
 @dataclass(frozen=True)
 class ShardSpec:
     """What the parameters of one shard have in common: it decides which arrays they need."""
@@ -93,6 +101,8 @@ class ParamShard:
         self._reserved: list[StateArray] = []  # places on disk of what is cached on the host
         # The last submitted step; its bytes are at home once it is done.
         self.update: native.Ticket | Moment | None = None
+        self.beside: dict[str, StateArray] = {}  # room for the results of a draft; empty where none are made
+        self.draft: Draft | None = None
         self.lent: Moment = PAST  # when no copy to the device reads the weights at home any more
 
     @property
@@ -135,8 +145,11 @@ class ParamShard:
         begin, end = max(begin, low), min(end, high)
         return begin, max(begin, end)
 
-    def allocate(self, store: ShardStore, tiers: dict[str, Tier], what: str, *, kept: Collection[str] = ()) -> None:
-        """Allocates every array at the tier that ``tiers`` gives its name; those in ``kept`` are cached on the host."""
+    def allocate(
+        self, store: ShardStore, tiers: dict[str, Tier], what: str, *, kept: Collection[str] = (), drafted: bool = False
+    ) -> None:
+        """Allocates every array at the tier that ``tiers`` gives its name; those in ``kept`` are cached on the host. ``drafted``:
+        room for the results of a draft too."""
         for name, dtype in self.spec.array_dtypes().items():
             begin, end = self.own(name)
             numel = end - begin
@@ -145,6 +158,8 @@ class ParamShard:
                 self._reserved.append(array)
                 array = store.allocate(Tier.HOST, dtype, numel, f"{name} of {what}, kept from NVMe")
             self.arrays[name] = array
+            if drafted and self.spec.stepped and name != "grad":
+                self.beside[name] = store.allocate(array.tier, dtype, numel, f"{name} of {what}, updated ahead")
 
     def settle(self) -> None:
         """Waits until the last step's bytes are at home. Raises what went wrong with it."""
@@ -155,8 +170,22 @@ class ParamShard:
     def come_to_rest(self) -> None:
         """The same, and until nothing reads them: they are about to be changed from the host."""
         self.settle()
+        self.drop_draft()
         self.lent.wait()
         self.lent = PAST
+
+    def drop_draft(self) -> None:
+        """Forgets an update that was made ahead, once it is over: what it is made from is about to change."""
+        draft, self.draft = self.draft, None
+        if draft is not None:
+            draft.ticket.wait()
+
+    def keep_draft(self) -> None:
+        """Makes the draft the state. What was the state is room for the next draft."""
+        before = {name: self.arrays[name] for name in self.beside}
+        self.arrays.update(self.beside)
+        self.beside = before
+        self.update, self.draft = self.draft.ticket, None
 
     def native_layout(self, rule: native.Rule) -> native.Layout:
         """The kernel's description of this shard."""
@@ -294,6 +323,7 @@ class ParamShard:
         self, store: ShardStore, name: str, index: int, part: torch.Tensor, *, version: int, begin: int = 0
     ) -> None:
         """Puts ``part`` where :meth:`read_part` reads it, from its element ``begin`` on: of it, what is at home here."""
+        self.drop_draft()
         self.lent.wait()
         begin += self.part(name, index)[0]
         low, high = self.own_part(name, index)

@@ -18,7 +18,7 @@ PACKAGE = Path(infinity.__file__).parent
 
 # Lowest first. `bench` and `cli` are whole folders.
 FLOORS = [
-    ["errors", "guard", "replaced", "numa"],
+    ["errors", "guard", "replaced", "numa", "speculation"],
     ["tiers", "layout", "native", "partition", "trace"],
     ["weights", "collectives", "device"],
     ["materialize", "mesh"],

@@ -43,12 +43,14 @@ def random_config(rng: random.Random, folder: Path) -> dict[str, Any]:
         config["device_memory"] = rng.choice([1, 4, 64]) * 2**20
     if rng.random() < 0.3:
         config["trace"] = str(folder.parent / "trace.json")
+    if "nvme" in (config["params"], config["optimizer"]):
+        config["speculate"] = rng.random() < 0.5
     return config
 
 
 def random_script(rng: random.Random) -> list[dict[str, Any]]:
     return [
-        {"seed": rng.randrange(4), "micro": rng.choice([1, 1, 2]), "clip": rng.choice([None, 0.5]),
+        {"seed": rng.randrange(4), "micro": rng.choice([1, 1, 2]), "clip": rng.choice([None, 0.5, 1e6]),
          "eval": rng.random() < 0.2, "reload": rng.random() < 0.15, "keep": rng.random() < 0.2, "look": rng.random() < 0.2}
         for _ in range(rng.randrange(2, 7))
     ]  # fmt: skip

@@ -300,19 +300,30 @@ void bind_adam(py::module_& m) {
 }
 
 void bind_update(py::module_& m) {
+  py::class_<Draft>(m, "Draft")
+      .def(py::init([](std::shared_ptr<Extent> weight, std::shared_ptr<Extent> master, std::shared_ptr<Extent> exp_avg,
+                       std::shared_ptr<Extent> exp_avg_sq, std::shared_ptr<Extent> exp_avg_scale,
+                       std::shared_ptr<Extent> exp_avg_sq_scale) {
+             return Draft{std::move(weight), std::move(master), std::move(exp_avg), std::move(exp_avg_sq),
+                          std::move(exp_avg_scale), std::move(exp_avg_sq_scale)};
+           }),
+           py::arg("weight") = nullptr, py::arg("master") = nullptr, py::arg("exp_avg") = nullptr,
+           py::arg("exp_avg_sq") = nullptr, py::arg("exp_avg_scale") = nullptr, py::arg("exp_avg_sq_scale") = nullptr);
   py::class_<UnitUpdate>(m, "UnitUpdate")
       .def(py::init([](Layout layout, std::size_t count, std::shared_ptr<Extent> weight,
                        std::shared_ptr<Extent> master, std::shared_ptr<Extent> exp_avg,
                        std::shared_ptr<Extent> exp_avg_sq, std::shared_ptr<Extent> grad, std::vector<Run> runs,
                        std::uint64_t version, TicketPtr after, std::shared_ptr<Extent> exp_avg_scale,
-                       std::shared_ptr<Extent> exp_avg_sq_scale, int label) {
+                       std::shared_ptr<Extent> exp_avg_sq_scale, int label, Draft draft) {
              return UnitUpdate{layout, count, std::move(weight), std::move(master), std::move(exp_avg),
                                std::move(exp_avg_sq), std::move(grad), std::move(exp_avg_scale),
-                               std::move(exp_avg_sq_scale), std::move(runs), version, std::move(after), label};
+                               std::move(exp_avg_sq_scale), std::move(runs), version, std::move(after), label,
+                               std::move(draft)};
            }),
            py::arg("layout"), py::arg("count"), py::arg("weight"), py::arg("master"), py::arg("exp_avg"),
            py::arg("exp_avg_sq"), py::arg("grad"), py::arg("runs"), py::arg("version"), py::arg("after") = nullptr,
-           py::arg("exp_avg_scale") = nullptr, py::arg("exp_avg_sq_scale") = nullptr, py::arg("label") = 0);
+           py::arg("exp_avg_scale") = nullptr, py::arg("exp_avg_sq_scale") = nullptr, py::arg("label") = 0,
+           py::arg("draft") = Draft{});
   shared_class<Updater>(m, "Updater")
       .def(py::init([](std::shared_ptr<IoEngine> engine, Address address, std::size_t nbytes, int slot_count,
                        int thread_count) {

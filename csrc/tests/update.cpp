@@ -110,6 +110,17 @@ class Unit {
     return found;
   }
 
+  // What the update of another unit is to leave here.
+  Draft draft() const { return {homes_[0], homes_[1], homes_[2], homes_[3], scales_[0], scales_[1]}; }
+
+  // The same without the gradient: what a step changes.
+  std::vector<std::string> state(IoEngine* engine) const {
+    std::vector<std::string> found = contents(engine);
+    const auto scales = std::count_if(std::begin(scales_), std::end(scales_), [](const auto& each) { return bool(each); });
+    found.erase(found.end() - 1 - scales);
+    return found;
+  }
+
   const Extent& home(int role) const { return *homes_[role]; }
   std::size_t element_nbytes_in_file() const {
     std::size_t sum = 0;
@@ -255,6 +266,70 @@ TEST_OF_BACKENDS(update, updates_that_share_an_extent_run_one_after_the_other) {
   }
   CHECK(found["at once"] == found["waiting"]);
   CHECK(found["backwards"] != found["waiting"]);
+}
+
+TEST_OF_BACKENDS(update, a_draft_has_the_steps_bits_and_leaves_what_it_was_made_from) {
+  // Whole units and a few runs (the rest is copied), at home in the file, in memory or both, over what was there before.
+  std::uint64_t seed = 130;
+  for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam})
+    for (const unsigned in_file : {0x00u, 0x1Fu, 0x16u})
+      for (const bool whole : {true, false}) {
+        const bool bytes = layout.moments == DType::kInt8;
+        const std::vector<Run> runs = whole ? std::vector<Run>{{0, kCount, hyper_of(1)}}
+                                            : std::vector<Run>{{64, 128, hyper_of(1)}, {3 * kGrain, kCount, hyper_of(2)}};
+        const Disk disk(kind, nullptr, 16 * kBlockNbytes, 8, 8 * kMib);
+        Unit expected(layout, ++seed), source(layout, seed), target(layout, seed + 1000);
+        const auto before = source.contents(nullptr);
+        source.move_to(disk, 0, in_file);
+        target.move_to(disk, 4 * kMib, in_file);
+        Steps steps(disk, 3, 2, std::max<std::size_t>(1, source.element_nbytes_in_file()), bytes ? 2 : 1);
+        wait(steps.updater.submit(expected.update(runs)));
+        UnitUpdate update = source.update(runs, 7);
+        update.draft = target.draft();
+        wait(steps.updater.submit(update));
+        CHECK(target.state(disk.engine.get()) == expected.state(nullptr), "rule ", int(layout.rule), " in file ", in_file);
+        CHECK(source.contents(disk.engine.get()) == before, "the draft changed what it was made from");
+        CHECK(target.state(disk.engine.get()) != source.state(disk.engine.get()), "the twin: nothing was stepped");
+        CHECK(target.home(0).version == 7 && source.home(0).version == 0);
+      }
+}
+
+TEST_OF_BACKENDS(update, a_draft_and_what_shares_its_extents_run_one_after_the_other) {
+  // A draft, a step in place of the state that it was made from, and another draft over the first, without waiting.
+  FaultPlan plan = fault_plan(140);
+  plan.delay = 0.02, plan.reorder = 0.4;
+  const Disk disk(kind, &plan, 16 * kBlockNbytes, 8, 8 * kMib);
+  Unit source(kSplitAdam, 140), target(kSplitAdam, 141);
+  source.move_to(disk);
+  target.move_to(disk, 4 * kMib);
+  Steps steps(disk, 12, 2, source.element_nbytes_in_file());
+  UnitUpdate draft = source.update(hyper_of(9), 1);
+  draft.draft = target.draft();
+  std::vector<TicketPtr> tickets{steps.updater.submit(draft), steps.updater.submit(source.update(hyper_of(1), 2))};
+  draft.runs = {{0, kCount, hyper_of(2)}};
+  tickets.push_back(steps.updater.submit(draft));
+  for (const TicketPtr& ticket : tickets) wait(ticket);
+  CHECK(target.contents(disk.engine.get())[0] == expected_of(kSplitAdam, 140)[0], "the second draft is the second step");
+}
+
+TEST_OF_BACKENDS(update, a_draft_that_cannot_hold_its_update_is_refused) {
+  // A place missing, of another size, in a file instead of memory, the very array; the twin is a whole one.
+  const Disk disk(kind);
+  Unit source(kSplitAdam, 142), target(kSplitAdam, 143), other(kSplitAdam, 144, kCount + kBlockNbytes);
+  Unit in_file(kSplitAdam, 145);
+  in_file.move_to(disk);
+  Steps steps(disk, 2, 1, 14);
+  UnitUpdate update = source.update(hyper_of(1));
+  const auto submit = [&] { wait(steps.updater.submit(update)); };
+  update.draft = target.draft();
+  submit();
+  update.draft.master = nullptr;
+  CHECK(said_by<UsageError>(submit).find("a place for every array") != std::string::npos);
+  for (const Unit* wrong : {&other, &in_file, &source}) {
+    update.draft = target.draft();
+    update.draft.exp_avg = wrong->draft().exp_avg;
+    CHECK(said_by<UsageError>(submit).find("another kind or size") != std::string::npos);
+  }
 }
 
 TEST_OF_BACKENDS(update, a_gradient_that_lands_later_is_waited_for) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <utility>
 
 #include "base/check.h"
@@ -18,13 +19,45 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 // The arrays of an update in one place, so that loading, stepping and saving walk the same list.
 struct Role {
   std::shared_ptr<Extent> UnitUpdate::*extent;
-  bool saved;
+  std::shared_ptr<Extent> Draft::*draft;  // null: it is read only
 };
-constexpr Role kRoles[] = {{&UnitUpdate::weight, true},
-                           {&UnitUpdate::master, true},
-                           {&UnitUpdate::exp_avg, true},
-                           {&UnitUpdate::exp_avg_sq, true},
-                           {&UnitUpdate::grad, false}};
+constexpr Role kRoles[] = {{&UnitUpdate::weight, &Draft::weight},
+                           {&UnitUpdate::master, &Draft::master},
+                           {&UnitUpdate::exp_avg, &Draft::exp_avg},
+                           {&UnitUpdate::exp_avg_sq, &Draft::exp_avg_sq},
+                           {&UnitUpdate::grad, nullptr}};
+constexpr Role kScales[] = {{&UnitUpdate::exp_avg_scale, &Draft::exp_avg_scale},
+                            {&UnitUpdate::exp_avg_sq_scale, &Draft::exp_avg_sq_scale}};
+
+// Where the results of a role go; null where they go nowhere.
+Extent* target_of(const UnitUpdate& update, const Role& role) {
+  if (role.draft == nullptr) return nullptr;
+  return update.is_draft() ? (update.draft.*role.draft).get() : (update.*role.extent).get();
+}
+
+// Every extent that an update reads or writes.
+std::vector<const Extent*> extents_of(const UnitUpdate& update) {
+  std::vector<const Extent*> found;
+  for (const Role& role : kRoles) {
+    found.push_back((update.*role.extent).get());
+    if (const Extent* target = target_of(update, role); target != found.back()) found.push_back(target);
+  }
+  found.erase(std::remove(found.begin(), found.end(), nullptr), found.end());
+  return found;
+}
+
+void check_draft(const UnitUpdate& update) {
+  const auto check = [&](const Role& role) {
+    const auto& from = update.*role.extent;
+    const auto& to = update.draft.*role.draft;
+    INFINITY_REQUIRE(bool(from) == bool(to), "a draft has a place for every array of its update, and for no other");
+    INFINITY_REQUIRE(!from || (from != to && from->is_file() == to->is_file() && from->nbytes() == to->nbytes()),
+                     "an array of ", from ? from->nbytes() : 0, " bytes has another kind or size in its draft, or is the same");
+  };
+  for (const Role& role : kRoles)
+    if (role.draft != nullptr) check(role);
+  for (const Role& role : kScales) check(role);
+}
 
 std::size_t role_nbytes(const Layout& layout, int role) {
   switch (role) {
@@ -57,6 +90,7 @@ void check_update(const UnitUpdate& update) {
                                       std::pair{update.exp_avg_sq, update.exp_avg_sq_scale}})
     INFINITY_REQUIRE(!blocks || !moment || (scale && !scale->is_file() && scale->nbytes() >= update.count / kMomentBlock),
                      "8-bit moments need a scale in memory for each of ", update.count / kMomentBlock, " blocks");
+  if (update.is_draft()) check_draft(update);
   std::size_t last = 0;
   for (const Run& run : update.runs) {
     INFINITY_REQUIRE(run.begin >= last && run.begin < run.end && run.end <= update.count, "run ", run.begin, " to ",
@@ -207,7 +241,8 @@ bool Updater::start_next(std::deque<Chunk>& loading, int slot) {
     std::lock_guard<std::mutex> lock(mutex_);
     jobs_.pop_front();
   }
-  if (error || !touched(*job, chunk.begin, chunk.end)) {
+  // What a draft does not touch is to be in it all the same.
+  if (error || !(job->update.is_draft() || touched(*job, chunk.begin, chunk.end))) {
     job->ticket->part_done(error);
     return true;
   }
@@ -227,12 +262,11 @@ bool Updater::conflicts(const Job& job) {
   unfinished_.erase(std::remove_if(unfinished_.begin(), unfinished_.end(),
                                    [](const std::shared_ptr<Job>& other) { return other->ticket->done(); }),
                     unfinished_.end());
-  for (const auto& other : unfinished_)
-    for (const Role& role : kRoles)
-      for (const Role& theirs : kRoles) {
-        const auto& extent = job.update.*role.extent;
-        if (extent && extent == other->update.*theirs.extent) return true;
-      }
+  const auto ours = extents_of(job.update);
+  for (const auto& other : unfinished_) {
+    const auto theirs = extents_of(other->update);
+    if (std::find_first_of(ours.begin(), ours.end(), theirs.begin(), theirs.end()) != ours.end()) return true;
+  }
   return false;
 }
 
@@ -246,22 +280,28 @@ void Updater::load(Chunk& chunk, int slot) {
     const auto& extent = job.update.*kRoles[role].extent;
     if (!extent) continue;
     const std::size_t size = role_nbytes(job.update.layout, role);
+    Extent* const target = target_of(job.update, kRoles[role]);
     if (!extent->is_file()) {
-      addresses[role] = extent->memory();
+      addresses[role] = target != nullptr ? target->memory() : extent->memory();
+      if (addresses[role] != extent->memory()) chunk.copies.push_back({extent->memory(), target->memory(), size});
       continue;
     }
     const Span span{slots_.data + slot * slot_nbytes_ + used, (chunk.end - chunk.begin) * size};
     INFINITY_CHECK(used + span.nbytes <= slot_nbytes_, "a chunk outgrew its slot");
     used += span.nbytes;
-    chunk.parts.push_back({extent.get(), chunk.begin * size, span, kRoles[role].saved});
+    chunk.parts.push_back({extent.get(), target, chunk.begin * size, span});
     requests.push_back(extent->request(Op::kRead, chunk.begin * size, span));
     addresses[role] = span.data - chunk.begin * size;
   }
-  const auto scales = [](const std::shared_ptr<Extent>& extent) {
-    return extent ? reinterpret_cast<std::uint8_t*>(extent->memory()) : nullptr;
-  };
-  chunk.arrays = {addresses[0], addresses[1], addresses[2], addresses[3], addresses[4],
-                  scales(job.update.exp_avg_scale), scales(job.update.exp_avg_sq_scale)};
+  std::uint8_t* scales[2] = {};
+  for (int i = 0; i < 2; ++i) {
+    const auto& extent = job.update.*kScales[i].extent;
+    if (!extent) continue;
+    Extent* const target = target_of(job.update, kScales[i]);
+    scales[i] = reinterpret_cast<std::uint8_t*>(target->memory());
+    if (target != extent.get()) chunk.copies.push_back({extent->memory(), target->memory(), 0});
+  }
+  chunk.arrays = {addresses[0], addresses[1], addresses[2], addresses[3], addresses[4], scales[0], scales[1]};
   if (requests.empty()) {
     chunk.loads = job.update.after;
     return;
@@ -296,7 +336,7 @@ void Updater::finish(Chunk& chunk) {
     }
     std::vector<Request> requests;
     for (const Part& part : chunk.parts)
-      if (part.saved) requests.push_back(part.extent->request(Op::kWrite, part.at, part.span));
+      if (part.target != nullptr) requests.push_back(part.target->request(Op::kWrite, part.at, part.span));
     if (!requests.empty()) {
       const auto saving = Clock::now();
       saves = engine_->submit(requests);
@@ -339,8 +379,8 @@ void Updater::step(Chunk& chunk) {
     }
   });
   if (const auto error = failure.get()) std::rethrow_exception(error);
-  for (int role = 0; role < 4; ++role)
-    if (const auto& extent = update.*kRoles[role].extent) extent->version = update.version;
+  for (const Role& role : kRoles)
+    if (Extent* const target = target_of(update, role)) target->version = update.version;
 }
 
 void Updater::step_tile(Chunk& chunk, const std::vector<Constants>& constants, std::size_t begin, std::size_t end) {
@@ -354,15 +394,22 @@ void Updater::step_tile(Chunk& chunk, const std::vector<Constants>& constants, s
     const auto [at, span] = part_of(part);
     part.extent->verify(at, span, *engine_);
   }
+  for (const Copy& copy : chunk.copies) {
+    const auto bytes_before = [&](std::size_t element) {
+      return copy.per_element ? element * copy.per_element : (element + kMomentBlock - 1) / kMomentBlock;
+    };
+    const std::size_t first = bytes_before(begin);
+    std::memcpy(copy.to + first, copy.from + first, bytes_before(end) - first);
+  }
   for (std::size_t i = 0; i < constants.size(); ++i) {
     const Run& run = chunk.job->update.runs[i];
     const std::size_t first = std::max(run.begin, begin), last = std::min(run.end, end);
     if (first < last) chunk.job->kernel(chunk.arrays, first, last, constants[i]);
   }
   for (const Part& part : chunk.parts) {
-    if (!part.saved) continue;
+    if (part.target == nullptr) continue;
     const auto [at, span] = part_of(part);
-    part.extent->remember(at, span);
+    part.target->remember(at, span);
   }
 }
 

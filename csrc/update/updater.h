@@ -4,6 +4,7 @@
 //   chunk         as many elements of a unit update as fit one slot; loaded, stepped and saved as one
 //   slot          fixed staging memory for the arrays of a chunk whose home is a file; arrays at home in memory are
 //                 stepped where they lie and take no slot
+//   draft         an update whose results go beside the state it started from, which stays as it was
 //
 // While one chunk is stepped, the next are loading and the last ones saving. Slots are the only staging memory, so
 // memory does not depend on the size of a unit.
@@ -29,6 +30,11 @@
 
 namespace infinity {
 
+// Where an update's results go instead of the arrays they are made from: an extent of the same kind and size for each.
+struct Draft {
+  std::shared_ptr<Extent> weight, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale;
+};
+
 struct UnitUpdate {
   Layout layout;
   std::size_t count = 0;  // elements, a multiple of 4096
@@ -38,6 +44,8 @@ struct UnitUpdate {
   std::uint64_t version = 0;  // written into the extents
   TicketPtr after;            // the gradient's landing, or null
   int label = 0;              // whose it is, for a timeline
+  Draft draft;                // empty: in place
+  bool is_draft() const { return draft.weight != nullptr; }
 };
 
 struct UpdaterTotals {
@@ -114,9 +122,14 @@ class Updater {
   };
   struct Part {  // one file-homed array of a chunk
     Extent* extent;
-    std::size_t at;  // bytes from the extent's start
+    Extent* target;  // where it is saved to; null: nowhere
+    std::size_t at;  // bytes from either's start
     Span span;
-    bool saved;
+  };
+  struct Copy {  // one array of a draft's chunk that is at home in memory: bytes from its start on
+    const std::byte* from;
+    std::byte* to;
+    std::size_t per_element;  // 0: one byte for each block of 8-bit moments
   };
   struct Chunk {
     std::shared_ptr<Job> job;
@@ -124,6 +137,7 @@ class Updater {
     int slot = -1;
     Arrays arrays;  // element `begin` is at index `begin`
     std::vector<Part> parts;
+    std::vector<Copy> copies;
     TicketPtr loads;
   };
 
