@@ -32,6 +32,7 @@ from .activations import Kept
 from .activations import __name__ as activations_module
 from .errors import UsageError
 from .gradients import GradState
+from .logits import Logits
 from .parameter import ParamHandle, handle_of, raw_grad, set_raw_grad
 from .unit import ParamUnit
 
@@ -48,6 +49,7 @@ class Frame:
 
     module: torch.nn.Module
     units: list[ParamUnit]
+    is_recomputed: bool = False  # inside a checkpoint
     saves: int = 0  # how many pairs of saved-tensor hooks it pushed
     start: float = field(default_factory=time.perf_counter)
 
@@ -94,6 +96,13 @@ class Passes:
         """Whether a forward or backward of the model is running."""
         return bool(self.frames) or torch._C._current_graph_task_id() != -1
 
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether what runs now runs a second time in the backward, or this is that time: it then has to be the same."""
+        if torch._C._current_graph_task_id() != -1 or (self.frames and self.frames[-1].is_recomputed):
+            return True
+        return _is_checkpoint(torch._C._autograd._top_saved_tensors_default_hooks(True))
+
     # --- forward ---
 
     def enter(self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool) -> None:
@@ -119,7 +128,7 @@ class Passes:
             for unit in held:
                 self.engine.prefetcher.unhold(unit)
             raise
-        frame = Frame(module, held)
+        frame = Frame(module, held, self.is_recomputed)
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if keeping is not None and not _is_checkpoint(outer):  # what is computed again is not kept anywhere
             keeping.begin(foreign)
@@ -195,7 +204,8 @@ class Passes:
                         passes.hold_for_backward(unit)
 
             for tensor in _tensors(output):
-                if tensor.requires_grad:
+                # The gradient of logits that nobody asked for reaches the hidden states they are made of.
+                if type(tensor) is not Logits and tensor.requires_grad:
                     tensor.register_hook(arrive)
         frozen = [unit for unit in units if not any(p.requires_grad for shard in unit.shards for p in shard.params)]
         inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad and handle_of(t) is None] if frozen else []
@@ -397,7 +407,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             pending += vars(item).values() if hasattr(item, "__dict__") else []
 
 
-_OPAQUE: set[type] = set()
+_OPAQUE: set[type] = {Logits}
 try:
     from torch._subclasses.fake_tensor import FakeTensor
 

@@ -3,6 +3,9 @@
 tile    consecutive rows of a weight; at most one of a layer is on the device
 rows    of a Linear: its outputs; of an Embedding: its vocabulary; of a transformers Conv1D: its inputs
 
+head    a Linear that is much wider than its input, or a model's output embedding: its logits are larger than its weight,
+        and where all they are for is a cross-entropy, that is computed tile by tile too
+
 The weight itself is never whole on the device, in forward or backward. Its gradient lands at home tile by tile, as
 autograd's would have landed whole. Sums over tiles are added in another order than one product would add them.
 """
@@ -19,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .errors import UsageError
+from .logits import Head, Logits
 from .parameter import ParamHandle, handle_of
 from .replaced import ReplacedForward
 from .tiers import Tier
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 SMALLEST_TILE_NBYTES = 64 * 1024
+LOGITS_NBYTES = 32 * 1024 * 1024  # of a tile's logits at once, in fp32: more tokens are computed in parts
+HEAD_RATIO = 8  # times as many outputs as inputs
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -153,6 +159,72 @@ class TiledLinear(torch.autograd.Function):
         return None if dx is None else dx.view(x.shape).to(x.dtype), db, None, None
 
 
+class TiledCrossEntropy(torch.autograd.Function):
+    """The cross-entropy of every row of ``x @ weight.T + bias`` (computed in x's dtype or autocast's, then fp32) against
+    ``target``; 0 for rows to be ignored. The logits of a tile are there for one moment, and again in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, bias, target, param, ignore_index: int, tiles: Tiles):
+        largest = torch.full(x.shape[:1], -torch.inf, dtype=torch.float32, device=x.device)
+        total, chosen = torch.zeros_like(largest), torch.zeros_like(largest)
+        for begin, end, weight in tiles.each():
+            for rows in TiledCrossEntropy._parts(x, end - begin):
+                logits = F.linear(x[rows], weight, None if bias is None else bias[begin:end])
+                ctx.dtype = logits.dtype
+                logits = logits.float()
+                mine, column = TiledCrossEntropy._targets(target[rows], begin, end)
+                chosen[rows][mine] = logits[mine, column]
+                now = torch.maximum(largest[rows], logits.amax(1))
+                total[rows] *= (largest[rows] - now).exp_()
+                total[rows] += logits.sub_(now[:, None]).exp_().sum(1)
+                largest[rows] = now
+        normalizer = largest + total.log()
+        ctx.save_for_backward(x, bias, target, normalizer)
+        ctx.tiles, ctx.version, ctx.ignore_index = tiles, tiles.handle.version, ignore_index
+        return (normalizer - chosen).masked_fill_(target == ignore_index, 0)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, bias, target, normalizer = ctx.saved_tensors
+        tiles: Tiles = ctx.tiles
+        tiles.check(ctx.version)
+        dy = dy.masked_fill(target == ctx.ignore_index, 0)
+        dx = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if ctx.needs_input_grad[0] else None
+        db = torch.empty_like(bias) if ctx.needs_input_grad[1] else None
+        with tiles.engine.gradients.landing_rows(tiles.handle, wanted=tiles.wants_grad(ctx)) as land:
+            for begin, end, weight in tiles.each():
+                weight = weight.to(ctx.dtype)
+                dw = torch.zeros_like(weight, dtype=torch.float32)
+                db_tile = torch.zeros(end - begin, dtype=torch.float32, device=x.device)
+                for rows in TiledCrossEntropy._parts(x, end - begin):
+                    part = x[rows].to(ctx.dtype)
+                    logits = F.linear(part, weight, None if bias is None else bias[begin:end].to(ctx.dtype)).float()
+                    dlogits = logits.sub_(normalizer[rows, None]).exp_()
+                    mine, column = TiledCrossEntropy._targets(target[rows], begin, end)
+                    dlogits[mine, column] -= 1
+                    dlogits = dlogits.mul_(dy[rows, None]).to(ctx.dtype)
+                    if dx is not None:
+                        dx[rows] += dlogits @ weight
+                    dw += dlogits.T @ part
+                    db_tile += dlogits.sum(0)
+                land(begin, end, lambda dw=dw: dw.to(tiles.param.dtype))
+                if db is not None:
+                    db[begin:end] = db_tile
+        return None if dx is None else dx.to(x.dtype), db, None, None, None, None
+
+    @staticmethod
+    def _parts(x: torch.Tensor, width: int) -> Iterator[slice]:
+        """Rows whose logits of a tile so wide are computed at once."""
+        size = max(1, LOGITS_NBYTES // (4 * width))
+        return (slice(begin, begin + size) for begin in range(0, x.shape[0], size))
+
+    @staticmethod
+    def _targets(target: torch.Tensor, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of the rows have their target in this tile, and at which of its columns."""
+        mine = ((target >= begin) & (target < end)).nonzero().squeeze(1)
+        return mine, target[mine] - begin
+
+
 class TiledConv1D(torch.autograd.Function):
     """``x @ weight + bias``, rows of the weight being inputs."""
 
@@ -230,11 +302,51 @@ def install(engine: Engine, model: nn.Module, rows: dict[nn.Parameter, int]) -> 
     for module in model.modules():
         param = module._parameters.get("weight")
         if param is not None and param in rows:
-            removers.append(ReplacedForward(module, _forward(module, Tiles(engine, param, rows[param]))))
+            tiles = Tiles(engine, param, rows[param])
+            removers.append(ReplacedForward(module, _forward(module, tiles, is_head=_is_head(module, model))))
     return removers
 
 
-def _forward(module: nn.Module, tiles: Tiles) -> Callable[[torch.Tensor], torch.Tensor]:
+def _is_head(module: nn.Module, model: nn.Module) -> bool:
+    if type(module) is not nn.Linear:
+        return False
+    outputs = (each.get_output_embeddings() for each in model.modules() if hasattr(each, "get_output_embeddings"))
+    return module.out_features >= HEAD_RATIO * module.in_features or any(module is each for each in outputs)
+
+
+def _logits(x: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles) -> Logits | None:
+    """What a head makes of ``x``, not computed yet; None where it has to be now."""
+    dtype = tiles.handle.shard.spec.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    elif x.dtype != dtype:
+        return None  # torch has an error for that
+    if tiles.engine.passes.is_recomputed:  # what a checkpoint returns is an ordinary tensor
+        return None
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(x) is not torch.Tensor or x.dim() < 2:
+        return None
+    if x.shape[-1] != tiles.param.shape[1] or not (x.requires_grad or tiles.param.requires_grad):
+        return None
+    version = tiles.handle.version
+    bias = None if bias is None else bias.clone()  # the layer's own may have gone home when they are computed
+
+    def check() -> None:
+        if tiles.handle is None or tiles.handle.version != version:
+            raise UsageError(
+                "logits of a head that runs in tiles were asked for after its weights had changed (by optimizer.step(), or the "
+                "model was unwrapped): they are computed when they are used first. Use them before the step."
+            )
+
+    head = Head(
+        width=tiles.param.shape[0],
+        compute=lambda hidden: TiledLinear.apply(hidden, bias, tiles.param, tiles),
+        losses=lambda rows, target, ignore: TiledCrossEntropy.apply(rows, bias, target, tiles.param, ignore, tiles),
+        check=check,
+    )
+    return Logits.of(head, x, dtype)
+
+
+def _forward(module: nn.Module, tiles: Tiles, *, is_head: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     reference = weakref.ref(module)
     if isinstance(module, nn.Embedding):
         last, padding_idx = module.num_embeddings, module.padding_idx
@@ -248,7 +360,9 @@ def _forward(module: nn.Module, tiles: Tiles) -> Callable[[torch.Tensor], torch.
     if isinstance(module, nn.Linear):
 
         def linear(input: torch.Tensor) -> torch.Tensor:
-            return TiledLinear.apply(input, reference().bias, tiles.param, tiles)
+            bias = reference().bias
+            logits = _logits(input, bias, tiles) if is_head else None
+            return TiledLinear.apply(input, bias, tiles.param, tiles) if logits is None else logits
 
         return linear
 

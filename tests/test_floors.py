@@ -19,7 +19,7 @@ PACKAGE = Path(infinity.__file__).parent
 # Lowest first. `bench` and `cli` are whole folders.
 FLOORS = [
     ["errors", "guard", "replaced", "numa", "speculation"],
-    ["tiers", "layout", "native", "partition", "trace"],
+    ["tiers", "layout", "native", "partition", "trace", "logits"],
     ["weights", "collectives", "device"],
     ["materialize", "mesh"],
     ["config", "disks", "parameter"],
