@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,8 +25,12 @@ from . import native
 from .device import PAST, Borrowed, Freight, Moment
 from .errors import CapacityError, UsageError
 from .layout import round_up
+from .recompute import Choice
 from .store import ShardStore, StateArray
 from .tiers import Tier
+
+if TYPE_CHECKING:
+    from .recompute import ActivationPlanner, PlannedBlock
 
 SMALLEST_NBYTES = 64 * 1024  # what is smaller stays: moving it would cost more than it frees
 LARGEST_EXCESS = 4  # a storage is moved whole unless it is more than so many times what the saved view needs
@@ -173,7 +177,10 @@ class ActivationStore:
         self._borrowed = Borrowed(BORROWED_NBYTES)  # activations that are still sent home
         self._in_use: dict[int, Moment] = {}  # when a place at home (by address) is no longer read
         self._last: dict[str, Moment] = {}  # of each queue: when no copy uses any place
-        self._spare_nbytes = spare_nbytes  # what may stay on the device; None: nothing, and home has to have room
+        self.planner: ActivationPlanner | None = None
+        self.block: PlannedBlock | None = None  # whose forward runs
+        self.outside_nbytes = 0  # that this pass saved outside of blocks
+        self.spare_nbytes = spare_nbytes  # what may stay on the device; None: nothing, and home has to have room
         self.kept_nbytes = 0  # that do
         self._stays: set[int] = set()
         self._free: list[StateArray] = []  # on the host; on the disk the store keeps the space
@@ -187,6 +194,9 @@ class ActivationStore:
     def begin(self, stays: set[int]) -> None:
         """A forward starts. ``stays``: storages (by address) that are not activations: buffers, foreign parameters."""
         self._stays = stays
+        if self.planner is not None:
+            self.planner.begin()
+        self.outside_nbytes, self.block = 0, None
         self._order = [ref for ref in self._order if ref() is not None]
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
 
@@ -224,14 +234,19 @@ class ActivationStore:
         storage = tensor.untyped_storage()
         begin, nbytes = _span(tensor, storage.nbytes())
         saved = self._known_bytes(tensor)
+        if self.block is not None:
+            self.block.saves(storage)
+        else:
+            self.outside_nbytes += storage.nbytes()
         if saved is None:
-            if self.kept_nbytes + storage.nbytes() <= (self._spare_nbytes or 0):
+            is_sent = self.block is not None and self.block.choice is Choice.SEND
+            if not is_sent and self.kept_nbytes + storage.nbytes() <= (self.spare_nbytes or 0):
                 return None
             with self._store.guarding():
                 try:
                     saved = Saved(self, begin, nbytes)
                 except CapacityError:
-                    if self._spare_nbytes is None:
+                    if self.spare_nbytes is None:
                         raise
                     return None
                 self._send(saved, storage, tensor)

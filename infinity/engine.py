@@ -25,7 +25,9 @@ from .gradients import GradientBank, GradRecord
 from .hooks import Passes
 from .parameter import ParamHandle
 from .plan import MemoryPlan, UnitSize
+from .predict import memory_rate
 from .prefetch import Prefetcher
+from .recompute import ActivationPlanner
 from .reducer import Reducer
 from .schedule import Schedule
 from .shard import ParamShard
@@ -117,6 +119,10 @@ class Engine:
                 self.peers, trained, self.gradients, self.ledger, self.schedule, self.passes.landed_at_home
             )
         self.activations = self._make_activations()
+        planned = self.activations is not None and self.activations.spare_nbytes is not None and config.micro_batch is None
+        if planned and self.peers.alone:  # ranks have to do the same, and do not measure the same
+            # Sending reads and writes every byte twice, there and back.
+            self.activations.planner = ActivationPlanner(self, send_rate=memory_rate() / 4)
         self.prefetcher = Prefetcher(
             units,
             self.store,
@@ -198,6 +204,12 @@ class Engine:
             unit.attach()
             for flat in unit.flats:
                 self.storages[flat.untyped_storage()._cdata] = (unit, flat)
+
+    def units_of(self, block: torch.nn.Module) -> list[ParamUnit]:
+        """The units that have parameters of ``block`` and are gathered whole."""
+        params = set(block.parameters())
+        whole = [unit for unit in self.units if not self.sizes[unit.index].tile_nbytes]
+        return [unit for unit in whole if any(p in params for shard in unit.shards for p in shard.params)]
 
     # --- what parameters ask ---
 

@@ -31,7 +31,8 @@ class TierStats:
 class Stats:
     """See the module. ``edges``: "nvme->host", "host->nvme", "host->device", "device->host". ``collectives``: "all-gather",
     "all-gather in node" and "reduce-scatter" with the bytes this rank received; empty without other ranks. ``tiers``:
-    "device", "host", "nvme". ``drafts``: updates that were "made" ahead and "kept" (``Config(speculate=True)``). ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence.
+    "device", "host", "nvme". ``drafts``: updates that were "made" ahead and "kept" (``Config(speculate=True)``). ``blocks``: how many have what they save for the backward "kept" on the device, "sent" home
+    and "recomputed", where that is chosen. ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence.
     """
 
     edges: dict[str, EdgeTraffic]
@@ -42,6 +43,7 @@ class Stats:
     bound_seconds: float
     bottleneck: str
     drafts: dict[str, int]
+    blocks: dict[str, int]
 
     def as_dict(self) -> dict:
         """Plain dicts and numbers, ready for JSON."""
@@ -77,7 +79,9 @@ def stats(model: nn.Module) -> Stats:
     collectives = {name: dataclasses.replace(traffic) for name, traffic in counted.items()}
     ahead = engine.speculation
     drafts = {"made": ahead.made, "kept": ahead.kept} if ahead is not None else {"made": 0, "kept": 0}
-    return Stats(edges, collectives, tiers, engine.clock.steps, step_seconds, bound, sentence, drafts)
+    planner = engine.activations.planner if engine.activations is not None else None
+    blocks = planner.counts() if planner is not None else {}
+    return Stats(edges, collectives, tiers, engine.clock.steps, step_seconds, bound, sentence, drafts, blocks)
 
 
 def _bounds(engine: Engine, edges: dict[str, EdgeTraffic]) -> dict[str, float]:

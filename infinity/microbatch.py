@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 from .errors import ConfigError, InfinityError, UsageError
+from .recompute import SCALARS, Checkpointed, random_states, set_random_states
 from .replaced import ReplacedForward, own_forward
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 # How far two samples together may differ from each alone: kernels add up in another order.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 OTHER_TOLERANCE = 5e-2
-SCALARS = (bool, int, float, str, torch.dtype, torch.device)
 
 
 def check(name: str, block: nn.Module) -> None:
@@ -47,19 +46,17 @@ def check(name: str, block: nn.Module) -> None:
 
 def install(engine: Engine, name: str, block: nn.Module, samples: int) -> ReplacedForward:
     """Has ``block`` run its forward in chunks of ``samples``."""
-    params = set(block.parameters())
-    whole = [unit for unit in engine.units if not engine.sizes[unit.index].tile_nbytes]
-    units = [unit for unit in whole if any(p in params for shard in unit.shards for p in shard.params)]
-    return ReplacedForward(block, Chunked(engine, name, block, samples, units))
+    return ReplacedForward(block, Chunked(engine, name, block, samples, engine.units_of(block)))
 
 
 class Chunked:
     """The forward of a block, in chunks."""
 
     def __init__(self, engine: Engine, name: str, block: nn.Module, samples: int, units: list[ParamUnit]):
-        self._engine, self._name, self._samples, self._units = engine, name, samples, units
+        self._name, self._samples = name, samples
         self._block = weakref.ref(block)
         self._forward = own_forward(block)
+        self._checkpointed = Checkpointed(engine, units, self._forward)
         self._checked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +73,7 @@ class Chunked:
         outputs = []
         for begin in range(0, batch, self._samples):
             chunk = self._chunk(leaves, split, begin, min(begin + self._samples, batch))
-            outputs.append(self._run(chunk, spec))
+            outputs.append(self._checkpointed.run(chunk, spec))
         return self._join(outputs, batch)
 
     def _without_cache(self, leaf: Any) -> Any:
@@ -107,19 +104,6 @@ class Chunked:
     @staticmethod
     def _chunk(leaves: list, split: list[bool], begin: int, end: int) -> list:
         return [leaf[begin:end] if cut else leaf for leaf, cut in zip(leaves, split)]
-
-    def _run(self, leaves: list, spec: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self._compute(spec, *leaves)
-        return checkpoint(self._compute, spec, *leaves, use_reentrant=False)
-
-    def _compute(self, spec: Any, *leaves: Any) -> Any:
-        args, kwargs = tree_unflatten(list(leaves), spec)
-        if torch._C._current_graph_task_id() != -1:  # recomputation: nobody else may have asked for the weights yet
-            for unit in self._units:
-                self._engine.passes.hold_for_backward(unit)
-        with self._engine.saving_tensors():
-            return self._forward(*args, **kwargs)
 
     def _join(self, outputs: list, batch: int) -> Any:
         flattened = [tree_flatten(output) for output in outputs]
@@ -177,26 +161,19 @@ class Chunked:
         """Two samples together and each alone: as in training, or where that is random, as in an evaluation."""
         spans = ((0, 2), (0, 1), (1, 2))
         places = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"}
-        before = _random_states(places)
-        outputs = [self._compute(spec, *self._chunk(leaves, split, *span)) for span in spans]
-        if all(torch.equal(now, then) for now, then in zip(_random_states(places).values(), before.values())):
+        before = random_states(places)
+        outputs = [self._checkpointed.compute(spec, *self._chunk(leaves, split, *span)) for span in spans]
+        if all(torch.equal(now, then) for now, then in zip(random_states(places).values(), before.values())):
             return outputs
         modes = {module: module.training for module in self._block().modules()}
         try:
             for module in modes:
                 module.training = False
-            return [self._compute(spec, *self._chunk(leaves, split, *span)) for span in spans]
+            return [self._checkpointed.compute(spec, *self._chunk(leaves, split, *span)) for span in spans]
         finally:
-            for place, state in before.items():
-                torch.set_rng_state(state) if place.type == "cpu" else torch.get_device_module(place).set_rng_state(state, place)
+            set_random_states(before)
             for module, training in modes.items():
                 module.training = training
-
-
-def _random_states(places: set[torch.device]) -> dict[torch.device, torch.Tensor]:
-    """Of the processor's generator, and of those of ``places``."""
-    states = {torch.device("cpu"): torch.get_rng_state()}
-    return states | {place: torch.get_device_module(place).get_rng_state(place) for place in places}
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from .optimizer import InfinityOptimizer, moment_names, recognise, saved_step
 from .parameter import handle_of, raw_grad, set_raw_grad
 from .partition import Group, held_nbytes, is_managed, parameter_names, partition
 from .plan import MemoryPlan, ShardSize, UnitSize, check_folders, make_plan, measured_free
+from .replaced import ReplacedForward
 from .shard import ParamShard, ShardSpec
 from .tiers import Tier, format_nbytes
 from .trace import Traffic
@@ -359,6 +360,9 @@ def _commit(
     if engine.config.micro_batch is not None:
         blocks = [(group.name, group.block) for group in groups if group.block is not None]
         removers += [microbatch.install(engine, name, block, engine.config.micro_batch) for name, block in blocks]
+    if engine.activations is not None and (planner := engine.activations.planner) is not None:
+        blocks = [group.block for group in groups if group.block is not None]
+        removers += [ReplacedForward(block, planner.add(block, engine.units_of(block))) for block in blocks]
     if managed is not None:
         managed.__init__(engine, optimizer, rule)
         for param in group_of:

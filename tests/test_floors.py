@@ -23,7 +23,7 @@ FLOORS = [
     ["weights", "collectives", "device"],
     ["materialize", "mesh"],
     ["config", "disks", "parameter"],
-    ["store"],
+    ["store", "recompute"],
     ["shard"],
     ["stepper"],
     ["unit", "schedule", "plan", "gradients", "activations"],
