@@ -257,6 +257,7 @@ class Engine:
     def begin_pass(self, *, training: bool) -> None:
         """A root forward starts."""
         self.schedule.begin("train" if training else "infer")
+        self.prefetcher.begin_pass()
 
     def end_passes(self) -> None:
         """Outside forwards and backwards: lets go what a backward that failed half-way still holds."""

@@ -7,6 +7,7 @@ window    device bytes for gathered weights
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -15,6 +16,7 @@ from . import native
 from .collectives import Peers
 from .device import Device
 from .errors import CapacityError
+from .lookahead import LookAhead
 from .schedule import Schedule
 from .store import ShardStore
 from .tiers import Ledger, Tier, format_nbytes
@@ -42,7 +44,9 @@ class Prefetcher:
     ):
         self.units, self.schedule = units, schedule
         self._store, self._ledger = store, ledger
-        self._window_nbytes, self._units_ahead = window_nbytes, units_ahead
+        self._window_nbytes = window_nbytes
+        self.look_ahead = LookAhead(units_ahead)
+        self._computing: tuple[int, float] | None = None  # the unit that was asked for last, and since when it is there
         self._peers, self._device = peers, device
         self._give_way = give_way  # asks the backward to let a unit go; False when it cannot
         self._resident: dict[ParamUnit, None] = {}  # least recently used first
@@ -100,6 +104,7 @@ class Prefetcher:
 
     def ensure(self, unit: ParamUnit, *, backward: bool = False) -> None:
         """Makes ``unit`` resident now, then starts fetching what the schedule expects next."""
+        self._note_compute()
         if unit.residency is Residency.GATHERING:
             self._finish(unit)
         if unit.residency is not Residency.RESIDENT:
@@ -113,11 +118,25 @@ class Prefetcher:
                 with self._store.traffic.stalled("nvme->host", unit.name):
                     shard.settle()
         self.schedule.use(unit.index)
+        if unit.read_times is not None:
+            self.look_ahead.note_read(unit.index, *unit.read_times)
+            unit.read_times = None
+        self._computing = unit.index, time.perf_counter()
         self.fetch_ahead(self.schedule.upcoming(backward=backward))
         if self._peers.size > 1:
             self._gather_ahead(next(iter(self.schedule.upcoming(backward=backward)), None))
         elif self._device.overlaps:
             self._copy_ahead(islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD))
+
+    def begin_pass(self) -> None:
+        """A root forward starts: the schedule knows what is expected."""
+        self._computing = None
+        self.look_ahead.begin_pass(self.schedule.expected())
+
+    def _note_compute(self) -> None:
+        if self._computing is not None:
+            unit, since = self._computing
+            self.look_ahead.note_compute(unit, time.perf_counter() - since)
 
     def _gather_ahead(self, index: int | None) -> None:
         """Starts gathering the next unit while this one computes.
@@ -168,7 +187,7 @@ class Prefetcher:
         ahead = 0
         for index in upcoming:
             unit = self.units[index]
-            if ahead == self._units_ahead:
+            if ahead >= self.look_ahead.depth:
                 return
             if not unit.is_staged_from_disk or unit.residency in (Residency.RESIDENT, Residency.GATHERING):
                 continue

@@ -49,6 +49,10 @@ class Schedule:
                 seen.add(unit)
                 yield unit
 
+    def expected(self) -> list[int]:
+        """The trace that this pass is expected to follow."""
+        return self._traces.get(self._kind, [])
+
     def first(self) -> Iterator[int]:
         """The units a training pass begins with, in order, each once: what a step's end can already fetch."""
         trace = self._current if self._kind == "train" and self._current else self._traces.get("train", [])

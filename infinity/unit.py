@@ -87,6 +87,7 @@ class ParamUnit:
         self.arriving: Moment = PAST  # the end of the copy to the device
         self.used: Moment = PAST  # the end of what was last computed with it
         self._views: list[list[torch.Tensor]] = []  # of the device buffers, until the parameters are made them
+        self.read_times: tuple[float, float] | None = None  # of the last read: when it was asked for, and when it was there
         self.ready = 0  # reductions that every rank could start when they met for the last gather
         self._second: list[torch.Tensor] = []  # slices for the machine's own gathers, one for each shard
         self._second_version = -1  # of the values they are of
@@ -245,7 +246,9 @@ class ParamUnit:
             with store.traffic.stalled("nvme->host", self.name):
                 piece.read.wait()
         piece.read.wait()  # raises what went wrong
-        store.traffic.mark("nvme->host", self.name, *piece.read.times)
+        start, end = piece.read.times
+        store.traffic.mark("nvme->host", self.name, start, end)
+        self.read_times = (min(start, self.read_times[0]), max(end, self.read_times[1])) if self.read_times else (start, end)
         address, size = slot.address + piece.begin, shard.spec.dtype.itemsize
         store.verify(shard.weight, address, piece.nbytes, offset=piece.begin)
         first = shard.own("weight")[0] + piece.begin // size

@@ -18,7 +18,7 @@ PACKAGE = Path(infinity.__file__).parent
 
 # Lowest first. `bench` and `cli` are whole folders.
 FLOORS = [
-    ["errors", "guard", "replaced", "numa", "speculation"],
+    ["errors", "guard", "replaced", "numa", "speculation", "lookahead"],
     ["tiers", "layout", "native", "partition", "trace", "logits"],
     ["weights", "collectives", "device"],
     ["materialize", "mesh"],
