@@ -107,6 +107,7 @@ def ours(job: Job) -> tuple[Step, Step]:
         config |= {"nvme_paths": [job.args.folder], "host_memory": job.args.host_memory}
     if job.args.units_at_once:
         config["micro_batch"] = job.args.batch
+    config["speculate"] = job.args.speculate
     model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-4), config)
 
     def step() -> None:
@@ -215,6 +216,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--units-at-once", action="store_true", help="all micro-batches unit by unit (ours only)")
+    parser.add_argument("--speculate", action="store_true", help="updates ahead of the clipping (ours only)")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--clip", action="store_true")
     args = parser.parse_args()
@@ -261,17 +263,33 @@ def run(system: str, options: list[str], *, ranks: int = 1, timeout: float = 900
 
 
 def measure(settings: Settings) -> Measured:
-    """Rows ``train.<system>`` (tokens/s) and ``train.<system>.peak`` (GiB), then the same with clipping and with eight
-    micro-batches (``train.clip``, ``train.micro8``; ``train.units8`` runs them unit by unit)."""
-    size = "134M" if settings.scale >= 1 else "50M"
-    found = turns(settings, [system for system in SYSTEMS if system != "fsdp2"], size, ROUNDS)
-    few = ["plain", "infinity_host", "infinity_nvme", "deepspeed_cpu", "deepspeed_nvme_tuned"]
-    found.add(turns(settings, few, size, 1, options=["--clip"], name=".clip"))
+    """Rows ``train.<system>`` (tokens/s) and ``train.<system>.peak`` (GiB)."""
+    return turns(settings, [system for system in SYSTEMS if system != "fsdp2"], _size(settings), ROUNDS)
+
+
+def measure_ways(settings: Settings) -> Measured:
+    """The same with clipping (``train.clip``; ``train.clip.ahead`` updates units ahead of it) and with eight micro-batches
+    (``train.micro8``; ``train.units8`` runs them unit by unit), and the speed against the host budget."""
+    size, few = _size(settings), ["plain", "infinity_host", "infinity_nvme", "deepspeed_cpu", "deepspeed_nvme_tuned"]
+    ours = ["infinity_host", "infinity_nvme"]
+    found = turns(settings, few, size, 1, options=["--clip"], name=".clip")
+    found.add(turns(settings, ours, size, 1, options=["--clip", "--speculate"], name=".clip.ahead"))
     eight = ["--micro-batches", "8", "--steps", "2"]
     found.add(turns(settings, few, size, 1, options=eight, name=".micro8"))
-    found.add(turns(settings, ["infinity_host", "infinity_nvme"], size, 1, options=[*eight, "--units-at-once"], name=".units8"))
+    found.add(turns(settings, ours, size, 1, options=[*eight, "--units-at-once"], name=".units8"))
     found.series["train.budget"] = _budgets(settings)
     return found
+
+
+def measure_large(settings: Settings) -> Measured:
+    """A model of 1 B parameters, by the systems that it does not outgrow here."""
+    systems = ["plain", "infinity_host", "infinity_nvme", "deepspeed_nvme_tuned"]
+    size = "1B" if settings.scale >= 1 else "134M"
+    return turns(settings, systems, size, 1, options=["--steps", "2"], theme="train_1b")
+
+
+def _size(settings: Settings) -> str:
+    return "134M" if settings.scale >= 1 else "50M"
 
 
 SHARES = (0.25, 0.4, 0.6, 0.8, 1.1)  # of the training state

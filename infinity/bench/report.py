@@ -170,6 +170,13 @@ def _draw_sizes(points: Sequence[dict]) -> str:
     return axes.draw([axes.line(speeds, "homes chosen by the engine", 0)])
 
 
+def _draw_widths(points: Sequence[dict]) -> str:
+    widths = [point["width"] for point in points]
+    budget = f"{points[0]['budget_nbytes'] / 2**20:.0f} MiB of device memory"
+    axes = Axes("the widest layer that trains", "tiles of a weight", "width", [str(p["factor"]) for p in points], 1.1 * max(widths))
+    return axes.draw([axes.line(widths, budget, 0)])
+
+
 PLOTS: dict[str, Callable[[Sequence[dict]], str]] = {
     "io.sweep": _draw_sweep,
     "adam.threads": _draw_threads,
@@ -177,4 +184,5 @@ PLOTS: dict[str, Callable[[Sequence[dict]], str]] = {
     "train.budget": _draw_budget("everything at home on NVMe", "host budget", "50 M parameters"),
     "gpu_train.budget": _draw_budget("homes chosen by the engine", "the GPU's budget", "1.3 B parameters"),
     "gpu_train.size": _draw_sizes,
+    "tiling.width": _draw_widths,
 }

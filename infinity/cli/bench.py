@@ -22,8 +22,11 @@ MODULES = {
     "copy": "infinity.bench.copies",
     "step": "infinity.bench.step",
 }
-APART = {  # not in "all": a quarter of an hour each, or a GPU
+APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "train": "infinity.bench.endtoend",
+    "train_ways": "infinity.bench.endtoend:measure_ways",
+    "train_1b": "infinity.bench.endtoend:measure_large",
+    "tiling": "infinity.bench.tiling",
     "ranks": "infinity.bench.ranks",
     "gpu": "infinity.bench.gpu",
     "gpu_train": "infinity.bench.gpu_train",
@@ -58,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     measured = results.Measured([])
     with _stdout_for(args.json):
         for theme in MODULES if args.theme == "all" else (args.theme,):
-            found = importlib.import_module((MODULES | APART)[theme]).measure(settings)
+            module, _, function = (MODULES | APART)[theme].partition(":")
+            found = getattr(importlib.import_module(module), function or "measure")(settings)
             print(results.table(found.rows), flush=True)
             measured.add(found)
         for note in measured.notes:
