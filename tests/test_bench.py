@@ -55,9 +55,10 @@ POINTS = {
     "train.budget": [{"share": 0.25, "tokens/s": 100.0}, {"share": 0.75, "tokens/s": 150.0}],
     "gpu_train.budget": [{"share": 0.3, "tokens/s": 100.0}],
     "gpu_train.size": [{"parameters": 8e9, "tokens/s": 50.0}, {"parameters": 1.3e9, "tokens/s": 100.0}],
+    "tiling.width": [{"factor": 1, "width": 1024, "budget_nbytes": 2**24}, {"factor": 16, "width": 4096, "budget_nbytes": 2**24}],
 }
 TOLD = {"io.sweep": "1024", "adam.threads": "AdamW", "update.timeline": "load", "train.budget": "75 %", "gpu_train.budget": "30 %",
-        "gpu_train.size": "8.0 B"}  # fmt: skip
+        "gpu_train.size": "8.0 B", "tiling.width": "16 MiB"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", report.PLOTS)
@@ -77,6 +78,24 @@ def test_jobs_of_a_gpu_run_without_one(tmp_path):
     names = {row["name"] for row in found["rows"]}
     assert {f"gpu_train.a.tiny.8k.{home}" for home in ("plain", "host", "device", "half", "nvme")} <= names
     assert "does not run" not in done.stderr and "other losses" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme, expected", [
+    ("train", {"train.plain", "train.infinity_nvme.peak"}),
+    ("train_ways", {"train.clip.ahead.infinity_nvme", "train.micro8.plain", "train.units8.infinity_host"}),
+    ("train_1b", {"train_1b.plain", "train_1b.infinity_nvme"}),
+    ("tiling", {"tiling.width.64", "tiling.head.tiles.grown"}),
+])  # fmt: skip
+def test_end_to_end_themes_run_with_small_models(tmp_path, theme, expected):
+    """Method: the whole theme with a model of a few thousand parameters, without peers."""
+    done = bench(theme, "--json", "-", "--scale", "0.05", "--rounds", "1", "--no-peers", folder=tmp_path, timeout=500)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert expected <= {row["name"] for row in found["rows"]}
+    assert "does not run" not in done.stderr
+    assert bool(found["series"].get("train.budget")) == (theme == "train_ways")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -435,3 +435,28 @@ def test_help_does_not_wait_for_torch():
     result = subprocess.run([sys.executable, "-c", f"{program}; {check}"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "--host-memory" in result.stdout
+
+
+def test_scalars_for_tensorboard_are_written(place, capsys):
+    """Method: every step's loss and speed are in the event file, read by the library itself. Twin: without the option there
+    is no such folder."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    assert run() == 0 and not Path("scalars").exists()
+    assert run(tensorboard="scalars") == 0
+    found = reader.EventAccumulator("scalars").Reload()
+    names = found.Tags()["scalars"]
+    assert any("loss" in name for name in names) and any("tokens" in name for name in names), names
+    for name in names:
+        assert [event.step for event in found.Scalars(name)] == sorted({event.step for event in found.Scalars(name)})
+    assert max(event.step for name in names for event in found.Scalars(name)) == STEPS
+
+
+def test_scalars_that_cannot_be_written_are_refused(place, capsys, monkeypatch):
+    """Method: a file in the folder's place, and a system without the library: errors that name the option."""
+    pytest.importorskip("tensorboard")
+    Path("scalars").write_text("a file")
+    assert run(tensorboard="scalars") == 2
+    assert "--tensorboard scalars cannot be written" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert run(tensorboard="elsewhere") == 2
+    assert "pip install tensorboard" in capsys.readouterr().err

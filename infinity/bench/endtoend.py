@@ -25,6 +25,7 @@ from .settings import Settings
 
 WARM_UP = 2
 SIZES = {  # name -> (width, layers): parameters
+    "tiny": (64, 2),  # of tests
     "50M": (512, 16),
     "134M": (768, 18),
     "1B": (2048, 19),
@@ -277,31 +278,31 @@ def measure_ways(settings: Settings) -> Measured:
     eight = ["--micro-batches", "8", "--steps", "2"]
     found.add(turns(settings, few, size, 1, options=eight, name=".micro8"))
     found.add(turns(settings, ours, size, 1, options=[*eight, "--units-at-once"], name=".units8"))
-    found.series["train.budget"] = _budgets(settings)
+    found.series["train.budget"] = _budgets(settings, "tiny" if size == "tiny" else "50M")
     return found
 
 
 def measure_large(settings: Settings) -> Measured:
     """A model of 1 B parameters, by the systems that it does not outgrow here."""
     systems = ["plain", "infinity_host", "infinity_nvme", "deepspeed_nvme_tuned"]
-    size = "1B" if settings.scale >= 1 else "134M"
+    size = "1B" if settings.scale >= 1 else _size(settings)
     return turns(settings, systems, size, 1, options=["--steps", "2"], theme="train_1b")
 
 
 def _size(settings: Settings) -> str:
-    return "134M" if settings.scale >= 1 else "50M"
+    return "134M" if settings.scale >= 1 else "50M" if settings.scale >= 0.1 else "tiny"
 
 
 SHARES = (0.25, 0.4, 0.6, 0.8, 1.1)  # of the training state
 
 
-def _budgets(settings: Settings) -> list[dict]:
-    """Tokens per second of the 50 M model with everything at home on NVMe, against the host budget."""
-    state_nbytes = 12 * sum(param.numel() for param in make_model("50M").parameters())
+def _budgets(settings: Settings, size: str) -> list[dict]:
+    """Tokens per second of a model with everything at home on NVMe, against the host budget."""
+    state_nbytes = 12 * sum(param.numel() for param in make_model(size).parameters())
     points = []
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
         for share in SHARES:
-            options = ["--size", "50M", "--folder", folder, "--host-memory", str(round(share * state_nbytes))]
+            options = ["--size", size, "--folder", folder, "--host-memory", str(round(share * state_nbytes))]
             result = run("infinity_nvme", options)
             if isinstance(result, dict):
                 points.append({"share": share, "tokens/s": result["tokens_per_second"]})
