@@ -142,7 +142,8 @@ class Engine:
             for shard in unit.shards:
                 tiers, kept = plan.tiers_of(unit.index), plan.kept_of(unit.index)
                 drafted = unit.index in plan.drafted
-                shard.allocate(self.store, tiers, f"unit {unit.name}", kept=kept, drafted=drafted)
+                filled = ("weight", "master") if self.config.weights is not None else ()  # a file's tensors come next
+                shard.allocate(self.store, tiers, f"unit {unit.name}", kept=kept, drafted=drafted, filled=filled)
         regions = []
 
         def staging(nbytes: int, what: str) -> native.Region | None:

@@ -146,17 +146,18 @@ class ParamShard:
         return begin, max(begin, end)
 
     def allocate(
-        self, store: ShardStore, tiers: dict[str, Tier], what: str, *, kept: Collection[str] = (), drafted: bool = False
+        self, store: ShardStore, tiers: dict[str, Tier], what: str, *, kept: Collection[str] = (), drafted: bool = False,
+        filled: Collection[str] = (),
     ) -> None:
         """Allocates every array at the tier that ``tiers`` gives its name; those in ``kept`` are cached on the host. ``drafted``:
-        room for the results of a draft too."""
+        room for the results of a draft too. ``filled``: those that are about to be written."""
         for name, dtype in self.spec.array_dtypes().items():
             begin, end = self.own(name)
             numel = end - begin
-            array = store.allocate(tiers[name], dtype, numel, f"{name} of {what}")
+            array = store.allocate(tiers[name], dtype, numel, f"{name} of {what}", filled=name in filled)
             if name in kept:
                 self._reserved.append(array)
-                array = store.allocate(Tier.HOST, dtype, numel, f"{name} of {what}, kept from NVMe")
+                array = store.allocate(Tier.HOST, dtype, numel, f"{name} of {what}, kept from NVMe", filled=name in filled)
             self.arrays[name] = array
             if drafted and self.spec.stepped and name != "grad":
                 self.beside[name] = store.allocate(array.tier, dtype, numel, f"{name} of {what}, updated ahead")

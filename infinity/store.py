@@ -142,8 +142,9 @@ class ShardStore:
 
     # --- allocation ---
 
-    def allocate(self, tier: Tier, dtype: torch.dtype, numel: int, what: str) -> StateArray:
-        """A zeroed array of ``numel`` elements at home on ``tier``. Raises CapacityError over the tier's budget."""
+    def allocate(self, tier: Tier, dtype: torch.dtype, numel: int, what: str, *, filled: bool = False) -> StateArray:
+        """A zeroed array of ``numel`` elements at home on ``tier``. Raises CapacityError over the tier's budget. ``filled``: all
+        of it is about to be written, and gets its pages then."""
         nbytes = numel * dtype.itemsize
         reservation = self.ledger.reserve(tier, round_up(nbytes, native.BLOCK_NBYTES), what)  # memory comes in pages
         if tier is Tier.NVME:
@@ -155,7 +156,7 @@ class ShardStore:
             if tier is Tier.DEVICE and not self.device.is_host:
                 flat = self.device.zeros(numel, dtype, what)
             else:
-                region = self.make_region(nbytes)
+                region = self.make_region(nbytes, filled=filled)
                 flat = native.tensor_at(region, region.address, numel, dtype)
         except BaseException:
             reservation.release()
@@ -167,9 +168,11 @@ class ShardStore:
         usable = [index for index, share in enumerate(self._shares) if share]
         return min(usable, key=lambda index: (self._file_nbytes[index] + nbytes) / self._shares[index])
 
-    def make_region(self, nbytes: int, *, copied: bool = True) -> native.Region:
-        """Page-aligned memory, every page present before this returns. ``copied``: by the device, with which it is registered."""
-        region = native.Region(nbytes, huge_pages=True, touch_threads=os.cpu_count() or 1)
+    def make_region(self, nbytes: int, *, copied: bool = True, filled: bool = False) -> native.Region:
+        """Page-aligned memory, every page present before this returns, unless it is ``filled`` at once: clearing pages then
+        goes on while the disk reads. ``copied``: by the device, with which it is registered (that needs the pages)."""
+        present = not filled or not self.device.is_host
+        region = native.Region(nbytes, huge_pages=True, touch_threads=(os.cpu_count() or 1) if present else 0)
         if copied:
             self.device.pin(region)
         return region
