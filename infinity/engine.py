@@ -300,7 +300,6 @@ class Engine:
         """An optimizer step starts: its updates carry the next version."""
         self.passes.abandon()
         self.step_index += 1
-        self._count_backwards(0)
         if self.stepper is not None and self.updater.step_seconds:
             self.stepper.choose_share(self.updater.elements / self.updater.step_seconds, self._passing_nbytes())
 
@@ -311,7 +310,7 @@ class Engine:
 
     def end_step(self) -> None:
         """The updates are submitted: the next forward's first units follow them from the disk."""
-        self._count_backwards(0)  # one inside step_in_backward came after the step began
+        self._count_backwards(0)
         self.prefetcher.fetch_ahead(self.schedule.first())
         began = self.clock.tick()
         if self.traffic.timeline is not None:
@@ -364,7 +363,8 @@ def _shut_down(
             try:
                 wait()
             except Exception:  # noqa: BLE001 - whoever needed these bytes was told; here they are thrown away
-                shard.update = None
+                pass
+        shard.update = None
     device.close()
     for updater in updaters:
         _draw_updates(updater, store.traffic, names)

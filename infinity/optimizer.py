@@ -97,7 +97,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self._engine, self.wrapped, self._rule = engine, wrapped, rule
         self._ready = False
         self._begun = False  # a step was begun by step_in_backward
-        self._kept = 0  # drafts that are this step's updates
+        self._drafted = self._kept = 0  # drafts since the last step, and those that were its updates
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
         self._ready = True
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -134,7 +134,6 @@ class InfinityOptimizer(torch.optim.Optimizer):
         engine = self._engine
         engine.check_alive()
         engine.gradients.average()
-        backwards, drafted = engine.backwards, sum(shard.draft is not None for shard in self._shards())
         begun, self._begun = self._begun, False
         if not begun:
             self._check_unconsumed()
@@ -146,7 +145,6 @@ class InfinityOptimizer(torch.optim.Optimizer):
             engine.peers.meet(self._told())
         if not begun:
             engine.begin_step()
-        self._kept = 0
         order = list(engine.schedule.first())
         order += [unit.index for unit in engine.units if unit.index not in set(order)]
         with engine.store.guarding():
@@ -158,7 +156,10 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 for shard in landed:
                     self._submit(shard)
         if engine.speculation is not None:
-            engine.speculation.end_step(made=drafted, kept=self._kept, backwards=backwards)
+            for shard in self._shards():  # of what this step does not step
+                shard.drop_draft()
+            engine.speculation.end_step(made=self._drafted, kept=self._kept, backwards=engine.backwards)
+            self._drafted = self._kept = 0
         engine.end_step()
         return loss
 
@@ -233,7 +234,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
             shard.keep_draft()
             self._kept += 1
         elif spans:  # else other ranks have these parameters in their slices
-            self._update(shard, spans, after, label=handles[0].unit.index)
+            self._update(shard, spans, after, label=handles[0].unit.index)  # after a draft that it shares arrays with
+            shard.draft = None
         for handle in handles:
             if handle.grad.state is GradState.LANDED:
                 handle.step += 1
@@ -246,16 +248,20 @@ class InfinityOptimizer(torch.optim.Optimizer):
         engine = self._engine
         if not engine.speculation.is_wanted(engine.backwards + 1):
             return
-        for shard in unit.shards:
-            handles = [handle_of(param) for param in shard.params]
-            spans = list(self._spans(shard, handles))
-            if not shard.beside or not spans or any(handle.grad.viewed for handle in handles):
-                continue
-            shard.settle()
-            shard.drop_draft()
-            after = engine.gradients.close_shard(shard)
-            ticket = self._submit_to_processor(shard, spans, after, label=unit.index, version=engine.step_index + 1, ahead=True)
-            shard.draft = Draft(ticket, _told_of(spans))
+        with engine.store.guarding():
+            for shard in unit.shards:
+                handles = [handle_of(param) for param in shard.params]
+                if not shard.beside or any(handle.grad.viewed for handle in handles):
+                    continue
+                spans = list(self._spans(shard, handles))
+                if not spans:
+                    continue
+                shard.settle()
+                shard.drop_draft()
+                after, version = engine.gradients.close_shard(shard), engine.step_index + 1
+                ticket = self._submit_to_processor(shard, spans, after, label=unit.index, version=version, ahead=True)
+                shard.draft = Draft(ticket, _told_of(spans))
+                self._drafted += 1
 
     def _shards(self) -> Iterator[ParamShard]:
         return (shard for unit in self._engine.units for shard in unit.shards)

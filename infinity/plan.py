@@ -152,6 +152,11 @@ def make_plan(
     Raises CapacityError with the least workable budget, ConfigError when a home has no folder.
     """
     check_folders(config)
+    if config.speculate and any(shard.whole_grad for unit in units for shard in unit.shards):
+        raise ConfigError(
+            "speculate=True with shard='optimizer': gradients are averaged over the ranks in the step itself, so that nothing can "
+            "be updated before. Use shard='gradients', or leave speculate=False."
+        )
     device = device or Device(torch.device("cpu"), Traffic())
     budgets = {tier: _budget(tier, config, free, device) for tier in Tier}
     least: MemoryPlan | None = None
@@ -166,11 +171,13 @@ def make_plan(
                 plan = _plan(units, config, params, optimizer, grad, choice, held_nbytes, device)
                 if all(plan.planned_nbytes(tier) <= budgets[tier] for tier in Tier):
                     fitting.append(_use_the_rest(plan, units, config, budgets, device))
+                    if config.speculate and not fitting[-1].drafted:
+                        continue  # what looks less far ahead may leave room for that
                     break  # a less generous choice would cache a little more, and look less far ahead
                 if least is None or _excess(plan, budgets) < _excess(least, budgets):
                     least = plan
     if fitting:
-        plan = min(fitting, key=lambda plan: _cost(plan, units))
+        plan = min(fitting, key=lambda plan: (config.speculate and not plan.drafted, _cost(plan, units)))
         if config.speculate and not plan.drafted and any(shard.spec.stepped for unit in units for shard in unit.shards):
             raise _no_drafts(plan, units, budgets)
         return plan
@@ -299,14 +306,17 @@ class _Filling:
                 nbytes = sum(shard.nbytes(name) for shard in unit.shards if shard.spec.stepped)
                 needed[tier] = needed.get(tier, 0) + nbytes
             needed = {tier: nbytes for tier, nbytes in needed.items() if nbytes}
+            on_disk = needed.get(Tier.NVME, 0)
+            checksums = 4 * (on_disk // native.CHECKSUM_NBYTES + CHECKSUMMED * len(unit.shards)) if on_disk else 0
             stays = tiers["weight"] is Tier.DEVICE and not unit.is_sliced
             if not needed or stays or (Tier.DEVICE in needed and not device.is_host):
                 continue
-            if all(nbytes <= self._spare[tier] for tier, nbytes in needed.items()):
+            charges = [(tier, "state of updates made ahead", nbytes) for tier, nbytes in needed.items()]
+            if all(needed.get(tier, 0) + checksums * (tier is Tier.HOST) <= self._spare[tier] for tier in Tier):
                 drafted.add(index)
-                for tier, nbytes in needed.items():
+                for tier, what, nbytes in [*charges, (Tier.HOST, "checksums", checksums)]:
                     self._spare[tier] -= nbytes
-                    self._terms[tier]["state of updates made ahead"] = self._terms[tier].get("state of updates made ahead", 0) + nbytes
+                    self._terms[tier][what] = self._terms[tier].get(what, 0) + nbytes
         self._plan = replace(self._plan, drafted=frozenset(drafted))
 
     def _plan_kept(self, index: int) -> set[str]:
@@ -539,8 +549,13 @@ def _slot_nbytes(shards: Sequence[ShardSize], tiers: dict[str, Tier], chunk: int
 
 
 def _no_drafts(plan: MemoryPlan, units: Sequence[UnitSize], budgets: dict[Tier, int]) -> CapacityError:
-    sizes = [sum(shard.nbytes(name) for shard in unit.shards for name in STATE) for unit in units
+    sizes = [sum(shard.nbytes(name) for shard in unit.shards for name in (*STATE, *SCALES.values())) for unit in units
              if any(shard.spec.stepped for shard in unit.shards)]  # fmt: skip
+    if all(plan.tiers_of(index)["weight"] is Tier.DEVICE for index in range(len(units))):
+        return CapacityError(
+            "speculate=True: all weights are at home on the device, which computes with the home itself, so that nothing can be "
+            "updated beside it. Give the weights a lower home, Config(params='host') or 'nvme', or leave speculate=False."
+        )
     left = ", ".join(f"{format_nbytes(budgets[tier] - plan.planned_nbytes(tier))} on {tier}" for tier in Tier)
     return CapacityError(
         f"speculate=True: no unit has room for a second copy of its state ({format_nbytes(min(sizes))} for the smallest), on "

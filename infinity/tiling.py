@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .errors import UsageError
-from .logits import Head, Logits
+from .logits import Head, Logits, whole
 from .parameter import ParamHandle, handle_of
 from .replaced import ReplacedForward
 from .tiers import Tier
@@ -111,9 +111,10 @@ class Tiles:
         accumulate = ctx.next_functions[-1][0]  # the weight is the last tensor among the arguments
         return self.handle.grad is not None and accumulate is not None and torch._C._will_engine_execute_node(accumulate)
 
-    def check(self, version: int | None) -> None:
-        """Raises UsageError when this backward cannot be right. ``version``: of the weight in its forward, if it matters."""
-        if self.handle is None:
+    def check(self, handle: ParamHandle, version: int | None) -> None:
+        """Raises UsageError when this backward cannot be right. ``handle``: the weight's in its forward; ``version``: of its
+        values there, if they matter."""
+        if self.handle is not handle:
             raise UsageError("this backward needs a weight that ran in tiles, and its model was unwrapped since")
         if torch.is_grad_enabled():
             raise UsageError(
@@ -131,22 +132,28 @@ class TiledLinear(torch.autograd.Function):
     """``x @ weight.T + bias``, rows of the weight being outputs."""
 
     @staticmethod
-    def forward(ctx, x, bias, param, tiles: Tiles):
+    def forward(ctx, x, bias, param, tiles: Tiles, make: Callable[[torch.Tensor], torch.Tensor] | None = None):
+        """``make``: what is returned in place of the product, of its shape."""
+        ctx.save_for_backward(x)
+        ctx.tiles, ctx.handle, ctx.version, ctx.has_bias = tiles, tiles.handle, tiles.handle.version, bias is not None
+        return TiledLinear.product(x, bias, tiles) if make is None else make(x)
+
+    @staticmethod
+    def product(x: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
+        """The output, without a graph."""
         out = None
         for begin, end, weight in tiles.each():
             part = F.linear(x, weight, None if bias is None else bias[begin:end])
             if out is None:
-                out = part.new_empty(*x.shape[:-1], param.shape[0])
+                out = part.new_empty(*x.shape[:-1], tiles.param.shape[0])
             out[..., begin:end] = part
-        ctx.save_for_backward(x)
-        ctx.tiles, ctx.version, ctx.has_bias = tiles, tiles.handle.version, bias is not None
         return out
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         tiles: Tiles = ctx.tiles
-        tiles.check(ctx.version)
+        tiles.check(ctx.handle, ctx.version)
         x_rows, dy_rows = x.reshape(-1, x.shape[-1]).to(dy.dtype), dy.reshape(-1, dy.shape[-1])
         # Sums over tiles are kept in fp32: each product is rounded already.
         dx = torch.zeros_like(x_rows, dtype=torch.promote_types(x_rows.dtype, torch.float32)) if ctx.needs_input_grad[0] else None
@@ -156,7 +163,7 @@ class TiledLinear(torch.autograd.Function):
                     dx.add_(dy_rows[:, begin:end] @ weight.to(dy.dtype))
                 land(begin, end, lambda begin=begin, end=end: dy_rows[:, begin:end].T @ x_rows)
         db = dy_rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[1] else None
-        return None if dx is None else dx.view(x.shape).to(x.dtype), db, None, None
+        return None if dx is None else dx.view(x.shape).to(x.dtype), db, None, None, None
 
 
 class TiledCrossEntropy(torch.autograd.Function):
@@ -175,19 +182,20 @@ class TiledCrossEntropy(torch.autograd.Function):
                 mine, column = TiledCrossEntropy._targets(target[rows], begin, end)
                 chosen[rows][mine] = logits[mine, column]
                 now = torch.maximum(largest[rows], logits.amax(1))
-                total[rows] *= (largest[rows] - now).exp_()
-                total[rows] += logits.sub_(now[:, None]).exp_().sum(1)
+                finite = now.masked_fill(now == -torch.inf, 0)  # a row may begin with classes that are masked
+                total[rows] *= (largest[rows] - finite).exp_()
+                total[rows] += logits.sub_(finite[:, None]).exp_().sum(1)
                 largest[rows] = now
         normalizer = largest + total.log()
         ctx.save_for_backward(x, bias, target, normalizer)
-        ctx.tiles, ctx.version, ctx.ignore_index = tiles, tiles.handle.version, ignore_index
+        ctx.tiles, ctx.handle, ctx.version, ctx.ignore_index = tiles, tiles.handle, tiles.handle.version, ignore_index
         return (normalizer - chosen).masked_fill_(target == ignore_index, 0)
 
     @staticmethod
     def backward(ctx, dy):
         x, bias, target, normalizer = ctx.saved_tensors
         tiles: Tiles = ctx.tiles
-        tiles.check(ctx.version)
+        tiles.check(ctx.handle, ctx.version)
         dy = dy.masked_fill(target == ctx.ignore_index, 0)
         dx = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if ctx.needs_input_grad[0] else None
         db = torch.empty_like(bias) if ctx.needs_input_grad[1] else None
@@ -240,14 +248,14 @@ class TiledConv1D(torch.autograd.Function):
             out = out.add_(bias)
         out = out.to(dtype)
         ctx.save_for_backward(x)
-        ctx.tiles, ctx.version, ctx.has_bias = tiles, tiles.handle.version, bias is not None
+        ctx.tiles, ctx.handle, ctx.version, ctx.has_bias = tiles, tiles.handle, tiles.handle.version, bias is not None
         return out
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         tiles: Tiles = ctx.tiles
-        tiles.check(ctx.version)
+        tiles.check(ctx.handle, ctx.version)
         x_rows, dy_rows = x.reshape(-1, x.shape[-1]).to(dy.dtype), dy.reshape(-1, dy.shape[-1])
         dx = torch.empty_like(x_rows) if ctx.needs_input_grad[0] else None
         with tiles.engine.gradients.landing_rows(tiles.handle, wanted=tiles.wants_grad(ctx)) as land:
@@ -272,14 +280,14 @@ class TiledEmbedding(torch.autograd.Function):
             inside = ((flat_ids >= begin) & (flat_ids < end)).nonzero().squeeze(1)
             out[inside] = weight[flat_ids[inside] - begin]
         ctx.save_for_backward(flat_ids)
-        ctx.tiles, ctx.padding_idx = tiles, padding_idx
+        ctx.tiles, ctx.handle, ctx.padding_idx = tiles, tiles.handle, padding_idx
         return out.view(*ids.shape, param.shape[1])
 
     @staticmethod
     def backward(ctx, dy):
         (ids,) = ctx.saved_tensors
         tiles: Tiles = ctx.tiles
-        tiles.check(None)
+        tiles.check(ctx.handle, None)
         dy_rows = dy.reshape(-1, dy.shape[-1])
         with tiles.engine.gradients.landing_rows(tiles.handle, wanted=tiles.wants_grad(ctx)) as land:
             for begin, end in tiles.spans():
@@ -303,54 +311,83 @@ def install(engine: Engine, model: nn.Module, rows: dict[nn.Parameter, int]) -> 
         param = module._parameters.get("weight")
         if param is not None and param in rows:
             tiles = Tiles(engine, param, rows[param])
-            removers.append(ReplacedForward(module, _forward(module, tiles, is_head=_is_head(module, model))))
+            removers.append(ReplacedForward(module, _forward(module, tiles, model)))
     return removers
 
 
 def _is_head(module: nn.Module, model: nn.Module) -> bool:
     if type(module) is not nn.Linear:
         return False
-    outputs = (each.get_output_embeddings() for each in model.modules() if hasattr(each, "get_output_embeddings"))
-    return module.out_features >= HEAD_RATIO * module.in_features or any(module is each for each in outputs)
+    return module.out_features >= HEAD_RATIO * module.in_features or any(module is each for each in _output_embeddings(model))
 
 
-def _logits(x: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles) -> Logits | None:
-    """What a head makes of ``x``, not computed yet; None where it has to be now."""
-    dtype = tiles.handle.shard.spec.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-    elif x.dtype != dtype:
-        return None  # torch has an error for that
-    if tiles.engine.passes.is_recomputed:  # what a checkpoint returns is an ordinary tensor
-        return None
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(x) is not torch.Tensor or x.dim() < 2:
-        return None
-    if x.shape[-1] != tiles.param.shape[1] or not (x.requires_grad or tiles.param.requires_grad):
-        return None
-    version = tiles.handle.version
-    bias = None if bias is None else bias.clone()  # the layer's own may have gone home when they are computed
-
-    def check() -> None:
-        if tiles.handle is None or tiles.handle.version != version:
-            raise UsageError(
-                "logits of a head that runs in tiles were asked for after its weights had changed (by optimizer.step(), or the "
-                "model was unwrapped): they are computed when they are used first. Use them before the step."
-            )
-
-    head = Head(
-        width=tiles.param.shape[0],
-        compute=lambda hidden: TiledLinear.apply(hidden, bias, tiles.param, tiles),
-        losses=lambda rows, target, ignore: TiledCrossEntropy.apply(rows, bias, target, tiles.param, ignore, tiles),
-        check=check,
-    )
-    return Logits.of(head, x, dtype)
+def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if callable(find := getattr(module, "get_output_embeddings", None)):
+            try:
+                yield find()
+            except (NotImplementedError, AttributeError):  # a model without
+                continue
 
 
-def _forward(module: nn.Module, tiles: Tiles, *, is_head: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+class HeadForward:
+    """The forward of a Linear in tiles that is a head."""
+
+    def __init__(self, module: nn.Module, tiles: Tiles, model: nn.Module):
+        self._module, self._tiles = weakref.ref(module), tiles
+        self._around = [weakref.ref(each) for each in model.modules() if any(module is inner for inner in each.modules())]
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        x, bias, tiles = whole(input), self._module().bias, self._tiles
+        dtype = self._dtype(x)
+        if dtype is None:
+            return TiledLinear.apply(x, bias, tiles.param, tiles)
+        # The layer's own bias may have gone home, and autocast may have been left, when the logits are computed.
+        bias = None if bias is None else bias.clone()
+        where, casts = x.device.type, torch.is_autocast_enabled(x.device.type)
+        handle, version = tiles.handle, tiles.handle.version
+
+        def check() -> None:
+            if tiles.handle is not handle or handle.version != version:
+                raise UsageError(
+                    "logits of a head that runs in tiles were asked for after its weights had changed (by optimizer.step(), or the "
+                    "model was unwrapped): they are computed when they are used first. Use them before the step."
+                )
+
+        def compute(hidden: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad(), torch.autocast(where, dtype, enabled=casts):
+                return TiledLinear.product(hidden, bias, tiles)
+
+        def losses(rows: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+            with torch.autocast(where, dtype, enabled=casts):
+                return TiledCrossEntropy.apply(rows, bias, target, tiles.param, ignore_index, tiles)
+
+        head = Head(tiles.param.shape[0], compute, losses, check)
+        root = TiledLinear.apply(x, bias, tiles.param, tiles, lambda _: Logits(head, x, dtype, compute))
+        root._is_tracked = root.requires_grad
+        return root
+
+    def _dtype(self, x: torch.Tensor) -> torch.dtype | None:
+        """Of logits that are not computed yet; None where they have to be now."""
+        dtype = self._tiles.handle.shard.spec.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        elif x.dtype != dtype:
+            return None  # torch has an error for that
+        if type(x) is not torch.Tensor or x.dim() < 2 or x.shape[-1] != self._tiles.param.shape[1] or torch.is_inference_mode_enabled():
+            return None
+        # What a checkpoint returns, and what a module's backward hooks get, is an ordinary tensor.
+        heard = any(each._backward_hooks or each._backward_pre_hooks for ref in self._around if (each := ref()) is not None)
+        return None if heard or x.is_inference() or self._tiles.engine.passes.is_recomputed else dtype
+
+
+def _forward(module: nn.Module, tiles: Tiles, model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A compiled model breaks its graph at each of these: what moves weights is nothing to be compiled."""
     reference = weakref.ref(module)
     if isinstance(module, nn.Embedding):
         last, padding_idx = module.num_embeddings, module.padding_idx
 
+        @torch.compiler.disable
         def embed(input: torch.Tensor) -> torch.Tensor:
             if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < last:
                 raise IndexError(f"index out of range in self: an embedding of {last} rows")
@@ -359,16 +396,23 @@ def _forward(module: nn.Module, tiles: Tiles, *, is_head: bool) -> Callable[[tor
         return embed
     if isinstance(module, nn.Linear):
 
+        @torch.compiler.disable
         def linear(input: torch.Tensor) -> torch.Tensor:
-            bias = reference().bias
-            logits = _logits(input, bias, tiles) if is_head else None
-            return TiledLinear.apply(input, bias, tiles.param, tiles) if logits is None else logits
+            return TiledLinear.apply(whole(input), reference().bias, tiles.param, tiles)
 
-        return linear
+        if not _is_head(module, model):
+            return linear
+        lazily = torch.compiler.disable(HeadForward(module, tiles, model).__call__)
 
+        def logits(input: torch.Tensor) -> torch.Tensor:
+            return linear(input) if torch.compiler.is_compiling() else lazily(input)
+
+        return logits
+
+    @torch.compiler.disable
     def conv1d(x: torch.Tensor) -> torch.Tensor:
         if x.size(-1) != tiles.param.size(0):
             raise RuntimeError(f"an input of {x.size(-1)} columns for a weight of {tuple(tiles.param.shape)}")
-        return TiledConv1D.apply(x, reference().bias, tiles.param, tiles)
+        return TiledConv1D.apply(whole(x), reference().bias, tiles.param, tiles)
 
     return conv1d

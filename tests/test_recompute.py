@@ -1,0 +1,504 @@
+"""Recomputation: whatever is done with what a block saves, the bits are the plain run's, and nothing runs twice unasked.
+
+Words used here: **plain**: the same model wrapped with its activations on the device. **choice**: what a run is brought to do
+with its blocks, by its device memory and by the rate at which it believes to send. **recomputations**: forwards of a block
+that ran inside a backward. **effect**: what a block computes; **call**: how the model calls it. Everything that autograd
+saves is counted, however small. Two passes measure; the third runs twice what is to be recomputed from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+import pickle
+import random
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity import Config, activations, recompute
+from infinity.recompute import Choice, Measured, choose
+from infinity.tiers import Tier
+from infinity.wrap import lay_out, wrapped
+from models import differing, seeded
+from runs import adamw
+from zoo import ZOO, make_batch, make_model, seed_everything
+
+SEED = 71
+WIDTH, ROWS, BLOCKS, STEPS = 16, 24, 3, 6
+RATES = {"kept": 1.0, "sent": 1e18, "recomputed": 1e-6}
+pytestmark = pytest.mark.timeout(120)
+not_kept = pytest.mark.parametrize("choice", ["sent", "recomputed"])
+
+
+@pytest.fixture(autouse=True)
+def recomputations(monkeypatch) -> Iterator[list]:
+    """Where forwards ran a second time. Afterwards torch's stack of hooks is empty."""
+    seen, compute = [], recompute.Checkpointed.compute
+
+    def spy(self, spec, *leaves):
+        if (task := torch._C._current_graph_task_id()) != -1:
+            seen.append(task)
+        return compute(self, spec, *leaves)
+
+    monkeypatch.setattr(recompute.Checkpointed, "compute", spy)
+    monkeypatch.setattr(activations, "SMALLEST_NBYTES", 1)
+    yield seen
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def wrap(model: nn.Module, choice: str | None, *, spare: int | None = None, host: int | None = None, **more: Any) -> tuple:
+    """``choice``: None for plain. ``spare``, ``host``: bytes of the device's and the host's budget for activations."""
+    optimizer = adamw(model, 1e-2)
+    config = {"params": "device", "optimizer": "device", "activations": "auto" if choice else "device", **more}
+    if choice:
+        planned, _ = lay_out(model, optimizer, Config.make(config))
+        spare = (1 << 24 if choice == "kept" else 0) if spare is None else spare
+        config["device_memory"] = planned.planned_nbytes(Tier.DEVICE) + spare
+        config["host_memory"] = None if host is None else planned.planned_nbytes(Tier.HOST) + host
+    model, optimizer = infinity.wrap_model(model, optimizer, config)
+    if choice:
+        wrapped(model).engine.activations.planner._send_rate = RATES[choice]
+    return model, optimizer
+
+
+def trained(build: Callable, loop: Callable, choice: str | None, **more: Any) -> tuple[dict, dict]:
+    """What a loop yields and leaves, moments and noise too; and what was done with the blocks."""
+    model, optimizer = wrap(seeded(SEED, build), choice, **more)
+    seed_everything(SEED)
+    found = {f"yield {i}": value.detach().clone() for i, value in enumerate(loop(model, optimizer))}
+    found["noise"] = torch.cat([torch.rand(1), torch.tensor([random.random(), numpy.random.rand()])])
+    stats = infinity.stats(model)
+    for tier, account in stats.tiers.items():
+        assert account.budget_nbytes is None or account.peak_nbytes <= account.budget_nbytes, f"{tier}: {account}"
+    model, optimizer = infinity.unwrap_model(model, optimizer)
+    found |= {name: value.clone() for name, value in model.state_dict().items()}
+    for i, state in enumerate(optimizer.state.values()):
+        found |= {f"{i} {name}": value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return found, stats.blocks
+
+
+def assert_same_bits(build: Callable, loop: Callable, choice: str, **more: Any) -> dict:
+    """The run has the bits of the plain one. Returns what was done with the blocks."""
+    right, _ = trained(build, loop, None, **{name: more[name] for name in more if name not in ("spare", "host")})
+    found, blocks = trained(build, loop, choice, **more)
+    assert differing(found, right) == []
+    return blocks
+
+
+def rows(step: int, count: int = ROWS) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(SEED + step))
+
+
+def stepped(optimizer: torch.optim.Optimizer, loss: torch.Tensor | None) -> torch.Tensor | None:
+    loss.backward() if loss is not None else None
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def simply(model, optimizer):
+    for step in range(STEPS):
+        yield stepped(optimizer, model(rows(step)))
+
+
+class Block(nn.Module):
+    def __init__(self, effect: Callable) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1)
+        self.norm, self.scale, self.effect = nn.BatchNorm1d(WIDTH).eval(), nn.Parameter(torch.ones(WIDTH)), effect
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.count, self.log, self.table, self.ticks = 0, [], {"count": 0}, itertools.count()
+        self.inside, self.generator, self.average = types.SimpleNamespace(count=0), torch.Generator(), torch.zeros(WIDTH)
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(x)))) * self.scale
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.effect(self, x, *args, **kwargs)
+
+
+def simple(block: Block, x: torch.Tensor, losses: list) -> torch.Tensor:
+    return block(x)
+
+
+class Model(nn.Module):
+    def __init__(self, effect: Callable = Block.feed, call: Callable = simple) -> None:
+        super().__init__()
+        self.inner, self.head, self.call = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), call
+        self.blocks = nn.ModuleList(Block(effect) for _ in range(BLOCKS))
+        for block in self.blocks:
+            vars(block)["others"] = (self.head,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        x = self.inner(x)
+        for block in self.blocks:
+            x = self.call(block, x, losses)
+        return self.head(x).square().mean() + sum(losses)
+
+
+# --- what is chosen ---
+
+MEASURED = st.builds(Measured, st.integers(0, 100), st.sampled_from([0.0, 0.5, 1.0, 5.0, float("inf")]), st.booleans())
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.lists(MEASURED, max_size=8), st.integers(0, 400), st.integers(0, 300), st.sampled_from([0.1, 10.0, 1e9]))
+def test_choices_keep_within_the_device_and_repeat_only_what_may_be(blocks, device, host, rate):
+    """Any blocks, budgets and rates: kept bytes fit, beside the largest block where any is not kept."""
+    found = choose(blocks, device_nbytes=device, host_nbytes=host, send_rate=rate)
+    assert len(found) == len(blocks)
+    kept = sum(block.nbytes for block, choice in zip(blocks, found) if choice is Choice.KEEP)
+    whole = sum(block.nbytes for block in blocks) <= device
+    assert all(choice is Choice.KEEP for choice in found) if whole else kept <= max(0, device - max(b.nbytes for b in blocks))
+    assert all(block.is_repeatable for block, choice in zip(blocks, found) if choice is Choice.RECOMPUTE)
+    assert sum(b.nbytes for b, choice in zip(blocks, found) if choice is Choice.SEND and b.is_repeatable) <= host
+
+
+@pytest.mark.parametrize("choice", RATES)
+@pytest.mark.parametrize("more", [{}, {"params": "host"}, {"params": "host", "optimizer": "host", "speculate": True}], ids=str)
+def test_each_choice_has_the_bits_of_the_plain_run(choice, more, recomputations):
+    """The twin of what follows: all blocks are kept, sent, or run again, as often as there are passes for it."""
+    assert assert_same_bits(Model, simply, choice, **more)[choice] == BLOCKS or (choice == "kept" and more)
+    assert len(recomputations) == (BLOCKS * (STEPS - 3) if choice == "recomputed" else 0) or choice == "kept"
+
+
+def test_a_part_is_kept_and_the_budget_holds_in_every_pass(recomputations):
+    """Room for one block beside another: one stays; what is kept never exceeds the budget. Any budget measures the same."""
+    def measured(choice: str) -> tuple[list[int], int]:
+        model, optimizer = wrap(seeded(SEED, Model), choice)
+        list(itertools.islice(simply(model, optimizer), 2))
+        store = wrapped(model).engine.activations
+        return [block.nbytes for block in store.planner.blocks], store.outside_nbytes
+
+    def loop(model, optimizer):
+        for step, count in enumerate([ROWS] * STEPS + [3 * ROWS]):
+            loss, store = model(rows(step, count)), wrapped(model).engine.activations
+            assert store is None or store.kept_nbytes <= store.spare_nbytes
+            yield stepped(optimizer, loss)
+
+    (nbytes, *_), outside = measured("kept")
+    assert measured("sent") == measured("kept")
+    blocks = assert_same_bits(Model, loop, "recomputed", spare=2 * nbytes + outside)
+    assert blocks == {"kept": 1, "sent": 0, "recomputed": BLOCKS - 1} and recomputations
+
+
+def test_a_host_too_tight_to_send_to_makes_blocks_recompute(recomputations):
+    """Sending is free, but there is hardly any host memory: what does not fit is run again."""
+    assert assert_same_bits(Model, simply, "sent", host=4096)["recomputed"] and recomputations
+
+
+# --- blocks ---
+
+
+class ReadsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0] + grad * ctx.saved_tensors[0]
+
+
+def with_autocast(b, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return b.feed(x).float()
+
+
+def with_noise_of_its_own(b, x):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return b.feed(x) * torch.rand(WIDTH)
+
+
+def with_a_way_out(b, x):
+    try:
+        return b.feed(x)
+    except Exception:  # noqa: BLE001 - a fast path with a slow one behind it
+        return (x * b.scale).sin().exp()
+
+
+def increased(container: dict, key: str) -> int:
+    container[key] += 1
+    return container[key]
+
+
+def replaced(b, value):
+    b.seen = value
+    return b.seen
+
+
+HARMLESS: dict[str, tuple[Callable, Callable]] = {
+    "tuple": (lambda b, x: (b.feed(x), None, 3), lambda b, x, losses: b(x)[0]),
+    "dict": (lambda b, x: {"x": b.feed(x), "n": 1}, lambda b, x, losses: b(x)["x"]),
+    "keywords": (lambda b, x, *, by=None, on=False: b.feed(x) * by, lambda b, x, losses: b(x=x, by=x.sigmoid(), on=True)),
+    "nested": (lambda b, x, pair: b.feed(x) * pair[0]["by"], lambda b, x, losses: b(x, ({"by": x.sigmoid()}, None))),
+    "input as output": (lambda b, x: (x, b.feed(x)), lambda b, x, losses: sum(b(x))),
+    "view": (lambda b, x: b.feed(x).t(), lambda b, x, losses: b(x).t()),
+    "conjugated": (lambda b, x: torch.complex(b.feed(x), x).conj(), lambda b, x, losses: b(x).imag),
+    "sparse": (lambda b, x: b.feed(x).to_sparse(), lambda b, x, losses: b(x).to_dense()),
+    "bool, empty, nan": (lambda b, x: (b.feed(x), x > 0, x[:0], x * torch.nan), lambda b, x, losses: b(x)[0]),
+    "batch norm at rest": (lambda b, x: b.feed(b.norm(x)), simple),
+    "own checkpoint": (lambda b, x: checkpoint(b.feed, x, use_reentrant=False), simple),
+    "own reentrant checkpoint": (lambda b, x: checkpoint(b.feed, x, use_reentrant=True), simple),
+    "in place inside": (lambda b, x: b.feed(x * 1).mul_(2).relu_(), simple),
+    "saved tensors read twice": (lambda b, x: ReadsTwice.apply(b.feed(x)), simple),
+    "forward called": (Block.feed, lambda b, x, losses: b.forward(x)),
+    "another's weight": (lambda b, x: b.feed(x) @ b.others[0].weight, simple),
+    "input changed afterwards": (lambda b, x: b.feed(x * 1), lambda b, x, losses: (b(x), x.mul_(2))[0]),
+    **{f.__name__: (f, simple) for f in (with_autocast, with_noise_of_its_own, with_a_way_out)},
+}
+COUNTED: dict[str, Callable[[Block], Any]] = {
+    "buffer": lambda b: b.seen.add_(1).mean(),
+    "buffer by data": lambda b: b.seen.data.add_(1).mean(),
+    "buffer replaced": lambda b: replaced(b, b.seen + 1).mean(),
+    "buffer replaced twice": lambda b: replaced(b, replaced(b, b.seen + 1) * 1).mean(),
+    "tensor": lambda b: b.average.add_(1).mean(),
+    "counter": lambda b: increased(vars(b), "count"),
+    "list": lambda b: b.log.append(1) or len(b.log),
+    "dict": lambda b: increased(b.table, "count"),
+    "iterator": lambda b: next(b.ticks),
+    "object": lambda b: increased(vars(b.inside), "count"),
+    "python random": lambda b: random.random(),
+    "python random, seldom": lambda b: random.random() < 0.1,
+    "numpy random": lambda b: numpy.random.rand(),
+    "own generator": lambda b: torch.rand((), generator=b.generator),
+}
+HARMFUL = {name: (lambda b, x, f=f: b.feed(x) * (1 + 0.01 * float(f(b))), simple) for name, f in COUNTED.items()} | {
+    "own loss": (lambda b, x: setattr(b, "average", (y := b.feed(x)).mean()) or y, lambda b, x, losses: (b(x), losses.append(b.average))[0]),
+    "list argument": (lambda b, x, out: out.append(x.mean()) or b.feed(x), lambda b, x, losses: b(x, losses)),
+    "dict argument": (lambda b, x, by: b.feed(x) * by.setdefault("n", x.detach()).mean(), lambda b, x, losses: b(x, by=b.table)),
+    "argument in place": (lambda b, x, by: b.feed(x) * by.add_(1), lambda b, x, losses: b(x, b.average)),
+    "input in place": (lambda b, x: x.add_(b.feed(x.clone())), simple),
+    "called twice": (Block.feed, lambda b, x, losses: b(b(x))),
+    "batch norm": (lambda b, x: b.feed(b.norm.train()(x)), simple),
+    "unsure": (lambda b, x: b.feed(x) + (0 if torch.is_grad_enabled() else 1), simple),
+    "object argument": (lambda b, x, by: by(b.feed(x)), lambda b, x, losses: b(x, torch.tanh)),
+    "object out": (lambda b, x: types.SimpleNamespace(x=b.feed(x)), lambda b, x, losses: b(x).x),
+}
+
+
+@not_kept
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_harmless_block_has_the_bits_of_the_plain_run(name, choice):
+    """Whatever goes in and comes out, and whatever is chosen for it; there is room for the inputs."""
+    assert_same_bits(lambda: Model(*HARMLESS[name]), simply, choice, spare=4096)
+
+
+@not_kept
+@pytest.mark.parametrize("name", HARMFUL)
+def test_a_block_with_side_effects_is_never_run_again(name, choice, recomputations):
+    """Where running it once more would be seen, by its results or by the noise that follows, it is not; the counts say so."""
+    blocks = assert_same_bits(lambda: Model(*HARMFUL[name]), simply, choice)
+    assert not recomputations and not blocks.get("recomputed")
+
+
+@pytest.mark.parametrize("late", ["batch norm", "counter", "hook"])
+def test_effects_that_begin_after_the_choice_happen_once(late, recomputations):
+    """A batch norm that rests, a counter that stands, and hooks that are not there until blocks have been run again."""
+    def effect(block, x):
+        block.count += len(block.log)
+        return block.feed(block.norm(x)) * (1 + block.count)
+
+    def loop(model, optimizer):
+        heard = []
+        for step in range(STEPS + 2):
+            for block in model.blocks if step == 5 else ():
+                block.norm.train(late == "batch norm")
+                block.log += [1] * (late == "counter")
+                block.up.register_forward_hook(lambda *_: heard.append(1)) if late == "hook" else None
+            yield stepped(optimizer, model(rows(step)))
+        yield torch.tensor(len(heard))
+
+    assert_same_bits(lambda: Model(effect), loop, "recomputed")
+    assert recomputations
+
+
+# --- loops ---
+
+FAILING: list[bool] = []  # whether a block is to fail in a forward (False) or when it runs again (True)
+
+
+def fragile(block: Block, x: torch.Tensor) -> torch.Tensor:
+    if FAILING == [torch._C._current_graph_task_id() != -1]:
+        raise InterruptedError
+    return block.feed(x)
+
+
+def fails(model, optimizer, step):
+    for FAILING[:] in ([False], [True]):
+        with contextlib.suppress(InterruptedError):
+            model(rows(step)).backward()
+    FAILING.clear()
+    optimizer.zero_grad()
+    return [stepped(optimizer, model(rows(step)))]
+
+
+def in_a_thread(model, optimizer, step):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(stepped(optimizer, model(rows(step)))))
+    thread.start()
+    thread.join()
+    return found
+
+
+def steps_before_the_backward(model, optimizer, step):
+    early, loss = model(rows(step)), stepped(optimizer, model(rows(step)))
+    with pytest.raises((RuntimeError, infinity.UsageError)):
+        early.backward()
+    optimizer.zero_grad()
+    return [loss]
+
+
+def compiled(model, optimizer, step):
+    if not step:
+        torch._dynamo.reset()
+        model.blocks[0].compile(backend="eager")
+        model.blocks[1].forward = torch.compile(model.blocks[1].forward, backend="eager")
+    return [stepped(optimizer, (torch.compile(model, backend="eager") if step % 2 else model)(rows(step)))]
+
+
+def second_gradients(model, optimizer, step):
+    (grad,) = torch.autograd.grad(model(x := rows(step).requires_grad_()), [x], create_graph=True)
+    return [stepped(optimizer, grad.square().sum())]
+
+
+LOOPS: dict[str, Callable] = {
+    "accumulates": lambda m, o, s: [m(rows(s)).backward(), stepped(o, m(rows(s, 5)) + m(rows(s, 3)))],
+    "evaluates": lambda m, o, s: [
+        loss := m(rows(s)), torch.no_grad()(m.eval().__call__)(rows(s, 4)), torch.inference_mode()(m.__call__)(rows(s, 4)).clone(),
+        m(rows(s, 4)), m.train() and None, stepped(o, loss)],
+    "rests before the backward": lambda m, o, s: [loss := m.train()(rows(s)), m.eval() and None, stepped(o, loss)],
+    "clips": lambda m, o, s: [m(rows(s)).backward(), nn.utils.clip_grad_norm_(m.parameters(), 0.01), stepped(o, None)],
+    "other sizes": lambda m, o, s: [stepped(o, m(rows(s, (8, 8, 8, 40, 2, 100)[s])))],
+    "backward twice": lambda m, o, s: [loss := m(rows(s)), loss.backward(retain_graph=True), stepped(o, loss)],
+    "autocast": lambda m, o, s: [stepped(o, torch.autocast("cpu", torch.bfloat16)(m.__call__)(rows(s)))],
+    **{f.__name__: f for f in (fails, in_a_thread, steps_before_the_backward, compiled, second_gradients)},
+}  # fmt: skip
+
+
+@not_kept
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_has_the_bits_of_the_plain_run(name, choice):
+    """Whatever users do around the blocks, at every step."""
+    def loop(model, optimizer):
+        for step in range(STEPS):
+            yield from (value for value in LOOPS[name](model, optimizer, step) if value is not None)
+
+    assert assert_same_bits(lambda: Model(fragile), loop, choice)[choice] == BLOCKS or name == "compiled"
+
+
+# --- models ---
+
+
+def changed(change: Callable[[Model], Any], effect: Callable = Block.feed) -> Callable[[], Model]:
+    return lambda: (model := Model(effect), change(model))[0]
+
+
+MODELS = {
+    "tied": changed(lambda model: setattr(model.blocks[1].up, "weight", model.blocks[0].up.weight)),
+    "frozen": changed(lambda model: [m.requires_grad_(False) for m in (model.inner, model.blocks[0], model.blocks[1].up)]),
+    "nested": changed(
+        lambda model: [setattr(b, "more", nn.Sequential(Block(Block.feed), Block(Block.feed))) for b in model.blocks],
+        lambda b, x: b.more(b.feed(x)),
+    ),
+}
+LATE = {"llama cached": ("llama", {"use_cache": True}), "mixtral routed": ("mixtral", {"output_router_logits": True})}
+NAMES = ("llama", "llama_tied", "llama_lora", "llama_checkpointed", "llama_checkpointed_reentrant", "gpt2", "bert",
+         "bert_frozen_below", "t5", "mixtral")  # fmt: skip
+
+
+@not_kept
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_such_blocks_has_the_bits_of_the_plain_run(name, choice, recomputations):
+    """Weights that two blocks share, weights that do not train, blocks inside of blocks."""
+    assert assert_same_bits(MODELS[name], simply, choice)[choice] >= 2 and bool(recomputations) == (choice == "recomputed")
+
+
+@not_kept
+@pytest.mark.parametrize("name", [*NAMES, *LATE])
+def test_models_of_transformers_have_the_bits_of_the_plain_run(name, choice):
+    """Trains and generates; from the third pass on with what is asked for late: a cache, or the router's logits."""
+    architecture, late = LATE.get(name, (name, {}))
+    if ZOO[architecture].missing():
+        pytest.skip("not on this machine")
+
+    def loop(model, optimizer):
+        for step in range(5):
+            batch = make_batch(ZOO[architecture], step) | (late if step > 1 else {})
+            yield stepped(optimizer, model(**batch).loss)
+            if name == "llama":
+                yield model.eval().generate(batch["input_ids"][:, :4], max_new_tokens=3, do_sample=False, pad_token_id=0)
+                model.train()
+
+    assert_same_bits(lambda: make_model(ZOO[architecture], SEED), loop, choice)
+
+
+# --- the model itself ---
+
+
+def test_a_dropped_model_frees_everything_at_once():
+    """Without the garbage collector, once blocks have been run again: engine and blocks are gone."""
+    model, optimizer = wrap(seeded(SEED, Model), "recomputed")
+    list(simply(model, optimizer))
+    gc.collect()
+    gc.disable()
+    try:
+        engine, block = weakref.ref(wrapped(model).engine), weakref.ref(model.blocks[0])
+        del model, optimizer
+        assert engine() is None and block() is None
+    finally:
+        gc.enable()
+
+
+def test_unwrapping_restores_forwards_and_copies_go_as_ever():
+    """Of a class's forward and of one's own. While wrapped, a copy is refused as it is without a choice."""
+    refusals = []
+    for choice in (None, "recomputed"):
+        model = seeded(SEED, Model)
+        own = model.blocks[1].forward = types.MethodType(Block.feed, model.blocks[1])
+        model, optimizer = wrap(model, choice)
+        list(simply(model, optimizer))
+        for way, what in itertools.product((copy.deepcopy, pickle.dumps), (model, model.blocks[0])):
+            with pytest.raises(Exception) as refused:  # noqa: B017 - the same as without a choice
+                way(what)
+            refusals.append((refused.type, str(refused.value)))
+        model, _ = infinity.unwrap_model(model, optimizer)
+        assert ["forward" in vars(block) for block in model.blocks] == [False, True, False] and model.blocks[1].forward is own
+        assert differing(copy.deepcopy(model).state_dict(), model.state_dict()) == []
+    assert refusals[:4] == refusals[4:]
+
+
+@pytest.mark.parametrize("choice, other", [("recomputed", "sent"), ("sent", "recomputed")])
+def test_a_resumed_run_has_the_same_bits_though_choices_are_made_anew(choice, other, tmp_path):
+    """Saves after four steps and goes on in another wrap, which chooses otherwise."""
+    def loop(model, optimizer):
+        for step in range(4):
+            yield stepped(optimizer, model(rows(step)))
+        if wrapped(model).engine.activations is not None:
+            infinity.save_checkpoint(tmp_path / "saved", model, optimizer)
+            model, optimizer = wrap(Model(), other)
+            infinity.load_checkpoint(tmp_path / "saved", model, optimizer)
+        for step in range(4, STEPS + 4):
+            yield stepped(optimizer, model(rows(step)))
+        yield from model.state_dict().values()
+
+    (right, _), (found, _) = (trained(Model, loop, which) for which in (None, choice))
+    assert [name for name in differing(found, right) if "yield" in name or name == "noise"] == []

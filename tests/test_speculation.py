@@ -1,0 +1,683 @@
+"""Speculation: updates made in the backward, ahead of the step, change no bit of what is trained.
+
+Words used here:
+
+**draft**: a unit's update that was made ahead. ``job.drafts``: of each step, how many there were before it, and how many it kept.
+**twins**: one script, played with ``speculate=True`` and without; losses, weights, state and all else seen have the same bits.
+**spoiler**: what a user does between the second backward and its step, and of how many drafts it leaves something.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import os
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_value_
+
+import infinity
+from infinity import native
+from infinity.optimizer import InfinityOptimizer
+from infinity.tiers import Tier, parse_nbytes
+from infinity.wrap import wrapped
+from models import (
+    at_home, differing, environment, least_host_memory, leftovers, loss_of, seeded, tokens, transformer,
+)  # fmt: skip
+from ranks import launch
+
+SEED = 29
+LATE = "seed=1,delay=0.3,delay_seconds=0.001,reorder=0.3,short_transfer=0.3"
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, which alternate in every unit."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 3e-3, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+
+
+class Lion(torch.optim.Optimizer):
+    """Recognised by its name and hyperparameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+
+class Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("stop")
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain, self.gains = nn.Linear(64, 64), nn.Parameter(torch.ones(64)), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh() * self.gain if self.gains else self.linear(x).tanh()
+
+
+class Odd(nn.Module):
+    """Four units: one is used twice, some may be skipped, and the backward may fail before it comes to the first two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.skipped, self.fails = nn.ModuleList(Part() for _ in range(4)), set(), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in (0, 1, 2, 3, 2):
+            x = x if index in self.skipped else self.blocks[index](x)
+            x = Fail.apply(x) if self.fails and index == 1 else x
+        return x
+
+
+def loss_of_odd(model: nn.Module, seed: int) -> torch.Tensor:
+    rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+    return model(rows.to(next(model.parameters()).dtype)).float().square().mean()
+
+
+def tiny(blocks: int = 2) -> dict[str, Any]:
+    """A transformer of one unit more, whose embedding and head are one weight."""
+    return {"build": lambda: transformer(SEED, width=32, blocks=blocks), "loss": lambda model, seed: loss_of(model, tokens(seed))}
+
+
+class Job:
+    """A wrapped model with its optimizer, and all that is seen of them."""
+
+    def __init__(
+        self, folder: Path, speculate: bool, *, build: Any = None, make=adamw, home=("host", "host"), loss=loss_of_odd, **options
+    ):
+        (folder / "swap").mkdir(exist_ok=True)
+        self.folder, self.loss_of = folder, loss
+        model, config = (build or (lambda: seeded(SEED, Odd)))(), at_home(*home, folder / "swap", speculate=speculate, **options)
+        if config.get("host_memory") == "least":
+            config["host_memory"] = least_host_memory(model, make(model), config) + 4096  # checksums of drafts
+        self.model, self.optimizer = infinity.wrap_model(model, make(model), config)
+        self.engine = wrapped(self.model).engine
+        self.shards = [shard for unit in self.engine.units for shard in unit.shards]
+        self.seen: list[torch.Tensor] = []
+        self.drafts: list[tuple[int, int]] = []
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    @property
+    def kept(self) -> list[int]:
+        return [kept for _, kept in self.drafts]
+
+    def count(self) -> int:
+        """Drafts that are there now."""
+        return sum(shard.draft is not None for shard in self.shards)
+
+    def see(self, value: torch.Tensor) -> None:
+        self.seen.append(value.detach().clone())
+
+    def backward(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        loss = self.loss_of(self.model, seed)
+        loss.backward()
+        self.see(loss)
+
+    def step(self) -> None:
+        there, before = self.count(), infinity.stats(self.model).drafts["kept"]
+        self.optimizer.step()
+        self.drafts.append((there, infinity.stats(self.model).drafts["kept"] - before))
+        self.optimizer.zero_grad()
+
+    def clip(self, norm: float) -> None:
+        self.see(torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        saved, found = self.optimizer.state_dict(), dict(self.model.state_dict())
+        for index, of_one in saved["state"].items():
+            found |= {f"{index}.{name}": torch.as_tensor(value) for name, value in of_one.items()}
+        found["lr"] = torch.tensor([group["lr"] for group in saved["param_groups"]])
+        return {name: value.clone() for name, value in found.items()}
+
+
+def twins(script: Callable[[Job], Any], folder: Path, **setup: Any) -> Job:
+    """Plays ``script`` twice and holds one against the other. Returns the job that speculated."""
+    plain, ahead = (Job(folder, speculate, **setup) for speculate in (False, True))
+    script(plain)
+    script(ahead)
+    assert len(plain.seen) == len(ahead.seen)
+    assert differing(*({str(n): value for n, value in enumerate(job.seen)} for job in (plain, ahead))) == []
+    assert differing(plain.state(), ahead.state()) == []
+    assert sum(there for there, _ in plain.drafts) == 0
+    for name, tier in infinity.stats(ahead.model).tiers.items():  # what a user gathers is in nobody's plan
+        assert tier.peak_nbytes <= max(tier.planned_nbytes, infinity.stats(plain.model).tiers[name].peak_nbytes)
+        assert tier.planned_nbytes <= (tier.budget_nbytes or tier.planned_nbytes)
+    return ahead
+
+
+def steps(count: int, spoil: Callable[[Job], Any] = lambda job: None, at: tuple[int, ...] = (1,)) -> Callable[[Job], None]:
+    """``count`` steps of one backward each; in those ``at``, ``spoil`` comes between."""
+
+    def script(job: Job) -> None:
+        for step in range(count):
+            job.backward(step)
+            if step in at:
+                job.ready = job.count()
+                spoil(job)
+            job.step()
+
+    return script
+
+
+HOMES: dict[str, dict[str, Any]] = {
+    "host": {},
+    "nvme": {"home": ("nvme", "nvme")},
+    "weights on nvme": {"home": ("nvme", "host")},
+    "state on nvme": {"home": ("host", "nvme")},
+    "state on the device": {"home": ("host", "device")},
+    "cached": {"home": ("nvme", "nvme"), "host_memory": "2MiB", **tiny(4)},
+    "gradients on nvme": {"home": ("nvme", "nvme"), "host_memory": "least", **tiny(6)},
+    "activations on the host": {"activations": "host", **tiny()},
+    "activations on nvme": {"activations": "nvme", "home": ("nvme", "nvme"), **tiny()},
+    "micro-batches": {"micro_batch": 1},
+    "no checksums": {"checksums": False, "home": ("nvme", "nvme")},
+    "threads": {"update_threads": 2},
+    "a small window": {"device_memory": "512KiB", **tiny()},
+    "trace": {"trace": "trace.json", "home": ("nvme", "nvme")},
+}
+both_ends = pytest.mark.parametrize("home", ["host", "nvme"])
+CLIPS = {"never": ([1e9] * 4, None, "nnnn"), "once": ([1e9, 1e-4, 1e9, 1e9], None, "n00n"), "inside": ([None] * 4, 1e9, "nnnn"),
+         "always": ([None] * 4, 1e-4, "0000")}  # fmt: skip
+
+
+CASES = [(home, clip) for home in HOMES for clip in (CLIPS if "on nvme" in home or home in ("host", "cached") else ["once"])]
+
+
+@pytest.mark.parametrize(("home", "clip"), CASES)
+def test_clipping_decides_which_drafts_are_kept_and_no_bit(home, clip, tmp_path, monkeypatch):
+    """Method: twins in which clipping, by the loop or inside the step, changes gradients never, once or always."""
+    monkeypatch.chdir(tmp_path)
+    norms, inside, kept = CLIPS[clip]
+
+    def script(job: Job) -> None:
+        for step, norm in enumerate(norms):
+            job.backward(step)
+            job.clip(norm) if norm else None
+            job.step()
+
+    job = twins(script, tmp_path, max_grad_norm=inside, **HOMES[home])
+    n, plan = len(job.engine.plan.drafted), job.engine.plan
+    assert n and job.drafts[0][0] == n and job.kept == [n if letter == "n" else 0 for letter in kept]
+    assert bool(plan.kept) == (home == "cached") and (plan.tiers["grad"] is Tier.NVME) == (home == "gradients on nvme")
+
+
+RULES = {
+    "AdamW": adamw,
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1, maximize=True),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Lion": lambda model: Lion(model.parameters()),
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "split": {"param_dtype": "bf16"},
+    "fp32 gradients": {"param_dtype": "bf16", "grad_dtype": "fp32"},
+    "fp32 master": {"param_dtype": "bf16", "master": "fp32"},
+    "no master": {"param_dtype": "bf16", "master": "none"},
+    "int8": {"moments": "int8"},
+    "bf16 moments": {"moments": "bf16", "param_dtype": "bf16"},
+}
+PAIRS = [(rule, "fp32") for rule in RULES] + [("AdamW", form) for form in FORMS if form != "fp32"] + [
+    ("momentum", "split"), ("Lion", "split"), ("Lion", "int8"), ("momentum", "int8")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("home", "rule", "form"), [(["host", "nvme"][n % 2], *pair) for n, pair in enumerate(PAIRS)])
+def test_every_rule_and_form(home, rule, form, tmp_path):
+    """Method: twins; in the second step some parameters have no gradient, so units are stepped in spans from then on."""
+
+    def lose(job: Job) -> None:
+        for param in [param for param in job.params if param.ndim == 1]:
+            param.grad = None
+
+    assert twins(steps(4, lose), tmp_path, make=RULES[rule], **HOMES[home], **FORMS[form]).drafts[::3] == [(4, 4), (4, 4)]
+
+
+def edit(job: Job, *, writeback: bool) -> None:
+    with infinity.full_params(job.model, ["blocks.0.linear.weight"], writeback=writeback) as params:
+        params["blocks.0.linear.weight"].data.add_(0.5) if writeback else job.see(params["blocks.0.linear.weight"])
+
+
+def evaluate(job: Job) -> None:
+    with torch.no_grad():
+        job.see(job.loss_of(job.model.eval(), 5))
+    job.model.train()
+
+
+@torch.no_grad()
+def overwrite(job: Job) -> None:
+    job.params[0].copy_(torch.ones(()))
+
+
+def again_from_none(job: Job) -> None:
+    job.optimizer.zero_grad()
+    job.backward(50)
+
+
+def save(job: Job) -> None:
+    """Refused here; and loaded from another job's checkpoint, which takes the gradients."""
+    with pytest.raises(infinity.UsageError, match="between backward and step"):
+        infinity.save_checkpoint(job.folder / "refused", job.model, job.optimizer)
+
+
+def load(job: Job) -> None:
+    other = Job(job.folder, False)
+    other.backward(70)
+    other.step()
+    infinity.save_checkpoint(job.folder / "other", other.model, other.optimizer)
+    infinity.load_checkpoint(job.folder / "other", job.model, job.optimizer)
+    job.see(job.state()["blocks.0.linear.weight"])
+    job.backward(60)
+
+
+def settings(**changed: Any) -> Callable[[Job], None]:
+    return lambda job: [group.update(changed) for group in job.optimizer.param_groups]
+
+
+def every_grad(change: Callable[[torch.Tensor], Any]) -> Callable[[Job], None]:
+    return lambda job: [change(param.grad) for param in job.params]
+
+
+SPOILERS: dict[str, tuple[Callable[[Job], Any], set[int]]] = {
+    "nothing": (lambda job: None, {4}),
+    "halved": (every_grad(lambda grad: grad.mul_(0.5)), {0}),
+    "scaled by a tensor": (every_grad(lambda grad: grad.mul_(torch.tensor(0.3))), {0}),
+    "added to": (every_grad(lambda grad: grad.add_(0.1)), {0}),
+    "one is added to": (lambda job: job.params[0].grad.add_(0.1), {3}),
+    "a view is written": (lambda job: job.params[0].grad[0].mul_(2.0), {3}),
+    "views of all": (every_grad(lambda grad: grad.view(-1)[:3].fill_(0.2)), {0}),
+    "a slice is assigned": (lambda job: job.params[0].grad.__setitem__(slice(0, 1), 0.3), {3}),
+    "one is None": (lambda job: setattr(job.params[0], "grad", None), {3}),
+    "all are None": (lambda job: job.optimizer.zero_grad(), {0}),
+    "one is given": (lambda job: setattr(job.params[0], "grad", job.params[0].grad.clone().fill_(0.1)), {3}),
+    "zeros": (lambda job: job.optimizer.zero_grad(set_to_none=False), {0}),
+    "another backward": (lambda job: job.backward(50), {0}),
+    "a backward anew": (again_from_none, {0, 4}),
+    "clipped values": (lambda job: clip_grad_value_(job.model.parameters(), 1e-6), {0}),
+    "a foreach": (lambda job: torch._foreach_mul_([param.grad for param in job.params], 0.7), {0}),
+    "lr": (settings(lr=2e-2), {0}),
+    "lr of one group": (lambda job: job.optimizer.param_groups[1].update(lr=0.5), {0}),
+    "weight decay": (settings(weight_decay=0.3), {0}),
+    "betas": (settings(betas=(0.5, 0.9)), {0}),
+    "weights loaded": (lambda job: job.model.load_state_dict({k: v + 1 for k, v in job.model.state_dict().items()}), {0}),
+    "state loaded": (lambda job: job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict())), {0}),
+    "edited": (lambda job: edit(job, writeback=True), {3}),
+    "looked at": (lambda job: edit(job, writeback=False), {4}),
+    "overwritten": (overwrite, {3}),
+    "saved": (save, {4}),
+    "loaded": (load, {0, 4}),
+    "evaluated": (evaluate, {4}),
+    "state read": (lambda job: job.seen.extend(job.state().values()), {4}),
+    "gradients read": (lambda job: [job.see(param.grad.clone().norm() + param.grad.norm()) for param in job.params], {4}),
+    "a forward": (lambda job: job.see(job.loss_of(job.model, 7)), {4}),
+}
+
+
+@pytest.mark.parametrize("spoiler", SPOILERS)
+def test_what_comes_before_the_step_changes_no_bit(spoiler, tmp_path):
+    """Method: twins; as many drafts are kept as the spoiler says, and all before it and soon after."""
+    spoil, kept = SPOILERS[spoiler]
+    job = twins(steps(4, spoil), tmp_path)
+    assert job.ready == 4 and job.kept[0] == job.kept[3] == 4 and job.kept[1] in kept
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_nor_on_disk(first, tmp_path):
+    """Method: the same with all state on disk: a third of the spoilers in turn, each after a step whose drafts are kept."""
+    names = list(SPOILERS)[first::3]
+    spoilers = [SPOILERS[name] for name in names]
+    script = steps(3 * len(names), lambda job: spoilers[len(job.drafts) // 3][0](job), at=tuple(range(1, 3 * len(names), 3)))
+    job = twins(script, tmp_path, **HOMES["nvme"])
+    assert job.kept[::3] == [4] * len(names)
+    assert [name for name, (_, kept), found in zip(names, spoilers, job.kept[1::3]) if found not in kept] == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_spoilers_in_any_order_on_a_late_disk(seed, tmp_path):
+    """Method: twins of random homes, forms, micro-batches and spoilers; transfers are late, in pieces and out of order."""
+    draw = random.Random(seed)
+    setup = {"home": (draw.choice(["host", "nvme"]), "nvme"), **FORMS[draw.choice(list(FORMS))]}
+    plan = [(draw.choice([1, 1, 1, 2]), draw.sample(list(SPOILERS), draw.choice([0, 0, 1, 2]))) for _ in range(7)]
+
+    def script(job: Job) -> None:
+        for step, (micro, spoilers) in enumerate(plan):
+            for turn in range(micro):
+                job.backward(10 * step + turn)
+            for name in spoilers:
+                if any(param.grad is None for param in job.params):
+                    job.backward(99)
+                SPOILERS[name][0](job)
+            job.step()
+
+    with environment(INFINITY_FAULTS=LATE):
+        assert sum(twins(script, tmp_path, **setup).kept)
+
+
+def backwards(*counts: int) -> Callable[[Job], None]:
+    """As many in each step."""
+
+    def script(job: Job) -> None:
+        for step, count in enumerate(counts):
+            for turn in range(count):
+                job.backward(10 * step + turn)
+            job.step()
+
+    return script
+
+
+def over_one_graph(job: Job) -> None:
+    for step in range(4):
+        loss = job.loss_of(job.model, step)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        job.step()
+
+
+def failing(then: Callable[[Job], Any]) -> Callable[[Job], None]:
+    """The second step's backward fails half-way."""
+
+    def script(job: Job) -> None:
+        for step in range(4):
+            if step == 1:
+                job.model.fails = True
+                with pytest.raises(ValueError, match="stop"):
+                    job.backward(step)
+                assert job.count() in (0, 2)
+                job.model.fails = False
+                then(job)
+            else:
+                job.backward(step)
+            job.step()
+
+    return script
+
+
+def inside(job: Job) -> None:
+    """Two steps in three are made inside the last backward."""
+    for step in range(6):
+        job.backward(10 * step)
+        if step % 3:
+            with job.optimizer.step_in_backward():
+                job.backward(10 * step + 1)
+        else:
+            job.backward(10 * step + 1)
+        job.step()
+
+
+def closures(job: Job) -> None:
+    for step in range(2):
+        job.optimizer.zero_grad()
+        before = infinity.stats(job.model).drafts["kept"]
+        job.optimizer.step(lambda: job.backward(step))
+        job.drafts.append((0, infinity.stats(job.model).drafts["kept"] - before))
+
+
+def hooked(register: Callable, change: Callable, which: slice = slice(None)) -> Callable[[Job], None]:
+    def script(job: Job) -> None:
+        for param in job.params[which]:
+            register(param, lambda value: change(job, value))
+        steps(3)(job)
+
+    return script
+
+
+def quietly(change: Callable[[torch.Tensor], Any]) -> Callable:
+    return lambda job, param: [change(param.grad), None][1]
+
+
+after = nn.Parameter.register_post_accumulate_grad_hook
+SCRIPTS: dict[str, tuple[Callable[[Job], None], list[int | None]]] = {  # and the drafts each step keeps
+    "two backwards": (backwards(2, 2, 2, 2), [0, None, None, 4]),
+    "one or two": (backwards(1, 2, 1, 1, 1, 1), [4, 0, None, None, None, 4]),
+    "over one graph": (over_one_graph, [0, None, None, 4]),
+    "failed, zeroed": (failing(again_from_none), [4, None, None, 4]),
+    "failed, not zeroed": (failing(lambda job: job.backward(1)), [4, None, None, 4]),
+    "failed, stepped": (failing(lambda job: None), [4, 2, None, 4]),
+    "inside": (inside, [0, 0, 0, 4, 0, 0]),
+    "closures": (closures, [4, 4]),
+    "gradients hooked": (hooked(nn.Parameter.register_hook, lambda job, grad: grad * 0.5), [4, 4, 4]),
+    "landed hooked": (hooked(after, quietly(lambda grad: grad.mul_(0.5))), [0, 0, 0]),
+    "landed bytes hooked": (hooked(after, quietly(lambda grad: grad.clamp_(-1e-6, 1e-6))), [0, 0, 0]),
+    "another's hooked": (
+        hooked(after, lambda job, _: quietly(torch.Tensor.neg_)(job, job.model.blocks[3].gain), slice(0, 1)), [3, None, 3]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@both_ends
+def test_every_kind_of_backward(home, script, tmp_path):
+    """Method: twins of several backwards in a step, failed ones, steps inside, closures and hooks; as many drafts are kept."""
+    play, kept = SCRIPTS[script]
+    found = twins(play, tmp_path, **HOMES[home]).kept
+    assert len(found) == len(kept) and all(wanted in (None, number) for wanted, number in zip(kept, found)), found
+
+
+@pytest.mark.parametrize("unscale", [False, True], ids=["in the step", "unscaled first"])
+@both_ends
+def test_grad_scaler_in_fp16(home, unscale, tmp_path):
+    """Method: twins in fp16 whose scale overflows at first: skipped steps leave nothing, the others' gradients are unscaled."""
+
+    def script(job: Job) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=2)
+        job.scales = [scaler.get_scale()]
+        for step in range(10):
+            scaler.scale(job.loss_of(job.model, step)).backward()
+            if unscale:
+                scaler.unscale_(job.optimizer)
+                job.clip(1.0)
+            scaler.step(job.optimizer)
+            scaler.update()
+            job.optimizer.zero_grad()
+            job.scales.append(scaler.get_scale())
+
+    job = twins(script, tmp_path, **HOMES[home], param_dtype="fp16", grad_dtype="fp32")
+    assert any(b < a for a, b in zip(job.scales, job.scales[1:])) and any(b > a for a, b in zip(job.scales, job.scales[1:]))
+
+
+FROZEN: dict[str, Callable[[nn.Module], list[nn.Parameter]]] = {
+    "a unit": lambda model: list(model.blocks[0].parameters()),
+    "one of a unit": lambda model: [model.blocks[0].norm1.weight],
+    "all but one": lambda model: [p for p in model.parameters() if p is not model.blocks[1].norm1.weight],
+    "of every unit": lambda model: [model.blocks[0].norm1.bias, model.blocks[1].norm1.bias, model.positions],
+}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["unknown to the optimizer", "thawed later"])
+@pytest.mark.parametrize("which", FROZEN)
+def test_frozen_parameters(which, known, tmp_path):
+    """Method: twins with parameters that are not trained, which are thawed in the middle where the optimizer knows them."""
+
+    def build() -> nn.Module:
+        model = tiny()["build"]()
+        for param in FROZEN[which](model):
+            param.requires_grad_(False)
+        return model
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([param for param in model.parameters() if known or param.requires_grad], lr=1e-2)
+
+    def thaw(job: Job) -> None:
+        for param in job.params:
+            param.requires_grad_(True)
+
+    job = twins(steps(5, thaw, at=(2,)), tmp_path, **tiny() | {"build": build, "make": make})
+    assert all(kept == there > 0 for there, kept in job.drafts[:2]) and job.kept[-1] >= job.kept[0]
+
+
+@both_ends
+def test_parameters_with_step_counts_of_their_own(home, tmp_path):
+    """Method: twins in which units, and single parameters of others, get no gradient in some steps; the sixth is clipped."""
+
+    def script(job: Job) -> None:
+        for step in range(12):
+            for index, block in enumerate(job.model.blocks):
+                block.gains = step > 8 or (step + index) % 3 > 0
+            job.model.skipped = {step % 4} if step in (2, 3, 6) else set()
+            job.backward(step)
+            job.clip(1e-4 if step == 5 else 1e9)
+            job.step()
+
+    job = twins(script, tmp_path, **HOMES[home])
+    assert len({handle.step for unit in job.engine.units for handle in unit.handles}) > 3
+    assert job.kept[1] and job.kept[5:7] == [0, 0] and job.kept[-1] == 4
+
+
+def test_drafting_comes_back_beside_a_unit_that_is_not_used_again(tmp_path):
+    """Method: twins; after a step whose drafts are dropped one block is skipped. The others' drafts are kept soon."""
+
+    def spoil(job: Job) -> None:
+        job.clip(1e-4)
+        job.model.skipped = {3}
+
+    assert twins(steps(8, spoil, at=(0,)), tmp_path).kept[3:] == [3] * 5
+
+
+MISSED: dict[str, Callable[[Job], Any]] = {
+    "clipped": lambda job: job.clip(1e-4),
+    "clipped values": SPOILERS["clipped values"][0],
+    "added to": SPOILERS["added to"][0],
+    "viewed": every_grad(lambda grad: grad.view(-1)),
+    "one backward more each time": lambda job: [job.backward(50) for _ in range(1 + len(job.drafts) % 3)],
+    "thrown away": lambda job: job.optimizer.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("how", MISSED)
+def test_next_to_nothing_is_spent_on_drafts_that_always_miss(how, tmp_path):
+    """Method: 40 steps whose drafts are always spoiled update little more than they must; then nothing spoils them, and they
+    are kept again. Twin: 40 steps whose drafts are kept update just what they must."""
+    for spoil, least in ((MISSED[how], 0), (lambda job: None, 40)):
+        job = Job(tmp_path, True)
+        steps(40, spoil, at=tuple(range(40)))(job)
+        job.engine.settle()
+        assert job.engine.updater.elements <= 1.25 * 40 * sum(shard.slice_numel for shard in job.shards)
+        assert sum(kept == 4 for kept in job.kept) >= least
+        steps(40)(job)
+        assert job.kept[-1] == 4
+
+
+@pytest.mark.parametrize("form", ["fp32", "int8"])
+@both_ends
+def test_no_room_is_said_before_anything_changed(home, form, tmp_path):
+    """Method: a budget that just holds the model; the error names speculate and how much is missing, which then is enough."""
+    name, tier = {"host": ("host_memory", "host"), "nvme": ("nvme_capacity", "nvme")}[home]
+    model, setup = seeded(SEED, Odd), HOMES[home] | FORMS[form]
+    least = infinity.stats(Job(tmp_path, False, **setup).model).tiers[tier].planned_nbytes
+    if home == "host":
+        least = infinity.stats(Job(tmp_path, False, host_memory="least", **setup).model).tiers[tier].planned_nbytes
+    config = at_home(home, home, tmp_path / "swap", speculate=True, **{name: least}, **FORMS[form])
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(infinity.CapacityError, match="speculate=True") as told:
+        infinity.wrap_model(model, adamw(model), config)
+    assert differing(dict(model.state_dict()), before) == [] and not leftovers(tmp_path / "swap")
+    more = parse_nbytes(re.search(r"\((.*?) for the smallest", str(told.value))[1], name)
+    assert Job(tmp_path, True, **{name: least + more}, **setup).engine.plan.drafted
+
+
+@pytest.mark.parametrize("home", ["state on nvme", "weights on nvme", "cached"])
+def test_what_was_enough_stays_enough_with_more_memory(home, tmp_path):
+    """Method: host memory from the least in small steps; once there is room for drafts there always is."""
+    setup = {key: value for key, value in HOMES[home].items() if key == "home"}
+    model = tiny()["build"]()
+    (tmp_path / "swap").mkdir()
+    least = least_host_memory(model, adamw(model), at_home(*setup["home"], tmp_path / "swap", speculate=True))
+    rooms = []
+    for more in range(0, 2 * 2**20, 2**17):
+        try:
+            rooms.append(bool(Job(tmp_path, True, host_memory=least + more, **setup, **tiny()).engine.plan.drafted))
+        except infinity.CapacityError:
+            rooms.append(False)
+    assert rooms[-1] and rooms == sorted(rooms)
+
+
+def test_checksums_of_drafts_are_planned(tmp_path):
+    """Method: add up 4 bytes for each block on disk that has a checksum; the plan has at least as many."""
+    job = Job(tmp_path, True, home=("nvme", "nvme"), build=lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))))
+    arrays = [array for shard in job.shards for array in (*shard.arrays.values(), *shard.beside.values())]
+    needed = sum(4 * -(-array.nbytes // native.CHECKSUM_NBYTES) for array in arrays if array.tier is Tier.NVME)
+    assert len(job.engine.plan.drafted) == 8 and needed <= job.engine.plan.terms[Tier.HOST]["checksums"]
+
+
+@pytest.mark.parametrize("home", ["host", "nvme", "cached"])
+def test_nothing_is_left_of_drafts_under_way(home, tmp_path):
+    """Method: with drafts whose transfers are late, unwrap (the weights are the last step's, the gradients there) or drop the
+    model; folder, descriptors and threads are as before."""
+
+    def count() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    Job(tmp_path, True)
+    before, found = count(), []
+    with environment(INFINITY_FAULTS="seed=1,delay=1.0,delay_seconds=0.005"):
+        for speculate in (False, True, True):
+            job = Job(tmp_path, speculate, **HOMES[home])
+            backwards(1)(job)
+            job.backward(1)
+            assert bool(job.count()) == speculate
+            if len(found) < 2:
+                model, optimizer = infinity.unwrap_model(job.model, job.optimizer)
+                optimizer.step()
+                found.append({name: value.clone() for name, value in model.state_dict().items()})
+                del model, optimizer
+            del job
+    assert differing(*found) == [] and leftovers(tmp_path / "swap") == [] and count() == before
+
+
+def test_a_disk_error_in_a_draft_ends_the_job(tmp_path, monkeypatch):
+    """Method: a draft is refused by the disk; the error comes out of the backward, and nothing goes on from there."""
+    job, submit = Job(tmp_path, True, home=("nvme", "nvme")), InfinityOptimizer._submit_to_processor
+
+    def refuse(self, *args, ahead=False, **more):
+        if ahead:
+            raise infinity.StorageError(errno.EIO, "the disk is gone", "swap")
+        return submit(self, *args, **more)
+
+    monkeypatch.setattr(InfinityOptimizer, "_submit_to_processor", refuse)
+    for _ in range(2):
+        with pytest.raises(infinity.StorageError):
+            job.backward(0)
+        monkeypatch.setattr(InfinityOptimizer, "_submit_to_processor", submit)
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path):
+    """Method: twins on two ranks; drafts are made, and kept by both."""
+    (tmp_path / "swap").mkdir()
+    cases = {"parameters": {"clip": 1e9, "micro": 2}, "gradients": {}}
+    jobs = {
+        f"parity:{mode}-{ahead}": {"config": at_home("host", "host", tmp_path, shard=mode, speculate=ahead), "steps": 3, **how}
+        for mode, how in cases.items()
+        for ahead in (False, True)
+    }
+    found, done = launch(tmp_path / "ranks", 2, jobs)
+    assert done.returncode == 0, done.stderr
+    taken = {}
+    for mode in cases:
+        for plain, ahead in zip(found[f"parity:{mode}-False"], found[f"parity:{mode}-True"]):
+            assert (plain["losses"], plain["norms"]) == (ahead["losses"], ahead["norms"])
+            assert differing(plain["weights"], ahead["weights"]) == differing(plain["unwrapped"], ahead["unwrapped"]) == []
+            for index, state in plain["optimizer"]["state"].items():
+                assert differing(state, ahead["optimizer"]["state"][index]) == []
+            planned = [job["stats"]["tiers"]["host"]["planned_nbytes"] for job in (plain, ahead)]
+            taken.setdefault(mode, set()).add((planned[1] > planned[0], ahead["stats"]["drafts"]["kept"] > 0))
+    assert taken["parameters"] == taken["gradients"] == {(True, True)}
