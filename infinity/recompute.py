@@ -42,7 +42,7 @@ class Checkpointed:
     """A block's forward of which only the input is kept."""
 
     def __init__(self, engine: Engine, units: Sequence[ParamUnit], forward: Any):
-        self._engine, self._units, self._forward = engine, units, forward
+        self._engine, self._units, self.forward = engine, units, forward
 
     def run(self, leaves: list, spec: Any) -> Any:
         """The forward, run again in the backward; where there will be none, just the forward."""
@@ -57,7 +57,7 @@ class Checkpointed:
             for unit in self._units:
                 self._engine.passes.hold_for_backward(unit)
         with self._engine.saving_tensors():
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
 
 
 class Choice(Enum):
@@ -104,15 +104,19 @@ class ActivationPlanner:
     """Measures the blocks of a model, then chooses for each."""
 
     def __init__(self, engine: Engine, *, send_rate: float):
-        self._engine = weakref.ref(engine)
+        self._of = weakref.ref(engine)  # the engine holds this object
         self._send_rate = send_rate
         self._blocks: list[weakref.ref[PlannedBlock]] = []  # their modules have them
         self._passes = 0
         self.is_decided = False
 
+    @property
+    def engine(self) -> Engine:
+        return self._of()
+
     def add(self, block: nn.Module, units: Sequence[ParamUnit]) -> PlannedBlock:
         """What ``block`` is to run in place of its forward."""
-        planned = PlannedBlock(self, block, Checkpointed(self._engine(), units, own_forward(block)))
+        planned = PlannedBlock(self, block, Checkpointed(self.engine, units, own_forward(block)))
         self._blocks.append(weakref.ref(planned))
         return planned
 
@@ -131,7 +135,7 @@ class ActivationPlanner:
             block.begin_pass()
 
     def _decide(self, blocks: list[PlannedBlock]) -> None:
-        activations, ledger = self._engine().activations, self._engine().ledger
+        activations, ledger = self.engine.activations, self.engine.ledger
         host = ledger.accounts[Tier.HOST]
         left = float("inf") if host.budget_nbytes is None else host.budget_nbytes - host.planned_nbytes
         found = choose(
@@ -182,11 +186,11 @@ class PlannedBlock:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
-        engine = self._planner._engine()
+        engine = self._planner.engine
         activations = engine.activations
         plain = torch.compiler.is_compiling() or not torch.is_grad_enabled() or engine.passes.is_recomputed
         if plain or activations.block is not None:
-            return self._checkpointed._forward(*args, **kwargs)
+            return self._checkpointed.forward(*args, **kwargs)
         self.calls += 1
         activations.block = self
         try:
@@ -203,12 +207,12 @@ class PlannedBlock:
     def _run(self, leaves: list, spec: Any) -> Any:
         if self._planner.is_decided:
             args, kwargs = tree_unflatten(leaves, spec)
-            return self._checkpointed._forward(*args, **kwargs)
-        traffic = self._planner._engine().traffic
+            return self._checkpointed.forward(*args, **kwargs)
+        traffic = self._planner.engine.traffic
         stalled = sum(edge.stall_seconds for edge in traffic.edges.values())
         before, began = self._state(), time.perf_counter()
         args, kwargs = tree_unflatten(leaves, spec)
-        output = self._checkpointed._forward(*args, **kwargs)
+        output = self._checkpointed.forward(*args, **kwargs)
         stalled = sum(edge.stall_seconds for edge in traffic.edges.values()) - stalled
         self._seconds = max(0.0, time.perf_counter() - began - stalled)
         known = all(leaf is None or isinstance(leaf, (torch.Tensor, *SCALARS)) for leaf in leaves)
@@ -220,12 +224,12 @@ class PlannedBlock:
         places = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)} | {torch.device("cpu")}
         before = random_states(places)
         args, kwargs = tree_unflatten(leaves, spec)
-        output = self._checkpointed._forward(*args, **kwargs)
+        output = self._checkpointed.forward(*args, **kwargs)
         after, state = random_states(places), self._state()
         set_random_states(before)
         with torch.no_grad():
             args, kwargs = tree_unflatten(leaves, spec)
-            again = self._checkpointed._forward(*args, **kwargs)
+            again = self._checkpointed.forward(*args, **kwargs)
         same = all(torch.equal(now, then) for now, then in zip(random_states(places).values(), after.values()))
         set_random_states(after)
         self._was_repeated = self._is_repeatable = same and state == self._state() and _is_same(output, again)

@@ -23,7 +23,6 @@ import torch
 from .results import Measured, row
 from .settings import Settings
 
-WARM_UP = 2
 SIZES = {  # name -> (width, layers): parameters
     "tiny": (64, 2),  # of tests
     "50M": (512, 16),
@@ -218,13 +217,14 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--units-at-once", action="store_true", help="all micro-batches unit by unit (ours only)")
     parser.add_argument("--speculate", action="store_true", help="updates ahead of the clipping (ours only)")
+    parser.add_argument("--warm-up", type=int, default=2, metavar="STEPS")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--clip", action="store_true")
     args = parser.parse_args()
     with contextlib.redirect_stdout(sys.stderr):
         job = Job(args)
         step, finish = SYSTEMS[args.system](job)
-        for _ in range(WARM_UP):
+        for _ in range(args.warm_up):
             step()
         finish()
         start = time.perf_counter()
@@ -275,7 +275,7 @@ def measure_ways(settings: Settings) -> Measured:
     ours = ["infinity_host", "infinity_nvme"]
     found = turns(settings, few, size, 1, options=["--clip"], name=".clip")
     found.add(turns(settings, ours, size, 1, options=["--clip", "--speculate"], name=".clip.ahead"))
-    eight = ["--micro-batches", "8", "--steps", "2"]
+    eight = ["--micro-batches", "8", "--warm-up", "1", "--steps", "2"]
     found.add(turns(settings, few, size, 1, options=eight, name=".micro8"))
     found.add(turns(settings, ours, size, 1, options=[*eight, "--units-at-once"], name=".units8"))
     found.series["train.budget"] = _budgets(settings, "tiny" if size == "tiny" else "50M")
@@ -286,7 +286,7 @@ def measure_large(settings: Settings) -> Measured:
     """A model of 1 B parameters, by the systems that it does not outgrow here."""
     systems = ["plain", "infinity_host", "infinity_nvme", "deepspeed_nvme_tuned"]
     size = "1B" if settings.scale >= 1 else _size(settings)
-    return turns(settings, systems, size, 1, options=["--steps", "2"], theme="train_1b")
+    return turns(settings, systems, size, 1, options=["--warm-up", "1", "--steps", "2"], theme="train_1b")
 
 
 def _size(settings: Settings) -> str:
