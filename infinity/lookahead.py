@@ -52,9 +52,10 @@ def choose(trace: Sequence[int], reads: Mapping[int, float], computes: Mapping[i
 class LookAhead:
     """Measures reads and computes as they happen, and chooses from them once a pass is known."""
 
-    def __init__(self, depth: int):
+    def __init__(self, depth: int, *, is_fixed: bool = False):
+        """``depth``: until there are measurements; ``is_fixed``: where none can be made."""
         self.depth = depth
-        self._is_fixed = depth == 0  # the plan has no staging memory to spare
+        self._is_fixed = is_fixed or depth == 0  # the plan has no staging memory to spare
         self._reads: dict[int, float] = {}
         self._computes: dict[int, float] = {}
         self._disk_free = 0.0

@@ -45,7 +45,8 @@ class Prefetcher:
         self.units, self.schedule = units, schedule
         self._store, self._ledger = store, ledger
         self._window_nbytes = window_nbytes
-        self.look_ahead = LookAhead(units_ahead)
+        # Beside a device that computes by itself the host does not see how long that takes.
+        self.look_ahead = LookAhead(units_ahead, is_fixed=device.overlaps)
         self._computing: tuple[int, float] | None = None  # the unit that was asked for last, and since when it is there
         self._peers, self._device = peers, device
         self._give_way = give_way  # asks the backward to let a unit go; False when it cannot

@@ -275,14 +275,15 @@ def _watch_updates(monkeypatch, detector_of) -> None:
         told.update(given)
         return real_update(**given)
 
-    def submit_to_processor(self, shard, spans, after, *, label):
-        ticket, detector = submit(self, shard, spans, after, label=label), detector_of()
+    def submit_to_processor(self, shard, spans, after, **how):
+        ticket, detector = submit(self, shard, spans, after, **how), detector_of()
         detector.tick("updater")
         detector.join("updater", detector.clocks["host"])
         if told["after"] is not None:
             detector.join("updater", detector.tickets[told["after"]])
         first, last = spans[0][0], spans[-1][1]
-        for name, array in shard.arrays.items():
+        written = (shard.beside if how.get("ahead") else shard.arrays) | {"grad": shard.arrays["grad"]}
+        for name, array in written.items():
             if not array.extent.is_file:
                 each = native.MOMENT_BLOCK if name.endswith("_scale") else 1
                 begin, end = (at // each * array.dtype.itemsize for at in (first, last))

@@ -156,6 +156,7 @@ def test_case(program, name, tmp_path):
     assert not list(tmp_path.iterdir()), "the case left files behind"
 
 
+@pytest.mark.slow
 def test_the_neon_unit_gives_the_bits_of_the_scalar_one(tmp_path):
     """Compiles base and adam for aarch64, then lets qemu run their cases; without qemu, compiling has to do."""
     cross = shutil.which("aarch64-linux-gnu-g++")

@@ -43,6 +43,7 @@ def test_a_rank_that_falls_ends_the_job_on_all(tmp_path, how, told):
     infinity.unwrap_model(model, optimizer)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_from_the_checkpoint(tmp_path):
     """Rank 1 is killed after its third step; the second start goes on and ends as an undisturbed run does."""
     results, done = launch(
@@ -58,6 +59,7 @@ def test_torchrun_restarts_from_the_checkpoint(tmp_path):
     infinity.unwrap_model(model, optimizer)
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_under_torchrun_and_exports(tmp_path):
     """`torchrun -m infinity train` on two ranks: the folder that it saves, and `infinity export` of its checkpoint, hold the
     same weights; --resume goes on from it."""

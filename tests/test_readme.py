@@ -25,6 +25,7 @@ def test_the_blocks_run_one_after_the_other_as_printed(tmp_path):
     assert not list(tmp_path.glob(".infinity-*")), "swap files were left behind"
 
 
+@pytest.mark.slow
 def test_the_job_of_many_ranks_runs_as_printed(tmp_path, monkeypatch):
     # Method: the command in its first line, in an empty folder.
     (job,) = OF_RANKS

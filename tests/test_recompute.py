@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import inspect
 import itertools
 import pickle
 import random
@@ -27,6 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 import infinity
@@ -34,7 +36,7 @@ from infinity import Config, activations, recompute
 from infinity.recompute import Choice, Measured, choose
 from infinity.tiers import Tier
 from infinity.wrap import lay_out, wrapped
-from models import differing, seeded
+from models import at_home, differing, seeded
 from runs import adamw
 from zoo import ZOO, make_batch, make_model, seed_everything
 
@@ -92,9 +94,13 @@ def trained(build: Callable, loop: Callable, choice: str | None, **more: Any) ->
     return found, stats.blocks
 
 
-def assert_same_bits(build: Callable, loop: Callable, choice: str, **more: Any) -> dict:
-    """The run has the bits of the plain one. Returns what was done with the blocks."""
-    right, _ = trained(build, loop, None, **{name: more[name] for name in more if name not in ("spare", "host")})
+PLAIN: dict[str, dict] = {}  # plain runs, by name
+
+
+def assert_same_bits(build: Callable, loop: Callable, choice: str, *, name: str = "", **more: Any) -> dict:
+    """The run has the bits of the plain one, which is made once for a ``name``. Returns what was done with the blocks."""
+    right = PLAIN.get(name) or trained(build, loop, None, **{key: more[key] for key in more if key not in ("spare", "host")})[0]
+    PLAIN.update({name: right} if name else {})
     found, blocks = trained(build, loop, choice, **more)
     assert differing(found, right) == []
     return blocks
@@ -171,9 +177,10 @@ def test_choices_keep_within_the_device_and_repeat_only_what_may_be(blocks, devi
 
 
 @pytest.mark.parametrize("choice", RATES)
-@pytest.mark.parametrize("more", [{}, {"params": "host"}, {"params": "host", "optimizer": "host", "speculate": True}], ids=str)
-def test_each_choice_has_the_bits_of_the_plain_run(choice, more, recomputations):
+@pytest.mark.parametrize("more", [{}, at_home("host", "host", "", speculate=True), at_home("nvme", "nvme", "")], ids=str)
+def test_each_choice_has_the_bits_of_the_plain_run(choice, more, recomputations, swap):
     """The twin of what follows: all blocks are kept, sent, or run again, as often as there are passes for it."""
+    more = {key: [swap] if key == "nvme_paths" else value for key, value in more.items()}
     assert assert_same_bits(Model, simply, choice, **more)[choice] == BLOCKS or (choice == "kept" and more)
     assert len(recomputations) == (BLOCKS * (STEPS - 3) if choice == "recomputed" else 0) or choice == "kept"
 
@@ -240,9 +247,9 @@ def increased(container: dict, key: str) -> int:
     return container[key]
 
 
-def replaced(b, value):
-    b.seen = value
-    return b.seen
+def replaced(b, value, name="seen"):
+    setattr(b, name, value)
+    return value
 
 
 HARMLESS: dict[str, tuple[Callable, Callable]] = {
@@ -282,7 +289,7 @@ COUNTED: dict[str, Callable[[Block], Any]] = {
     "own generator": lambda b: torch.rand((), generator=b.generator),
 }
 HARMFUL = {name: (lambda b, x, f=f: b.feed(x) * (1 + 0.01 * float(f(b))), simple) for name, f in COUNTED.items()} | {
-    "own loss": (lambda b, x: setattr(b, "average", (y := b.feed(x)).mean()) or y, lambda b, x, losses: (b(x), losses.append(b.average))[0]),
+    "own loss": (lambda b, x: replaced(b, b.feed(x), "average"), lambda b, x, losses: (b(x), losses.append(b.average.mean()))[0]),
     "list argument": (lambda b, x, out: out.append(x.mean()) or b.feed(x), lambda b, x, losses: b(x, losses)),
     "dict argument": (lambda b, x, by: b.feed(x) * by.setdefault("n", x.detach()).mean(), lambda b, x, losses: b(x, by=b.table)),
     "argument in place": (lambda b, x, by: b.feed(x) * by.add_(1), lambda b, x, losses: b(x, b.average)),
@@ -299,36 +306,40 @@ HARMFUL = {name: (lambda b, x, f=f: b.feed(x) * (1 + 0.01 * float(f(b))), simple
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_harmless_block_has_the_bits_of_the_plain_run(name, choice):
     """Whatever goes in and comes out, and whatever is chosen for it; there is room for the inputs."""
-    assert_same_bits(lambda: Model(*HARMLESS[name]), simply, choice, spare=4096)
+    assert_same_bits(lambda: Model(*HARMLESS[name]), simply, choice, name=f"harmless {name}", spare=4096)
 
 
 @not_kept
 @pytest.mark.parametrize("name", HARMFUL)
 def test_a_block_with_side_effects_is_never_run_again(name, choice, recomputations):
     """Where running it once more would be seen, by its results or by the noise that follows, it is not; the counts say so."""
-    blocks = assert_same_bits(lambda: Model(*HARMFUL[name]), simply, choice)
+    blocks = assert_same_bits(lambda: Model(*HARMFUL[name]), simply, choice, name=name)
     assert not recomputations and not blocks.get("recomputed")
 
 
-@pytest.mark.parametrize("late", ["batch norm", "counter", "hook"])
-def test_effects_that_begin_after_the_choice_happen_once(late, recomputations):
-    """A batch norm that rests, a counter that stands, and hooks that are not there until blocks have been run again."""
+@pytest.mark.parametrize("what", ["batch norm", "counter", "hook", "global hook"])
+@pytest.mark.parametrize("when", [0, 5])
+def test_effects_that_begin_happen_once(what, when, recomputations):
+    """A batch norm that rests, a counter that stands, and no hooks: until the first pass, or until blocks have been run again."""
     def effect(block, x):
         block.count += len(block.log)
         return block.feed(block.norm(x)) * (1 + block.count)
 
     def loop(model, optimizer):
-        heard = []
+        heard, hook = [], None
         for step in range(STEPS + 2):
-            for block in model.blocks if step == 5 else ():
-                block.norm.train(late == "batch norm")
-                block.log += [1] * (late == "counter")
-                block.up.register_forward_hook(lambda *_: heard.append(1)) if late == "hook" else None
+            for block in model.blocks if step == when else ():
+                block.norm.train(what == "batch norm")
+                block.log += [1] * (what == "counter")
+                block.up.register_forward_hook(lambda *_: heard.append(1)) if what == "hook" else None
+            if step == when and what == "global hook":
+                hook = register_module_forward_hook(lambda module, *_: heard.append(1) if isinstance(module, nn.Linear) else None)
             yield stepped(optimizer, model(rows(step)))
+        hook.remove() if hook else None
         yield torch.tensor(len(heard))
 
     assert_same_bits(lambda: Model(effect), loop, "recomputed")
-    assert recomputations
+    assert bool(recomputations) == (when > 0)
 
 
 # --- loops ---
@@ -367,14 +378,6 @@ def steps_before_the_backward(model, optimizer, step):
     return [loss]
 
 
-def compiled(model, optimizer, step):
-    if not step:
-        torch._dynamo.reset()
-        model.blocks[0].compile(backend="eager")
-        model.blocks[1].forward = torch.compile(model.blocks[1].forward, backend="eager")
-    return [stepped(optimizer, (torch.compile(model, backend="eager") if step % 2 else model)(rows(step)))]
-
-
 def second_gradients(model, optimizer, step):
     (grad,) = torch.autograd.grad(model(x := rows(step).requires_grad_()), [x], create_graph=True)
     return [stepped(optimizer, grad.square().sum())]
@@ -390,7 +393,7 @@ LOOPS: dict[str, Callable] = {
     "other sizes": lambda m, o, s: [stepped(o, m(rows(s, (8, 8, 8, 40, 2, 100)[s])))],
     "backward twice": lambda m, o, s: [loss := m(rows(s)), loss.backward(retain_graph=True), stepped(o, loss)],
     "autocast": lambda m, o, s: [stepped(o, torch.autocast("cpu", torch.bfloat16)(m.__call__)(rows(s)))],
-    **{f.__name__: f for f in (fails, in_a_thread, steps_before_the_backward, compiled, second_gradients)},
+    **{f.__name__: f for f in (fails, in_a_thread, steps_before_the_backward, second_gradients)},
 }  # fmt: skip
 
 
@@ -402,7 +405,69 @@ def test_a_loop_has_the_bits_of_the_plain_run(name, choice):
         for step in range(STEPS):
             yield from (value for value in LOOPS[name](model, optimizer, step) if value is not None)
 
-    assert assert_same_bits(lambda: Model(fragile), loop, choice)[choice] == BLOCKS or name == "compiled"
+    assert assert_same_bits(lambda: Model(fragile), loop, choice, name=f"loop {name}")[choice] == BLOCKS
+
+
+def test_compiled_blocks_and_models_have_the_bits_of_the_plain_run():
+    """One block, one block's forward, and at every second step the whole model; without code generation."""
+    def loop(model, optimizer):
+        torch._dynamo.reset()
+        model.blocks[0].compile(backend="eager")
+        model.blocks[1].forward = torch.compile(model.blocks[1].forward, backend="eager")
+        for step in range(STEPS):
+            yield stepped(optimizer, (torch.compile(model, backend="eager") if step % 2 else model)(rows(step)))
+
+    assert_same_bits(Model, loop, "recomputed")
+
+
+def parts(model, optimizer, step):
+    return [stepped(optimizer, model.a(rows(step)) + model.b(rows(step)))]
+
+
+def stopped_once(model, optimizer, step):
+    hook = model.blocks[1].register_forward_pre_hook(lambda *_: FAILING.extend([False] * (step == 1)))
+    with contextlib.suppress(InterruptedError):
+        stepped(optimizer, model(rows(step)))
+    hook.remove()
+    FAILING.clear()
+    return []
+
+
+def both() -> nn.Module:
+    model = nn.Module()
+    model.a, model.b = Model(), Model()
+    return model
+
+
+@pytest.mark.parametrize("build, step_of", [(both, parts), (lambda: Model(fragile), stopped_once)], ids=["parts", "stopped once"])
+def test_every_block_is_chosen_for_however_passes_go(build, step_of):
+    """Parts of a model called one by one, and a second pass that fails half-way: no block is left out for good."""
+    def loop(model, optimizer):
+        for step in range(STEPS + 2):
+            yield from step_of(model, optimizer, step)
+
+    assert assert_same_bits(build, loop, "recomputed").get("kept") == 0
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.bias).exp().tanh()
+
+
+@not_kept
+def test_a_backward_after_the_step_is_that_of_its_forward(choice):
+    """A sum saves neither of its parts, so that torch allows it: what is run again would see the new bias."""
+    def loop(model, optimizer):
+        for step in range(STEPS):
+            early = model(rows(step)).square().mean()
+            yield stepped(optimizer, model(rows(step)).mean())
+            yield stepped(optimizer, early)
+
+    assert_same_bits(lambda: nn.Sequential(*(Shift() for _ in range(BLOCKS))), loop, choice)
 
 
 # --- models ---
@@ -429,7 +494,8 @@ NAMES = ("llama", "llama_tied", "llama_lora", "llama_checkpointed", "llama_check
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_such_blocks_has_the_bits_of_the_plain_run(name, choice, recomputations):
     """Weights that two blocks share, weights that do not train, blocks inside of blocks."""
-    assert assert_same_bits(MODELS[name], simply, choice)[choice] >= 2 and bool(recomputations) == (choice == "recomputed")
+    assert assert_same_bits(MODELS[name], simply, choice, name=f"model {name}")[choice] >= 2
+    assert bool(recomputations) == (choice == "recomputed")
 
 
 @not_kept
@@ -448,7 +514,7 @@ def test_models_of_transformers_have_the_bits_of_the_plain_run(name, choice):
                 yield model.eval().generate(batch["input_ids"][:, :4], max_new_tokens=3, do_sample=False, pad_token_id=0)
                 model.train()
 
-    assert_same_bits(lambda: make_model(ZOO[architecture], SEED), loop, choice)
+    assert_same_bits(lambda: make_model(ZOO[architecture], SEED), loop, choice, name=name)
 
 
 # --- the model itself ---
@@ -484,6 +550,14 @@ def test_unwrapping_restores_forwards_and_copies_go_as_ever():
         assert ["forward" in vars(block) for block in model.blocks] == [False, True, False] and model.blocks[1].forward is own
         assert differing(copy.deepcopy(model).state_dict(), model.state_dict()) == []
     assert refusals[:4] == refusals[4:]
+
+
+def test_a_block_still_tells_its_arguments():
+    """As libraries ask, which pass what a layer takes."""
+    model = Model()
+    signature = inspect.signature(model.blocks[0].forward)
+    wrap(model, "recomputed")
+    assert inspect.signature(model.blocks[0].forward) == signature
 
 
 @pytest.mark.parametrize("choice, other", [("recomputed", "sent"), ("sent", "recomputed")])

@@ -119,6 +119,7 @@ def test_two_hosts_train_with_the_bits_of_one_process(hosts, tmp_path):
     infinity.unwrap_model(model, optimizer)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_ends_the_job_on_the_other(hosts, tmp_path):
     """The cable is pulled while they train: both end within the process group's timeout and some, with a PeerError that
     tells, and the last checkpoint is whole."""
