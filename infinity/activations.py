@@ -204,6 +204,7 @@ class ActivationStore:
         """Pack and unpack for autograd; what they do not take goes to ``outer``."""
         outer_pack, outer_unpack = outer if outer is not None else (None, None)
 
+        @torch.compiler.disable
         def pack(tensor: torch.Tensor) -> Any:
             if self._is_taken(tensor):
                 packed = self._pack(tensor)
@@ -213,6 +214,7 @@ class ActivationStore:
                 return WithinBudget(outer_pack(tensor) if outer_pack else Kept(tensor), self, nbytes)
             return outer_pack(tensor) if outer_pack else Kept(tensor)
 
+        @torch.compiler.disable
         def unpack(packed: Any) -> torch.Tensor:
             packed = packed.packed if isinstance(packed, WithinBudget) else packed
             if isinstance(packed, View):

@@ -75,6 +75,9 @@ class Config:
         Whether units are updated in the backward already, as if clipping will not change their gradients; where it does, the
         update is made again from the state that was kept. The bits are the same. It takes room for a second copy of
         the state, on its home's tier, of the units that are updated ahead: as many as the budgets leave room for.
+    recompute
+        Whether ``activations="auto"`` may run a block's forward again in the backward instead of keeping or sending what it saves,
+        where that costs less: as with torch's checkpoint, the block has to give the same twice.
     micro_batch, max_grad_norm, checksums, weights, trace
         Samples a unit runs at once; clipping inside the step; whether bytes from disk are verified; a safetensors
         file or folder for a model on ``meta``; a path for the timeline.
@@ -100,6 +103,7 @@ class Config:
     micro_batch: int | None = None
     max_grad_norm: float | None = None
     speculate: bool = False
+    recompute: bool = False
     checksums: bool = True
     weights: str | os.PathLike | None = None
     trace: str | os.PathLike | None = None
@@ -142,7 +146,7 @@ class Config:
             raise ConfigError(f"max_grad_norm={norm!r} must be a positive number, or None for no clipping")
         if self.trace is not None and (not isinstance(self.trace, (str, os.PathLike)) or "\0" in os.fspath(self.trace)):
             raise ConfigError(f"trace={self.trace!r} must be the path of a file, or None")
-        for name in ("checksums", "speculate", "shard_in_node", "compress_gathers"):
+        for name in ("checksums", "speculate", "recompute", "shard_in_node", "compress_gathers"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
 

@@ -122,7 +122,7 @@ class Engine:
         planned = self.activations is not None and self.activations.spare_nbytes is not None and config.micro_batch is None
         if planned and self.peers.alone:  # ranks have to do the same, and do not measure the same
             # Sending reads and writes every byte twice, there and back.
-            self.activations.planner = ActivationPlanner(self, send_rate=memory_rate() / 4)
+            self.activations.planner = ActivationPlanner(self, send_rate=memory_rate() / 4, recomputes=config.recompute)
         self.prefetcher = Prefetcher(
             units,
             self.store,

@@ -234,7 +234,7 @@ class Passes:
         storages = self.engine.storages
         # A checkpoint counts what is saved, and must count the same in its forward and in its recomputation, in which
         # the same weight may be saved with or without these hooks.
-        counted = _is_checkpoint(outer)
+        counted = _is_checkpoint(outer) or getattr(outer_pack, "is_counted", False)
 
         def pack(tensor: torch.Tensor) -> Any:
             if tensor.layout is torch.strided and type(tensor) not in _OPAQUE:
@@ -249,6 +249,7 @@ class Passes:
                     )  # fmt: skip
             return outer_pack(tensor) if outer_pack else Kept(tensor)
 
+        pack.is_counted = counted
         me = weakref.ref(self)
 
         def unpack(saved: Any) -> torch.Tensor:
