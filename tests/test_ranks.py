@@ -136,6 +136,7 @@ def test_ranks_on_devices_of_their_own_have_the_same_bits(two, mode, what):
     assert same_run(two[f"elsewhere:{what}-{mode}"], two[f"parity:{same}"])
 
 
+@pytest.mark.slow
 def test_replicas_and_nodes_on_devices_of_their_own_have_the_same_bits(four):
     assert same_run(four["elsewhere:hybrid"], four["parity:hybrid"])
     assert same_run(four["elsewhere:nodes"], four["in_nodes:host"])
@@ -180,6 +181,7 @@ def test_other_batches_would_show(two):
     assert models.differing(two["parity:parameters-host"][0]["weights"], weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*MODES])
 def test_four_ranks_have_the_bits_of_one_process(four, case):
     weights, optimizer, _ = one_process(4)
@@ -188,6 +190,7 @@ def test_four_ranks_have_the_bits_of_one_process(four, case):
         assert not models.differing(moments(found["optimizer"]), moments(optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["hybrid", "hybrid2", "replicas"])
 def test_replicas_end_with_the_same_weights(four, case):
     """Sums are taken in rows, then over replicas, which is another order than one process has: within fp32 rounding."""
@@ -281,6 +284,7 @@ def test_edits_in_a_forward_steps_in_a_backward_and_loads_between_are_right(two,
     assert first["off"] < 1e-4 and first["counts"] == {4.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_second_slices_are_never_stale(four, home):
     """The same with weights gathered inside two machines of two ranks."""
@@ -350,6 +354,7 @@ def test_every_rank_has_an_equal_slice_at_home(two, mode, nbytes):
         assert found["home"] == elements() * nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_second_slices_change_no_bit_and_keep_the_backwards_gather_in_the_machine(four, home):
     """Two machines of two ranks, or so they are told: half of the gathers pass between two ranks instead of four."""
@@ -417,12 +422,14 @@ def test_a_checkpoint_resumes_bit_for_bit(two, case):
         assert not models.differing(moments(saved["optimizer"]), moments(loaded["optimizer"]))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_is_loaded_by_four(two, four):
     for loaded in four["load:of-two"]:
         assert not models.differing(loaded["weights"], two["save"][0]["weights"])
         assert not models.differing(moments(loaded["optimizer"]), moments(two["save"][0]["optimizer"]))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_four_ranks_is_loaded_by_one(four):
     model = rank_jobs.build(9)
     model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"})
@@ -432,6 +439,7 @@ def test_a_checkpoint_of_four_ranks_is_loaded_by_one(four):
     infinity.unwrap_model(model, optimizer)
 
 
+@pytest.mark.slow
 def test_torch_distributed_checkpoint_loads_what_four_ranks_wrote(four):
     """torch's own reader puts the slices together: weights and moments, flat, in one process without Infinity."""
     import torch.distributed.checkpoint as dcp
@@ -447,6 +455,7 @@ def test_torch_distributed_checkpoint_loads_what_four_ranks_wrote(four):
         assert torch.equal(state[f"exp_avg/{name}"], saved["optimizer"]["state"][i]["exp_avg"].reshape(-1))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_lacks_a_ranks_file_is_refused(four, tmp_path):
     """The twin: with one rank's file of one unit gone, or cut short, nothing is loaded."""
     import shutil
