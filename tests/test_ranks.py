@@ -21,6 +21,7 @@ import rank_jobs
 from gpu_stand_in import build_stand_in
 from ranks import launch
 
+pytestmark = pytest.mark.timeout(700)  # the launches that the tests share take minutes
 MODES = ["parameters", "gradients", "optimizer"]
 HOMES = ["device", "host", "nvme"]
 STEPS = 3
