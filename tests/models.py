@@ -36,6 +36,18 @@ WIDTH = 64  # a block is then 50 000 parameters: more than one chunk of the smal
 LENGTH = 12
 
 
+class Fail(torch.autograd.Function):
+    """Passes its input on; its backward raises ValueError."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("stop")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Models
 # ---------------------------------------------------------------------------------------------------------------------

@@ -514,8 +514,8 @@ def test_a_model_of_such_blocks_has_the_bits_of_the_plain_run(name, choice, reco
 def test_models_of_transformers_have_the_bits_of_the_plain_run(name, choice):
     """Trains and generates; from the third pass on with what is asked for late: a cache, or the router's logits."""
     architecture, late = LATE.get(name, (name, {}))
-    if ZOO[architecture].missing():
-        pytest.skip("not on this machine")
+    if lacking := ZOO[architecture].missing():
+        pytest.skip(f"this machine lacks {', '.join(lacking)}")
 
     def loop(model, optimizer):
         for step in range(5):

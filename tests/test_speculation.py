@@ -30,7 +30,7 @@ from infinity.optimizer import InfinityOptimizer
 from infinity.tiers import Tier, parse_nbytes
 from infinity.wrap import wrapped
 from models import (
-    at_home, differing, environment, least_host_memory, leftovers, loss_of, seeded, tokens, transformer,
+    Fail, at_home, differing, environment, least_host_memory, leftovers, loss_of, seeded, tokens, transformer,
 )  # fmt: skip
 from ranks import launch
 
@@ -50,16 +50,6 @@ class Lion(torch.optim.Optimizer):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1})
-
-
-class Fail(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("stop")
 
 
 class Part(nn.Module):
