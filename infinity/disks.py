@@ -188,6 +188,12 @@ def rates(folders: Sequence[str]) -> tuple[float, float, float]:
     return tuple(sum(getattr(one, name) for one in used) for name in ("read_rate", "write_rate", "mixed_rate"))
 
 
+def seconds(folders: Sequence[str], read: float, written: float) -> float:
+    """What the disks need at least for so many bytes in both directions at once."""
+    read_rate, write_rate, mixed_rate = rates(folders)
+    return max(read / read_rate, written / write_rate, (read + written) / mixed_rate)
+
+
 def shares(folders: Sequence[str]) -> list[float]:
     """How much of the bytes each folder should take, as rates. Folders on one device would only get in each other's
     way: the first of them takes its part, the others nothing."""

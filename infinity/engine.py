@@ -142,8 +142,7 @@ class Engine:
             for shard in unit.shards:
                 tiers, kept = plan.tiers_of(unit.index), plan.kept_of(unit.index)
                 drafted = unit.index in plan.drafted
-                filled = ("weight", "master") if self.config.weights is not None else ()  # a file's tensors come next
-                shard.allocate(self.store, tiers, f"unit {unit.name}", kept=kept, drafted=drafted, filled=filled)
+                shard.allocate(self.store, tiers, f"unit {unit.name}", kept=kept, drafted=drafted)
         regions = []
 
         def staging(nbytes: int, what: str) -> native.Region | None:

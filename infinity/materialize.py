@@ -48,6 +48,7 @@ class Materialized:
     def __init__(self, model: nn.Module, weights: str | os.PathLike | None, managed: Callable[[nn.Parameter], bool]):
         self._model, self._managed = model, managed
         self._weights = weights
+        self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -93,7 +94,7 @@ class Materialized:
     def undo(self) -> None:
         """The model as it was."""
         for param, meta in self._swapped:
-            _swap(self._model, param, meta)
+            _swap(self._recurrent, param, meta)
         for module, name, buffer in self._buffers:
             module._buffers[name] = buffer
         for tensor, before in self._overwritten:
@@ -107,7 +108,7 @@ class Materialized:
             real.requires_grad_(param.requires_grad)
             attributes, hooks = dict(param.__dict__), (param._backward_hooks, param._post_accumulate_grad_hooks)
             wanted = param in unfilled
-            _swap(self._model, param, real)
+            _swap(self._recurrent, param, real)
             param.__dict__.update(attributes)
             param._backward_hooks, param._post_accumulate_grad_hooks = hooks
             self._swapped.append((param, real))
@@ -159,9 +160,9 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.buffers()
 
 
-def _swap(model: nn.Module, param: nn.Parameter, other: nn.Parameter) -> None:
-    """Gives ``param`` the contents of ``other``, and the other way round; every reference to either stays."""
-    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+def _swap(recurrent: list[nn.RNNBase], param: nn.Parameter, other: nn.Parameter) -> None:
+    """Gives ``param`` the contents of ``other``, and the other way round; every reference to either stays. ``recurrent``: the
+    model's modules of that kind."""
     for module in recurrent:  # they refer to their weights weakly, and torch refuses that
         module._flat_weight_refs = []
     try:

@@ -91,9 +91,8 @@ def _bounds(engine: Engine, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
     stalls = sum(edge.stall_seconds for edge in waited) / steps
     bounds = {"compute": max(0.0, engine.clock.step_seconds - stalls)}
     if engine.plan.planned_nbytes(Tier.NVME):
-        read, write, both = disks.rates(engine.config.nvme_paths)
-        moved_in, moved_out = (edges[edge].nbytes / steps for edge in ("nvme->host", "host->nvme"))
-        bounds["the disk"] = max(moved_in / read, moved_out / write, (moved_in + moved_out) / both)
+        moved = (edges[edge].nbytes / steps for edge in ("nvme->host", "host->nvme"))
+        bounds["the disk"] = disks.seconds(engine.config.nvme_paths, *moved)
     moved = sum(
         2 * sum(spec.nbytes_per_element().values()) - spec.nbytes_per_element()["grad"]
         for spec in (shard.spec for unit in engine.units for shard in unit.shards)

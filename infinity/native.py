@@ -117,6 +117,16 @@ def tensor_at(region: Region, address: int, count: int, dtype: torch.dtype) -> t
     return torch.frombuffer(region, dtype=dtype, count=count, offset=address - region.address)
 
 
+def copy_flat(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``source`` to ``target``, both flat, contiguous, in host memory and of one dtype, by this thread alone: torch would
+    have several do it, and then wait for each of them while others keep the processors busy."""
+    for tensor in (target, source):
+        if tensor.dtype != target.dtype or not tensor.is_cpu or not tensor.is_contiguous() or tensor.numel() != target.numel():
+            raise UsageError(f"{tensor.numel()} elements of {tensor.dtype} for {target.numel()} of {target.dtype}")
+    if source.nbytes:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+
 def address_of(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     """Address of a contiguous CPU tensor of ``dtype``. Raises UsageError otherwise."""
     if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():

@@ -21,7 +21,7 @@ from . import native
 from .collectives import Peers
 from .device import PAST, Moment
 from .layout import FlatLayout
-from .store import ShardStore, StateArray
+from .store import ShardStore, StateArray, WriteBehind
 from .tiers import Tier
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -146,18 +146,17 @@ class ParamShard:
         return begin, max(begin, end)
 
     def allocate(
-        self, store: ShardStore, tiers: dict[str, Tier], what: str, *, kept: Collection[str] = (), drafted: bool = False,
-        filled: Collection[str] = (),
+        self, store: ShardStore, tiers: dict[str, Tier], what: str, *, kept: Collection[str] = (), drafted: bool = False
     ) -> None:
         """Allocates every array at the tier that ``tiers`` gives its name; those in ``kept`` are cached on the host. ``drafted``:
-        room for the results of a draft too. ``filled``: those that are about to be written."""
+        room for the results of a draft too."""
         for name, dtype in self.spec.array_dtypes().items():
             begin, end = self.own(name)
             numel = end - begin
-            array = store.allocate(tiers[name], dtype, numel, f"{name} of {what}", filled=name in filled)
+            array = store.allocate(tiers[name], dtype, numel, f"{name} of {what}")
             if name in kept:
                 self._reserved.append(array)
-                array = store.allocate(Tier.HOST, dtype, numel, f"{name} of {what}, kept from NVMe", filled=name in filled)
+                array = store.allocate(Tier.HOST, dtype, numel, f"{name} of {what}, kept from NVMe")
             self.arrays[name] = array
             if drafted and self.spec.stepped and name != "grad":
                 self.beside[name] = store.allocate(array.tier, dtype, numel, f"{name} of {what}, updated ahead")
@@ -218,31 +217,40 @@ class ParamShard:
             weight = native.join_master(weight, master) if self.spec.master == native.Master.SPLIT else master
         return self._shaped(weight.to(dtype), index)
 
-    def write_value(self, store: ShardStore, index: int, value: torch.Tensor, *, version: int) -> None:
-        """Sets parameter ``index``: master and weight become ``value``."""
+    def write_value(
+        self, store: ShardStore | WriteBehind, index: int, value: torch.Tensor, *, version: int, fresh: bool = False
+    ) -> None:
+        """Sets parameter ``index``: master and weight become ``value``. ``fresh``: nothing but a value has been here yet."""
         self.come_to_rest()
-        self._write_encoded(store, self.layout.placements[index].offset, self._flattened(value, index), version)
+        self._write_encoded(store, self.layout.placements[index].offset, self._flattened(value, index), version, fresh)
 
-    def write_values(self, store: ShardStore, index: int, begin: int, values: torch.Tensor, *, version: int) -> None:
-        """Sets the elements of parameter ``index`` from ``begin`` on, counted row by row, to flat ``values``."""
+    def write_first_values(self, store: ShardStore | WriteBehind, index: int, begin: int, values: torch.Tensor) -> None:
+        """Sets the elements of parameter ``index`` of a fresh shard from ``begin`` on, counted row by row, to flat
+        ``values``."""
         self.come_to_rest()
         place = self.layout.placements[index]
         values = values.to(self.spec.wrapped_dtype)
         if place.is_row_major:
-            self._write_encoded(store, place.offset + begin, values, version)
+            self._write_encoded(store, place.offset + begin, values, 0, True)
         else:
             value = self.read_value(store, index)
             places = torch.arange(begin, begin + values.numel(), device="cpu")
             value[torch.unravel_index(places, place.shape)] = values
-            self.write_value(store, index, value, version=version)
+            self.write_value(store, index, value, version=0, fresh=True)
 
-    def _write_encoded(self, store: ShardStore, offset: int, flat: torch.Tensor, version: int) -> None:
-        """Master and weight of ``flat``, in pieces: what they are made of is several times as large."""
+    def _write_encoded(
+        self, store: ShardStore | WriteBehind, offset: int, flat: torch.Tensor, version: int, fresh: bool
+    ) -> None:
+        """Master and weight of ``flat``, in pieces: what they are made of is several times as large. Low bits that are zero
+        need not be written where nothing was yet."""
+        spec = self.spec
+        whole = fresh and spec.master == native.Master.SPLIT and flat.dtype == spec.dtype == torch.bfloat16
         for begin in range(0, flat.numel(), ENCODED_AT_ONCE):
             first, last = offset + begin, min(offset + begin + ENCODED_AT_ONCE, offset + flat.numel())
             low, high = self.own("weight")
             if (first := max(first, low)) < (last := min(last, high)):
-                for name, part in self.encode(flat[first - offset : last - offset]).items():
+                values = flat[first - offset : last - offset]
+                for name, part in ({"weight": values} if whole else self.encode(values)).items():
                     store.write(self.arrays[name], first - low, part, version=version)
 
     def write_changes(

@@ -13,9 +13,10 @@ import fcntl
 import os
 import secrets
 import shutil
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -137,14 +138,15 @@ class ShardStore:
         self._leaving: list[tuple[list[native.Ticket], tuple[int, int, int]]] = []  # free when these transfers are over
         self._service_nbytes = service_nbytes
         self._service: native.Region | None = None
+        self._absent: list[native.Region] | None = []  # whose pages are to come; None once open
+        self._populating: threading.Thread | None = None
         self.staging: native.PinnedPool | None = None  # weights on their way to the device
         self._returning: deque[tuple[Moment, list[native.Lease]]] = deque()  # slots that the device still copies from
 
     # --- allocation ---
 
-    def allocate(self, tier: Tier, dtype: torch.dtype, numel: int, what: str, *, filled: bool = False) -> StateArray:
-        """A zeroed array of ``numel`` elements at home on ``tier``. Raises CapacityError over the tier's budget. ``filled``: all
-        of it is about to be written, and gets its pages then."""
+    def allocate(self, tier: Tier, dtype: torch.dtype, numel: int, what: str) -> StateArray:
+        """A zeroed array of ``numel`` elements at home on ``tier``. Raises CapacityError over the tier's budget."""
         nbytes = numel * dtype.itemsize
         reservation = self.ledger.reserve(tier, round_up(nbytes, native.BLOCK_NBYTES), what)  # memory comes in pages
         if tier is Tier.NVME:
@@ -156,7 +158,7 @@ class ShardStore:
             if tier is Tier.DEVICE and not self.device.is_host:
                 flat = self.device.zeros(numel, dtype, what)
             else:
-                region = self.make_region(nbytes, filled=filled)
+                region = self.make_region(nbytes)
                 flat = native.tensor_at(region, region.address, numel, dtype)
         except BaseException:
             reservation.release()
@@ -168,11 +170,14 @@ class ShardStore:
         usable = [index for index, share in enumerate(self._shares) if share]
         return min(usable, key=lambda index: (self._file_nbytes[index] + nbytes) / self._shares[index])
 
-    def make_region(self, nbytes: int, *, copied: bool = True, filled: bool = False) -> native.Region:
-        """Page-aligned memory, every page present before this returns, unless it is ``filled`` at once: clearing pages then
-        goes on while the disk reads. ``copied``: by the device, with which it is registered (that needs the pages)."""
-        present = not filled or not self.device.is_host
-        region = native.Region(nbytes, huge_pages=True, touch_threads=(os.cpu_count() or 1) if present else 0)
+    def make_region(self, nbytes: int, *, copied: bool = True) -> native.Region:
+        """Page-aligned memory. ``copied``: by the device, with which it is registered. Every page is present when this
+        returns or, of what comes before :meth:`open`, after :meth:`await_pages`: the kernel clears them while the values
+        that will be in them are read and copied. A device registers pages that are there."""
+        later = self._absent is not None and self.device.is_host
+        region = native.Region(nbytes, huge_pages=True, touch_threads=0 if later else _processors())
+        if later:
+            self._absent.append(region)
         if copied:
             self.device.pin(region)
         return region
@@ -191,6 +196,15 @@ class ShardStore:
             self._create(job.path / SWAP_NAME, max(nbytes, native.BLOCK_NBYTES))
         regions = [*staging, self._service]
         self.engine.register([(region.address, region.nbytes) for region in regions])
+        absent, self._absent = self._absent, None
+        self._populating = threading.Thread(target=_populate, args=(absent,), name="infinity-pages", daemon=True)
+        self._populating.start()
+
+    def await_pages(self) -> None:
+        """Returns when every page is present."""
+        if self._populating is not None:
+            self._populating.join()
+            self._populating = None
 
     def _create(self, path: Path, nbytes: int) -> int:
         free = shutil.disk_usage(path.parent).free
@@ -305,7 +319,7 @@ class ShardStore:
             if array.tier is not Tier.NVME:
                 return out.copy_(array.flat[begin:end])
             for offset, block, inner, outer in self._blocks(array, begin, end):
-                self._read_block(array, offset, block)
+                self.read_block(array, offset, block)
                 out[outer] = block.view(array.dtype)[inner]
             return out
 
@@ -313,7 +327,9 @@ class ShardStore:
         """Writes the flat CPU tensor ``source`` at element ``begin``; its blocks carry ``version`` from then on."""
         self.check_process()
         end = begin + source.numel()
-        if array.tier is not Tier.NVME:
+        if array.flat is not None and array.flat.is_cpu:
+            native.copy_flat(array.flat[begin:end], source.to(array.dtype).contiguous())
+        elif array.tier is not Tier.NVME:
             array.flat[begin:end] = source
         else:
             under_way: dict[int, native.Ticket] = {}  # by the address that each writes from
@@ -323,7 +339,7 @@ class ShardStore:
                         if (before := under_way.pop(block.data_ptr(), None)) is not None:
                             before.wait()
                         if inner.stop - inner.start < block.numel() // array.dtype.itemsize:
-                            self._read_block(array, offset, block)
+                            self.read_block(array, offset, block)
                         block.view(array.dtype)[inner] = source[outer]
                         ticket = self.engine.write(array.extent, offset, block.data_ptr(), block.numel())
                         under_way[block.data_ptr()] = ticket
@@ -331,7 +347,8 @@ class ShardStore:
                     _wait_for_all(under_way.values())
         array.extent.version = version
 
-    def _read_block(self, array: StateArray, offset: int, block: torch.Tensor) -> None:
+    def read_block(self, array: StateArray, offset: int, block: torch.Tensor) -> None:
+        """Whole checksummed blocks of an array on disk, from byte ``offset`` on, into memory that the engine knows."""
         self.engine.read(array.extent, offset, block.data_ptr(), block.numel()).wait()
         self.verify(array, block.data_ptr(), block.numel(), offset=offset)
 
@@ -363,6 +380,17 @@ class ShardStore:
             offset += nbytes
 
     @contextmanager
+    def writing_behind(self) -> Iterator[WriteBehind]:
+        """For many writes, of which those that follow each other on disk become large ones that nobody waits for. All is at
+        home when the block ends."""
+        writer = WriteBehind(self, self._service, WRITES_AT_ONCE)
+        try:
+            yield writer
+            writer.flush()
+        finally:
+            writer.close()
+
+    @contextmanager
     def guarding(self) -> Iterator[None]:
         """The disk's first error inside any such block ends all of them: what it left half done must not be trained
         on, read or saved."""
@@ -390,6 +418,8 @@ class ShardStore:
 
     def close(self) -> None:
         """Closes and removes the swap files and gives the memory back."""
+        self.await_pages()
+        self._absent = []
         self.engine = None  # waits for what is in flight and closes the descriptors
         self._returning.clear()
         self._service = self.staging = None
@@ -399,6 +429,111 @@ class ShardStore:
         for reservation in self._reservations:
             reservation.release()
         self._reservations.clear()
+
+
+class WriteBehind:
+    """Reads and writes arrays as the store does, in whose place it can be given to a shard.
+
+    part    of the service buffer: bytes of one array that are written at once, from ``_start`` to ``_end`` of it
+    """
+
+    def __init__(self, store: ShardStore, service: native.Region, parts: int):
+        self._store, self._service = store, service
+        self._parts = max(1, min(parts, service.nbytes // native.CHECKSUM_NBYTES))  # less than a block: nothing is on disk
+        self._part_nbytes = service.nbytes // self._parts // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
+        self._under_way: dict[int, tuple[native.Ticket, StateArray, int, int]] = {}  # part -> what is written, from, to
+        self._turn = 0
+        self._array: StateArray | None = None
+        self._start = self._end = 0
+
+    def guarding(self):
+        """As the store's."""
+        return self._store.guarding()
+
+    def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
+        """As the store's: what was written is read."""
+        if array.tier is Tier.NVME:
+            self.flush()
+        return self._store.read(array, begin, end)
+
+    def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
+        """As the store's, but that it returns before the bytes are at home."""
+        if array.tier is not Tier.NVME:
+            self._store.write(array, begin, source, version=version)
+            return
+        self._store.check_process()
+        with self.guarding():
+            raw, at = source.to(array.dtype).contiguous().view(torch.uint8), begin * array.dtype.itemsize
+            while raw.numel():
+                if self._array is not array or at != self._end:
+                    self._submit()
+                    self._begin_part(array, at)
+                count = min(raw.numel(), self._start + self._part_nbytes - at)
+                native.copy_flat(self._part()[at - self._start : at - self._start + count], raw[:count])
+                raw, at = raw[count:], at + count
+                self._end = at
+                if at == self._start + self._part_nbytes:
+                    self._submit()
+        array.extent.version = version
+
+    def flush(self) -> None:
+        """Returns when everything is at home."""
+        with self.guarding():
+            self._submit()
+            self._wait()
+
+    def close(self) -> None:
+        """Returns when nothing is under way, after an error too."""
+        under_way, self._under_way = self._under_way, {}
+        for ticket, *_ in under_way.values():
+            with suppress(InfinityError):  # the one that counts is being raised
+                ticket.wait()
+
+    def _part(self) -> torch.Tensor:
+        address = self._service.address + self._turn % self._parts * self._part_nbytes
+        return native.tensor_at(self._service, address, self._part_nbytes, torch.uint8)
+
+    def _begin_part(self, array: StateArray, at: int) -> None:
+        self._turn += 1
+        if (before := self._under_way.pop(self._turn % self._parts, None)) is not None:
+            before[0].wait()
+        start = at // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
+        if start < at:  # the first block is changed in part
+            self._read_block(array, start, self._part())
+        self._array, self._start, self._end = array, start, at
+
+    def _submit(self) -> None:
+        """Sends the part on its way."""
+        if self._array is None:
+            return
+        array, self._array = self._array, None
+        part, last = self._part(), self._end // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
+        end = min(round_up(self._end, native.CHECKSUM_NBYTES), array.nbytes)
+        if self._end < end:  # the last block too
+            changed = part[last - self._start : self._end - self._start].clone()
+            self._read_block(array, last, part[last - self._start :])
+            part[last - self._start : self._end - self._start] = changed
+        if any(other is array and low < end and self._start < high for _, other, low, high in self._under_way.values()):
+            self._wait()  # the disk may put two writes of one place in either order
+        ticket = self._store.engine.write(array.extent, self._start, part.data_ptr(), end - self._start)
+        self._under_way[self._turn % self._parts] = ticket, array, self._start, end
+
+    def _read_block(self, array: StateArray, offset: int, into: torch.Tensor) -> None:
+        self._wait()  # it may be one of those under way
+        self._store.read_block(array, offset, into[: min(native.CHECKSUM_NBYTES, array.nbytes - offset)])
+
+    def _wait(self) -> None:
+        under_way, self._under_way = self._under_way, {}
+        _wait_for_all(ticket for ticket, *_ in under_way.values())
+
+
+def _processors() -> int:
+    return os.cpu_count() or 1
+
+
+def _populate(regions: Sequence[native.Region]) -> None:
+    for region in regions:
+        region.populate(_processors())
 
 
 def _wait_for_all(tickets: Iterable[native.Ticket]) -> None:

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from . import native
 from .errors import ConfigError, CorruptionError, StorageError
 
-BLOCK_NBYTES = 8 * 1024 * 1024
-BLOCKS_AHEAD = 3
+BLOCK_NBYTES = 4 * 1024 * 1024
+BLOCKS_AHEAD = 7
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,

@@ -35,6 +35,7 @@ from .partition import Group, held_nbytes, is_managed, parameter_names, partitio
 from .plan import MemoryPlan, ShardSize, UnitSize, check_folders, make_plan, measured_free
 from .replaced import ReplacedForward
 from .shard import ParamShard, ShardSpec
+from .store import WriteBehind
 from .tiers import Tier, format_nbytes
 from .trace import Traffic
 from .unit import ParamUnit
@@ -135,10 +136,12 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
             engine.sizes = [_size_of(group, unit_shards) for group, unit_shards in zip(groups, shards)]
         with peers.together("sending the values home"):
             materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real; undone if anything fails
-            materialized.fill(_Homes(engine))
-            for unit in units:
-                for shard in unit.shards:
-                    _send_home(engine, shard, optimizer, rule, done=materialized.sent)
+            with engine.store.writing_behind() as store:
+                materialized.fill(_Homes(engine, store))
+                for unit in units:
+                    for shard in unit.shards:
+                        _send_home(engine.peers, store, shard, optimizer, rule, done=materialized.sent)
+            engine.store.await_pages()
             device.warm(plan.device_window_nbytes)
             for unit in units:
                 unit.allocate()
@@ -483,8 +486,8 @@ def _spec(param: nn.Parameter, stepped: bool, rule, optimizer, config: Config) -
 class _Homes:
     """Takes values home and back before the parameters know of the engine."""
 
-    def __init__(self, engine: Engine):
-        self._store = engine.store
+    def __init__(self, engine: Engine, store: WriteBehind):
+        self._store = store
         shards = [shard for unit in engine.units for shard in unit.shards]
         self._places = {param: (shard, index) for shard in shards for index, param in enumerate(shard.params)}
 
@@ -492,7 +495,7 @@ class _Homes:
         shard, index = self._places[param]
         if drawn:  # at random, by every rank for itself
             values = shard.peers.broadcast(values.clone(), "the initial values")
-        shard.write_values(self._store, index, begin, values, version=0)
+        shard.write_first_values(self._store, index, begin, values)
 
     def span(self, param: nn.Parameter) -> tuple[int, int]:
         shard, index = self._places[param]
@@ -509,25 +512,25 @@ class _Homes:
 
 @torch.no_grad()
 def _send_home(
-    engine: Engine, shard: ParamShard, optimizer: torch.optim.Optimizer | None, rule, *, done: set[nn.Parameter]
+    peers: Peers, store: WriteBehind, shard: ParamShard, optimizer: torch.optim.Optimizer | None, rule, *, done: set[nn.Parameter]
 ) -> None:
     """Copies values (but of those that are ``done``), moments and gradients to the shard's homes."""
     for index, param in enumerate(shard.params):
         if not param.numel():
             continue
         if param not in done:
-            shard.write_value(engine.store, index, _first(engine.peers, param, "a parameter"), version=0)
+            shard.write_value(store, index, _first(peers, param, "a parameter"), version=0, fresh=True)
         if not shard.spec.stepped:
             continue
         state = optimizer.state.get(param, {})
         for name, array in moment_names(rule, optimizer).items():
             if state.get(name) is not None:
-                moment = _first(engine.peers, state[name], "the optimizer's state")
-                shard.write_moment(engine.store, array, index, moment, version=0)
+                moment = _first(peers, state[name], "the optimizer's state")
+                shard.write_moment(store, array, index, moment, version=0)
         if (grad := raw_grad(param)) is not None:
-            if not engine.peers.alone:
+            if not peers.alone:
                 raise ConfigError("a parameter has a gradient already, of one rank's batch: call zero_grad() before wrap_model")
-            shard.write_flat(engine.store, "grad", index, grad, version=0)
+            shard.write_flat(store, "grad", index, grad, version=0)
 
 
 def _first(peers: Peers, tensor: torch.Tensor, what: str) -> torch.Tensor:

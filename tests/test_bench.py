@@ -83,10 +83,11 @@ def test_jobs_of_a_gpu_run_without_one(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("theme, expected", [
-    ("train", {"train.plain", "train.infinity_nvme.peak"}),
+    ("train", {"train.compute", "train.plain", "train.infinity_nvme.peak", "train.infinity_host.held"}),
     ("train_ways", {"train.clip.ahead.infinity_nvme", "train.micro8.plain", "train.units8.infinity_host"}),
     ("train_1b", {"train_1b.plain", "train_1b.infinity_nvme"}),
     ("tiling", {"tiling.width.64", "tiling.head.tiles.grown"}),
+    ("startup", {"startup.host.inference", "startup.nvme.training"}),
 ])  # fmt: skip
 def test_end_to_end_themes_run_with_small_models(tmp_path, theme, expected):
     """Method: the whole theme with a model of a few thousand parameters, without peers."""

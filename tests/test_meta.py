@@ -48,7 +48,7 @@ from runs import adamw
 SEED = 61
 LR = 1e-2
 MIB = 2**20
-BLOCK = 8 * MIB
+BLOCK = 4 * MIB
 SMALL = native.CHECKSUM_NBYTES
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -194,11 +194,11 @@ def test_an_element_across_two_blocks(dtype, small_blocks, tmp_path):
             assert differing(streamed(path, {"cut"}), {"cut": tensors["cut"]}) == []
 
 
-def test_real_blocks_of_8_mib(tmp_path):
-    """Method: nothing is made small. Behind odd bytes, an fp32 tensor of 20 MiB that is cut at two block ends, a bf16 one
+def test_real_blocks_of_4_mib(tmp_path):
+    """Method: nothing is made small. Behind odd bytes, an fp32 tensor of 10 MiB that is cut at two block ends, a bf16 one
     that is cut at the third, and 5 fp64 numbers in the file's last 4096 bytes."""
     assert weights.BLOCK_NBYTES == BLOCK
-    wide = random_bytes(20 * MIB, torch.float32, 1)
+    wide = random_bytes(10 * MIB, torch.float32, 1)
     filler = 3 * BLOCK - 4097 - 7 - wide.nbytes - 2 * 100 - 1  # the bf16 element 100 then starts one byte ahead
     tensors = {
         "odd": torch.ones(7, dtype=torch.int8),
@@ -212,7 +212,7 @@ def test_real_blocks_of_8_mib(tmp_path):
     assert stored["wide"].begin % 4 == 0 and stored["half"].begin % 2 == 1 and stored["tail"].begin % 8
     assert stored["half"].begin + 2 * 100 == 3 * BLOCK - 1 and stored["tail"].begin > os.path.getsize(path) // 4096 * 4096
     assert differing(streamed(path), tensors) == []
-    tensors["odd"] = torch.ones(8, dtype=torch.int8)  # and the 20 MiB off their alignment, by every offset there is
+    tensors["odd"] = torch.ones(8, dtype=torch.int8)  # and the 10 MiB off their alignment, by every offset there is
     for start in (4097, 4098, 4099):
         one = {name: tensors[name] for name in ("odd", "wide")}
         path = write_file(tmp_path / "m.safetensors", one, start=start)

@@ -23,13 +23,15 @@ class Region {
   void pin(int device);
   bool pinned() const { return driver_ != nullptr; }
 
+  // `threads` threads fault every page in before this returns. What is in the memory stays, and so does what somebody
+  // writes to it meanwhile.
+  void populate(int threads);
+
   std::byte* data() const { return data_; }
   std::size_t nbytes() const { return nbytes_; }
   bool huge_pages() const { return huge_pages_; }
 
  private:
-  void touch(int threads);
-
   std::byte* data_ = nullptr;
   std::size_t nbytes_ = 0;
   bool huge_pages_ = false;

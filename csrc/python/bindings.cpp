@@ -100,6 +100,7 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("huge_pages", &Region::huge_pages)
       .def("pin", &Region::pin, py::arg("device") = 0, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("pinned", &Region::pinned)
+      .def("populate", &Region::populate, py::arg("threads"), py::call_guard<py::gil_scoped_release>())
       .def_buffer([](Region& r) {
         return py::buffer_info(reinterpret_cast<unsigned char*>(r.data()), static_cast<py::ssize_t>(r.nbytes()));
       });

@@ -39,6 +39,24 @@ TEST(memory, region_is_aligned_zeroed_and_all_its_own) {
       }
 }
 
+TEST(memory, populating_keeps_what_is_there) {
+  // Some bytes are written first, some by another thread meanwhile; every other byte is zero afterwards.
+  for (bool huge : {false, true})
+    for (int threads : {1, 3}) {
+      Region region(9 * kMib + 1, huge, 0);
+      region.data()[0] = region.data()[5 * kMib] = std::byte{7};
+      std::thread writer([&] {
+        for (std::size_t at = 1; at < region.nbytes(); at += kBlockNbytes) region.data()[at] = std::byte{9};
+      });
+      region.populate(threads);
+      writer.join();
+      for (std::size_t at = 0; at < region.nbytes(); ++at) {
+        const int expected = at == 0 || at == 5 * kMib ? 7 : at % kBlockNbytes == 1 ? 9 : 0;
+        CHECK(region.data()[at] == std::byte(expected), "byte ", at);
+      }
+    }
+}
+
 TEST(memory, region_nobody_can_have_is_refused) {
   // No bytes at all, and more than the address space.
   said_by<UsageError>([] { Region region(0, false, 0); });

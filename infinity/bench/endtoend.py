@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -69,10 +70,30 @@ class Job:
             yield model(input_ids=batch, labels=batch).loss / self.args.micro_batches
 
 
-Step = Callable[[], None]
+@dataclass
+class Running:
+    """A system at work on a job."""
+
+    step: Callable[[], None]
+    settle: Callable[[], None] = lambda: None  # returns when the last update is at home
+    told: Callable[[], dict] = dict  # what it knows of itself, for the JSON
 
 
-def plain(job: Job) -> tuple[Step, Step]:
+def compute(job: Job) -> Running:
+    """Forwards and backwards and nothing else: no system can be faster."""
+    model = make_model(job.args.size)
+
+    def step() -> None:
+        for loss in job.losses(model):
+            loss.backward()
+        for param in model.parameters():
+            param.grad = None
+
+    weights = sum(param.numel() * param.itemsize for param in model.parameters())
+    return Running(step, told=lambda: {"held_nbytes": 2 * weights})  # with their gradients
+
+
+def plain(job: Job) -> Running:
     """torch, AdamW fused over an fp32 master copy."""
     model = make_model(job.args.size)
     masters = [param.detach().float().requires_grad_() for param in model.parameters()]
@@ -90,12 +111,13 @@ def plain(job: Job) -> tuple[Step, Step]:
             for master, param in zip(masters, model.parameters()):
                 param.copy_(master)
 
-    return step, lambda: None
+    return Running(step)
 
 
-def ours(job: Job) -> tuple[Step, Step]:
+def ours(job: Job) -> Running:
     """Infinity at the home that the system's name has."""
     import infinity
+    from infinity import disks
     from infinity.wrap import wrapped
 
     home = job.args.system.removeprefix("infinity_")
@@ -122,10 +144,31 @@ def ours(job: Job) -> tuple[Step, Step]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, lambda: wrapped(model).engine.settle()
+    moved = [_moved(model)]
+
+    def settle() -> None:
+        wrapped(model).engine.settle()
+        moved.append(_moved(model))
+
+    def told() -> dict:
+        """Bytes of memory that it held at most, and what the disk alone needed for the steps that were timed."""
+        tiers = infinity.stats(model).tiers
+        held = tiers["device"].peak_nbytes + tiers["host"].peak_nbytes
+        read, written = (after - before for before, after in zip(*moved[-2:]))
+        return {"held_nbytes": held, "disk_seconds": disks.seconds([job.args.folder], read, written) if home == "nvme" else 0.0}
+
+    return Running(step, settle, told)
 
 
-def deepspeed(job: Job) -> tuple[Step, Step]:
+def _moved(model: torch.nn.Module) -> tuple[int, int]:
+    """Bytes read from and written to the disk so far."""
+    import infinity
+
+    edges = infinity.stats(model).edges
+    return edges["nvme->host"].nbytes, edges["host->nvme"].nbytes
+
+
+def deepspeed(job: Job) -> Running:
     """ZeRO-3 with parameters and optimizer on the CPU, or on NVMe at its defaults or at better settings."""
     import deepspeed as peer
 
@@ -159,10 +202,10 @@ def deepspeed(job: Job) -> tuple[Step, Step]:
             engine.backward(engine(input_ids=batch, labels=batch).loss)
             engine.step()
 
-    return step, lambda: None
+    return Running(step)
 
 
-def fsdp(job: Job) -> tuple[Step, Step]:
+def fsdp(job: Job) -> Running:
     """FSDP2 with or without CPUOffloadPolicy, fp32 sharded parameters, bf16 compute, AdamW fused."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -187,7 +230,7 @@ def fsdp(job: Job) -> tuple[Step, Step]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, lambda: None
+    return Running(step)
 
 
 def _one_process() -> None:
@@ -198,8 +241,8 @@ def _one_process() -> None:
     os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
 
 
-SYSTEMS: dict[str, Callable[[Job], tuple[Step, Step]]] = {
-    "plain": plain, "infinity_device": ours, "infinity_host": ours, "infinity_nvme": ours, "fsdp2_cpu": fsdp,
+SYSTEMS: dict[str, Callable[[Job], Running]] = {
+    "compute": compute, "plain": plain, "infinity_device": ours, "infinity_host": ours, "infinity_nvme": ours, "fsdp2_cpu": fsdp,
     "fsdp2": fsdp,
     "deepspeed_cpu": deepspeed, "deepspeed_nvme": deepspeed, "deepspeed_nvme_tuned": deepspeed,
 }  # fmt: skip
@@ -223,23 +266,27 @@ def main() -> None:
     args = parser.parse_args()
     with contextlib.redirect_stdout(sys.stderr):
         job = Job(args)
-        step, finish = SYSTEMS[args.system](job)
+        system = SYSTEMS[args.system](job)
         for _ in range(args.warm_up):
-            step()
-        finish()
+            system.step()
+        system.settle()
         start = time.perf_counter()
         for _ in range(args.steps):
-            step()
-        finish()
+            system.step()
+        system.settle()
         seconds = (time.perf_counter() - start) / args.steps
+        told = system.told()
     totals = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0, 1.0], dtype=torch.float64)
     first = True
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(totals)
         first = torch.distributed.get_rank() == 0
     peak, ranks = totals.tolist()
+    tokens = ranks * args.micro_batches * job.tokens
+    if (disk_seconds := told.pop("disk_seconds", 0.0)) > 0:
+        told["disk_tokens_per_second"] = tokens * args.steps / disk_seconds
     if first:
-        print(json.dumps({"tokens_per_second": ranks * args.micro_batches * job.tokens / seconds, "peak_nbytes": peak}))
+        print(json.dumps({"tokens_per_second": tokens / seconds, "peak_nbytes": peak} | told))
     sys.stdout.flush()
     os._exit(0)  # a peer's threads may not end
 
@@ -264,19 +311,19 @@ def run(system: str, options: list[str], *, ranks: int = 1, timeout: float = 900
 
 
 def measure(settings: Settings) -> Measured:
-    """Rows ``train.<system>`` (tokens/s) and ``train.<system>.peak`` (GiB)."""
+    """Rows ``train.<system>`` (tokens/s), ``train.<system>.peak`` and, of some, ``.held`` (GiB)."""
     return turns(settings, [system for system in SYSTEMS if system != "fsdp2"], _size(settings), ROUNDS)
 
 
 def measure_ways(settings: Settings) -> Measured:
     """The same with clipping (``train.clip``; ``train.clip.ahead`` updates units ahead of it) and with eight micro-batches
     (``train.micro8``; ``train.units8`` runs them unit by unit), and the speed against the host budget."""
-    size, few = _size(settings), ["plain", "infinity_host", "infinity_nvme", "deepspeed_cpu", "deepspeed_nvme_tuned"]
     ours = ["infinity_host", "infinity_nvme"]
+    size, few = _size(settings), ["compute", "plain", *ours, "deepspeed_cpu", "deepspeed_nvme_tuned"]
     found = turns(settings, few, size, 1, options=["--clip"], name=".clip")
     found.add(turns(settings, ours, size, 1, options=["--clip", "--speculate"], name=".clip.ahead"))
     eight = ["--micro-batches", "8", "--warm-up", "1", "--steps", "2"]
-    found.add(turns(settings, few[:3], size, 1, options=eight, name=".micro8"))
+    found.add(turns(settings, few[:4], size, 1, options=eight, name=".micro8"))
     found.add(turns(settings, ours, size, 1, options=[*eight, "--units-at-once"], name=".units8"))
     found.series["train.budget"] = _budgets(settings, "tiny" if size == "tiny" else "50M")
     return found
@@ -284,7 +331,7 @@ def measure_ways(settings: Settings) -> Measured:
 
 def measure_large(settings: Settings) -> Measured:
     """A model of 1 B parameters, by the systems that it does not outgrow here."""
-    systems = ["plain", "infinity_host", "infinity_nvme", "deepspeed_nvme_tuned"]
+    systems = ["compute", "plain", "infinity_host", "infinity_nvme", "deepspeed_nvme_tuned"]
     size = "1B" if settings.scale >= 1 else _size(settings)
     return turns(settings, systems, size, 1, options=["--warm-up", "1", "--steps", "2"], theme="train_1b")
 
@@ -320,8 +367,10 @@ def turns(
     ranks: int = 1,
     theme: str = "train",
 ) -> Measured:
-    """The rows of ``systems``, which take turns, one process each."""
-    chosen = [system for system in systems if settings.peers or system.startswith(("plain", "infinity"))]
+    """The rows of ``systems``, which take turns, one process each. Their ceiling is the slower of the compute alone and,
+    where the state is on disk, of the disk alone. ``.peak``: memory of the process; ``.held``: what of it the system keeps
+    (weights and gradients of the compute alone; everything that the engine's budgets count)."""
+    chosen = [system for system in systems if settings.peers or system.startswith(("compute", "plain", "infinity"))]
     found: dict[str, list[dict]] = {system: [] for system in chosen}
     notes = []
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
@@ -335,16 +384,24 @@ def turns(
                     found[system].append(result)
     rows = []
     for system, results in found.items():
-        speeds = [result["tokens_per_second"] for result in results]
-        ratios = {}
+        speeds, ratios, ceiling = _speeds(results), {}, None
         if system.startswith("infinity"):
             for peer, theirs in found.items():
-                if not peer.startswith("infinity"):
-                    pairs = zip(speeds, (result["tokens_per_second"] for result in theirs))
-                    ratios[peer] = statistics.median(our / their for our, their in pairs)
-        rows.append(row(f"{theme}{name}.{system}", "tokens/s", speeds, ratios=ratios))
+                if not peer.startswith(("infinity", "compute")):
+                    ratios[peer] = statistics.median(our / their for our, their in zip(speeds, _speeds(theirs)))
+            if "compute" in found:
+                pairs = zip(results, _speeds(found["compute"]))
+                limits = [min(limit, result.get("disk_tokens_per_second", limit)) for result, limit in pairs]
+                ceiling = ("compute and disk", limits)
+        rows.append(row(f"{theme}{name}.{system}", "tokens/s", speeds, ceiling=ceiling, ratios=ratios))
         rows.append(row(f"{theme}{name}.{system}.peak", "GiB", [result["peak_nbytes"] / 2**30 for result in results]))
+        if held := [result["held_nbytes"] / 2**30 for result in results if "held_nbytes" in result]:
+            rows.append(row(f"{theme}{name}.{system}.held", "GiB", held))
     return Measured(rows, notes)
+
+
+def _speeds(results: list[dict]) -> list[float]:
+    return [result["tokens_per_second"] for result in results]
 
 
 if __name__ == "__main__":

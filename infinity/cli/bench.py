@@ -27,6 +27,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "train_ways": "infinity.bench.endtoend:measure_ways",
     "train_1b": "infinity.bench.endtoend:measure_large",
     "tiling": "infinity.bench.tiling",
+    "startup": "infinity.bench.startup",
     "ranks": "infinity.bench.ranks",
     "gpu": "infinity.bench.gpu",
     "gpu_train": "infinity.bench.gpu_train",
