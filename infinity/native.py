@@ -120,9 +120,10 @@ def tensor_at(region: Region, address: int, count: int, dtype: torch.dtype) -> t
 def copy_flat(target: torch.Tensor, source: torch.Tensor) -> None:
     """``source`` to ``target``, both flat, contiguous, in host memory and of one dtype, by this thread alone: torch would
     have several do it, and then wait for each of them while others keep the processors busy."""
-    for tensor in (target, source):
-        if tensor.dtype != target.dtype or not tensor.is_cpu or not tensor.is_contiguous() or tensor.numel() != target.numel():
-            raise UsageError(f"{tensor.numel()} elements of {tensor.dtype} for {target.numel()} of {target.dtype}")
+    if target.dtype != source.dtype or target.numel() != source.numel():
+        raise UsageError(f"{source.numel()} elements of {source.dtype} for {target.numel()} of {target.dtype}")
+    if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in (target, source)):
+        raise UsageError("only contiguous tensors in host memory are copied byte by byte")
     if source.nbytes:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 

@@ -21,7 +21,7 @@ from . import native
 from .collectives import Peers
 from .device import PAST, Moment
 from .layout import FlatLayout
-from .store import ShardStore, StateArray, WriteBehind
+from .store import ArrayIO, ShardStore, StateArray
 from .tiers import Tier
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -206,7 +206,7 @@ class ParamShard:
 
     # --- parameter values ---
 
-    def read_value(self, store: ShardStore, index: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def read_value(self, store: ArrayIO, index: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Parameter ``index`` as a new tensor of ``dtype`` (default: as wrapped), from the master where it is wider."""
         with store.guarding():
             self.settle()
@@ -218,13 +218,13 @@ class ParamShard:
         return self._shaped(weight.to(dtype), index)
 
     def write_value(
-        self, store: ShardStore | WriteBehind, index: int, value: torch.Tensor, *, version: int, fresh: bool = False
+        self, store: ArrayIO, index: int, value: torch.Tensor, *, version: int, fresh: bool = False
     ) -> None:
         """Sets parameter ``index``: master and weight become ``value``. ``fresh``: nothing but a value has been here yet."""
         self.come_to_rest()
         self._write_encoded(store, self.layout.placements[index].offset, self._flattened(value, index), version, fresh)
 
-    def write_first_values(self, store: ShardStore | WriteBehind, index: int, begin: int, values: torch.Tensor) -> None:
+    def write_first_values(self, store: ArrayIO, index: int, begin: int, values: torch.Tensor) -> None:
         """Sets the elements of parameter ``index`` of a fresh shard from ``begin`` on, counted row by row, to flat
         ``values``."""
         self.come_to_rest()
@@ -239,22 +239,22 @@ class ParamShard:
             self.write_value(store, index, value, version=0, fresh=True)
 
     def _write_encoded(
-        self, store: ShardStore | WriteBehind, offset: int, flat: torch.Tensor, version: int, fresh: bool
+        self, store: ArrayIO, offset: int, flat: torch.Tensor, version: int, fresh: bool
     ) -> None:
         """Master and weight of ``flat``, in pieces: what they are made of is several times as large. Low bits that are zero
         need not be written where nothing was yet."""
         spec = self.spec
-        whole = fresh and spec.master == native.Master.SPLIT and flat.dtype == spec.dtype == torch.bfloat16
+        no_low_bits = fresh and spec.master == native.Master.SPLIT and flat.dtype == spec.dtype == torch.bfloat16
         for begin in range(0, flat.numel(), ENCODED_AT_ONCE):
             first, last = offset + begin, min(offset + begin + ENCODED_AT_ONCE, offset + flat.numel())
             low, high = self.own("weight")
             if (first := max(first, low)) < (last := min(last, high)):
                 values = flat[first - offset : last - offset]
-                for name, part in ({"weight": values} if whole else self.encode(values)).items():
+                for name, part in ({"weight": values} if no_low_bits else self.encode(values)).items():
                     store.write(self.arrays[name], first - low, part, version=version)
 
     def write_changes(
-        self, store: ShardStore, index: int, weight: torch.Tensor, *, version: int, before: torch.Tensor | None = None
+        self, store: ArrayIO, index: int, weight: torch.Tensor, *, version: int, before: torch.Tensor | None = None
     ) -> None:
         """Sets the elements of parameter ``index`` whose compute-dtype value differs from ``before`` (None: from the
         one at home). The masters of the others keep the bits below the weight's precision.
@@ -293,7 +293,7 @@ class ParamShard:
 
     # --- moments ---
 
-    def read_moment(self, store: ShardStore, name: str, index: int) -> torch.Tensor:
+    def read_moment(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
         """Moment ``name`` of parameter ``index`` as a new tensor in its dtype at rest; fp32 where that is 8-bit."""
         self.settle()
         values = self.read_part(store, name, index)
@@ -302,7 +302,7 @@ class ParamShard:
             values = native.decode_moments(values, scales, sq=name == "exp_avg_sq")
         return self._shaped(values, index)
 
-    def read_part(self, store: ShardStore, name: str, index: int) -> torch.Tensor:
+    def read_part(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
         """Parameter ``index``'s part of array ``name`` as it lies there."""
         begin, end = self.part(name, index)
         low, high = self.own_part(name, index)
@@ -320,7 +320,7 @@ class ParamShard:
         self.peers.assemble(out, pieces, f"reading {name} of {self.names[index]}")
         return out
 
-    def read_own_part(self, store: ShardStore, name: str, index: int) -> torch.Tensor:
+    def read_own_part(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
         """What of :meth:`read_part` is at home here."""
         begin, end = self.own_part(name, index)
         if begin == end:
@@ -329,7 +329,7 @@ class ParamShard:
         return store.read(self.arrays[name], begin - first, end - first)
 
     def write_part(
-        self, store: ShardStore, name: str, index: int, part: torch.Tensor, *, version: int, begin: int = 0
+        self, store: ArrayIO, name: str, index: int, part: torch.Tensor, *, version: int, begin: int = 0
     ) -> None:
         """Puts ``part`` where :meth:`read_part` reads it, from its element ``begin`` on: of it, what is at home here."""
         self.drop_draft()
@@ -345,7 +345,7 @@ class ParamShard:
         place, each = self.layout.placements[index], elements_each(name)
         return place.offset // each, -(-place.end // each)
 
-    def write_moment(self, store: ShardStore, name: str, index: int, value: torch.Tensor, *, version: int) -> None:
+    def write_moment(self, store: ArrayIO, name: str, index: int, value: torch.Tensor, *, version: int) -> None:
         """Sets moment ``name`` of parameter ``index``."""
         self.settle()
         if self.spec.moment_dtype != torch.uint8:
@@ -355,7 +355,7 @@ class ParamShard:
         self.write_part(store, name, index, codes, version=version)
         self.write_part(store, SCALES[name], index, scales, version=version)
 
-    def write_flat(self, store: ShardStore, name: str, index: int, value: torch.Tensor, *, version: int) -> None:
+    def write_flat(self, store: ArrayIO, name: str, index: int, value: torch.Tensor, *, version: int) -> None:
         """Writes ``value`` as it is (cast to the array's dtype) to parameter ``index``'s part of array ``name``."""
         self.write_part(store, name, index, self._flattened(value, index).to(self.arrays[name].dtype), version=version)
 

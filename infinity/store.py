@@ -16,10 +16,11 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -34,6 +35,7 @@ JOB_PREFIX = ".infinity-"
 SWAP_NAME = "swap"
 MIB = 1024 * 1024
 WRITES_AT_ONCE = 4  # of a write outside the training loop
+PARTS = 6  # of the service buffer, when it is written behind: weights and masters are gathered in two of them
 GROWTH_NBYTES = 256 * MIB  # of a file that is added later, where there is room
 MAX_DEPTH = 256  # transfers in flight over all disks
 
@@ -138,8 +140,10 @@ class ShardStore:
         self._leaving: list[tuple[list[native.Ticket], tuple[int, int, int]]] = []  # free when these transfers are over
         self._service_nbytes = service_nbytes
         self._service: native.Region | None = None
-        self._absent: list[native.Region] | None = []  # whose pages are to come; None once open
-        self._populating: threading.Thread | None = None
+        self._is_open = False
+        self._absent: list[native.Region] = []  # whose pages are to come
+        self._pages: Pages | None = None  # that are coming
+        self._behind: WriteBehind | None = None  # that has part of the service buffer
         self.staging: native.PinnedPool | None = None  # weights on their way to the device
         self._returning: deque[tuple[Moment, list[native.Lease]]] = deque()  # slots that the device still copies from
 
@@ -174,7 +178,7 @@ class ShardStore:
         """Page-aligned memory. ``copied``: by the device, with which it is registered. Every page is present when this
         returns or, of what comes before :meth:`open`, after :meth:`await_pages`: the kernel clears them while the values
         that will be in them are read and copied. A device registers pages that are there."""
-        later = self._absent is not None and self.device.is_host
+        later = not self._is_open and self.device.is_host
         region = native.Region(nbytes, huge_pages=True, touch_threads=0 if later else _processors())
         if later:
             self._absent.append(region)
@@ -196,15 +200,19 @@ class ShardStore:
             self._create(job.path / SWAP_NAME, max(nbytes, native.BLOCK_NBYTES))
         regions = [*staging, self._service]
         self.engine.register([(region.address, region.nbytes) for region in regions])
-        absent, self._absent = self._absent, None
-        self._populating = threading.Thread(target=_populate, args=(absent,), name="infinity-pages", daemon=True)
-        self._populating.start()
+        self._is_open = True
+        pages = Pages(self._absent)
+        self._absent = []
+        pages.start()
+        self._pages = pages
 
     def await_pages(self) -> None:
-        """Returns when every page is present."""
-        if self._populating is not None:
-            self._populating.join()
-            self._populating = None
+        """Returns when every page is present. Raises what the thread that sees to it raised."""
+        pages, self._pages = self._pages, None
+        if pages is not None:
+            pages.join()
+            if pages.error is not None:
+                raise pages.error
 
     def _create(self, path: Path, nbytes: int) -> int:
         free = shutil.disk_usage(path.parent).free
@@ -318,6 +326,8 @@ class ShardStore:
         with self.guarding():
             if array.tier is not Tier.NVME:
                 return out.copy_(array.flat[begin:end])
+            if self._behind is not None:
+                self._behind.flush()
             for offset, block, inner, outer in self._blocks(array, begin, end):
                 self.read_block(array, offset, block)
                 out[outer] = block.view(array.dtype)[inner]
@@ -327,11 +337,13 @@ class ShardStore:
         """Writes the flat CPU tensor ``source`` at element ``begin``; its blocks carry ``version`` from then on."""
         self.check_process()
         end = begin + source.numel()
-        if array.flat is not None and array.flat.is_cpu:
-            native.copy_flat(array.flat[begin:end], source.to(array.dtype).contiguous())
-        elif array.tier is not Tier.NVME:
-            array.flat[begin:end] = source
+        if array.tier is not Tier.NVME:
+            source = source.to(array.dtype).contiguous()
+            copy = native.copy_flat if array.flat.is_cpu else torch.Tensor.copy_
+            copy(array.flat[begin:end], source)
         else:
+            if self._behind is not None:
+                self._behind.flush()
             under_way: dict[int, native.Ticket] = {}  # by the address that each writes from
             with self.guarding():
                 try:
@@ -349,7 +361,12 @@ class ShardStore:
 
     def read_block(self, array: StateArray, offset: int, block: torch.Tensor) -> None:
         """Whole checksummed blocks of an array on disk, from byte ``offset`` on, into memory that the engine knows."""
-        self.engine.read(array.extent, offset, block.data_ptr(), block.numel()).wait()
+        ticket = self.engine.read(array.extent, offset, block.data_ptr(), block.numel())
+        try:
+            ticket.wait()
+        except KeyboardInterrupt:
+            ticket.wait()  # nothing may read into memory that somebody else will have
+            raise
         self.verify(array, block.data_ptr(), block.numel(), offset=offset)
 
     def verify(self, array: StateArray, address: int, nbytes: int, *, offset: int = 0) -> None:
@@ -382,12 +399,16 @@ class ShardStore:
     @contextmanager
     def writing_behind(self) -> Iterator[WriteBehind]:
         """For many writes, of which those that follow each other on disk become large ones that nobody waits for. All is at
-        home when the block ends."""
-        writer = WriteBehind(self, self._service, WRITES_AT_ONCE)
+        home when the block ends. One that raises leaves some of it unwritten: the store is of no use then. Raises UsageError
+        inside another one."""
+        if self._behind is not None:
+            raise UsageError("this store is being written behind already")
+        writer = self._behind = WriteBehind(self, self._service)
         try:
             yield writer
             writer.flush()
         finally:
+            self._behind = None
             writer.close()
 
     @contextmanager
@@ -418,7 +439,8 @@ class ShardStore:
 
     def close(self) -> None:
         """Closes and removes the swap files and gives the memory back."""
-        self.await_pages()
+        if self._pages is not None:
+            self._pages.stop()
         self._absent = []
         self.engine = None  # waits for what is in flight and closes the descriptors
         self._returning.clear()
@@ -431,109 +453,179 @@ class ShardStore:
         self._reservations.clear()
 
 
-class WriteBehind:
-    """Reads and writes arrays as the store does, in whose place it can be given to a shard.
+class ArrayIO(Protocol):
+    """What a shard needs to reach its arrays."""
 
-    part    of the service buffer: bytes of one array that are written at once, from ``_start`` to ``_end`` of it
+    def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
+        """See :meth:`ShardStore.read`."""
+
+    def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
+        """See :meth:`ShardStore.write`."""
+
+    def guarding(self) -> AbstractContextManager[None]:
+        """See :meth:`ShardStore.guarding`."""
+
+
+@dataclass(eq=False)
+class Part:
+    """A piece of the service buffer with bytes ``start`` to ``end`` of an array, gathered or (with a ticket) on their way."""
+
+    memory: torch.Tensor
+    array: StateArray | None = None
+    start: int = 0
+    end: int = 0
+    ticket: native.Ticket | None = None
+
+    def holds(self, array: StateArray, start: int, end: int) -> bool:
+        """Whether some of those bytes are in it."""
+        return self.array is array and self.start < end and start < self.end
+
+
+class WriteBehind:
+    """Reads and writes arrays as the store does, but that a write to disk returns before its bytes are at home.
+
+    open        gathering what follows each other; at most one part for each array
+    under way   being written
     """
 
-    def __init__(self, store: ShardStore, service: native.Region, parts: int):
-        self._store, self._service = store, service
-        self._parts = max(1, min(parts, service.nbytes // native.CHECKSUM_NBYTES))  # less than a block: nothing is on disk
-        self._part_nbytes = service.nbytes // self._parts // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
-        self._under_way: dict[int, tuple[native.Ticket, StateArray, int, int]] = {}  # part -> what is written, from, to
-        self._turn = 0
-        self._array: StateArray | None = None
-        self._start = self._end = 0
+    def __init__(self, store: ShardStore, service: native.Region):
+        self._store = store
+        blocks = service.nbytes // native.CHECKSUM_NBYTES
+        count = min(PARTS, blocks - 1)  # the last block is for reading
+        self._part_nbytes = (blocks - 1) // count * native.CHECKSUM_NBYTES if count > 0 else 0
 
-    def guarding(self):
+        def piece(offset: int, nbytes: int) -> torch.Tensor:
+            return native.tensor_at(service, service.address + offset, nbytes, torch.uint8)
+
+        self._free = [Part(piece(index * self._part_nbytes, self._part_nbytes)) for index in range(count)]
+        self._open: dict[StateArray, Part] = {}
+        self._under_way: list[Part] = []
+        self._block = piece((blocks - 1) * native.CHECKSUM_NBYTES, native.CHECKSUM_NBYTES) if count > 0 else None
+
+    def guarding(self) -> AbstractContextManager[None]:
         """As the store's."""
         return self._store.guarding()
 
     def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
         """As the store's: what was written is read."""
-        if array.tier is Tier.NVME:
-            self.flush()
         return self._store.read(array, begin, end)
 
     def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
-        """As the store's, but that it returns before the bytes are at home."""
-        if array.tier is not Tier.NVME:
+        """As the store's. Raises UsageError for more than the array has room for."""
+        if array.tier is not Tier.NVME or self._block is None:
             self._store.write(array, begin, source, version=version)
             return
         self._store.check_process()
+        raw, at = source.to(array.dtype).contiguous().view(torch.uint8), begin * array.dtype.itemsize
+        if at + raw.numel() > array.nbytes:
+            raise UsageError(f"{raw.numel()} bytes at {at} of an array of {array.nbytes}")
         with self.guarding():
-            raw, at = source.to(array.dtype).contiguous().view(torch.uint8), begin * array.dtype.itemsize
             while raw.numel():
-                if self._array is not array or at != self._end:
-                    self._submit()
-                    self._begin_part(array, at)
-                count = min(raw.numel(), self._start + self._part_nbytes - at)
-                native.copy_flat(self._part()[at - self._start : at - self._start + count], raw[:count])
+                part = self._part_for(array, at)
+                count = min(raw.numel(), part.start + self._part_nbytes - at)
+                native.copy_flat(part.memory[at - part.start : at - part.start + count], raw[:count])
                 raw, at = raw[count:], at + count
-                self._end = at
-                if at == self._start + self._part_nbytes:
-                    self._submit()
+                part.end = at
+                if at == part.start + self._part_nbytes:
+                    self._submit(part)
         array.extent.version = version
 
     def flush(self) -> None:
         """Returns when everything is at home."""
         with self.guarding():
-            self._submit()
-            self._wait()
+            for part in list(self._open.values()):
+                self._submit(part)
+            while self._under_way:
+                self._finish(self._under_way[0])
 
     def close(self) -> None:
-        """Returns when nothing is under way, after an error too."""
-        under_way, self._under_way = self._under_way, {}
-        for ticket, *_ in under_way.values():
-            with suppress(InfinityError):  # the one that counts is being raised
-                ticket.wait()
+        """Returns when nothing is under way, after an error too; what is open is dropped."""
+        for part in self._under_way:
+            try:
+                part.ticket.wait()
+            except InfinityError as error:  # another one is being raised; the store has to know of this one, too
+                with suppress(InfinityError), self.guarding():
+                    raise error
+        self._under_way.clear()
 
-    def _part(self) -> torch.Tensor:
-        address = self._service.address + self._turn % self._parts * self._part_nbytes
-        return native.tensor_at(self._service, address, self._part_nbytes, torch.uint8)
+    def _part_for(self, array: StateArray, at: int) -> Part:
+        """The open part that goes on at byte ``at`` of the array."""
+        part = self._open.get(array)
+        if part is not None:
+            if part.end < at < min(round_up(part.end, native.CHECKSUM_NBYTES), part.start + self._part_nbytes):
+                self._fill(part, part.end, at)  # padding between two parameters
+                part.end = at
+            if part.end == at:
+                return part
+            self._submit(part)
+        part = self._take()
+        part.array, part.start, part.end = array, at // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES, at
+        self._fill(part, part.start, at)
+        self._open[array] = part
+        return part
 
-    def _begin_part(self, array: StateArray, at: int) -> None:
-        self._turn += 1
-        if (before := self._under_way.pop(self._turn % self._parts, None)) is not None:
-            before[0].wait()
-        start = at // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
-        if start < at:  # the first block is changed in part
-            self._read_block(array, start, self._part())
-        self._array, self._start, self._end = array, start, at
+    def _take(self) -> Part:
+        if not self._free:
+            if not self._under_way:
+                self._submit(next(iter(self._open.values())))
+            self._finish(self._under_way[0])
+        return self._free.pop()
 
-    def _submit(self) -> None:
-        """Sends the part on its way."""
-        if self._array is None:
+    def _submit(self, part: Part) -> None:
+        """Sends an open part on its way."""
+        array, end = part.array, min(round_up(part.end, native.CHECKSUM_NBYTES), part.array.nbytes)
+        self._fill(part, part.end, end)
+        part.end = end
+        self._finish_those_with(array, part.start, end)  # the disk may put two writes of one place in either order
+        part.ticket = self._store.engine.write(array.extent, part.start, part.memory.data_ptr(), end - part.start)
+        del self._open[array]
+        self._under_way.append(part)
+
+    def _fill(self, part: Part, begin: int, end: int) -> None:
+        """Bytes ``begin`` to ``end`` of the part's array, all in one block, as they are on disk."""
+        if begin == end:
             return
-        array, self._array = self._array, None
-        part, last = self._part(), self._end // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
-        end = min(round_up(self._end, native.CHECKSUM_NBYTES), array.nbytes)
-        if self._end < end:  # the last block too
-            changed = part[last - self._start : self._end - self._start].clone()
-            self._read_block(array, last, part[last - self._start :])
-            part[last - self._start : self._end - self._start] = changed
-        if any(other is array and low < end and self._start < high for _, other, low, high in self._under_way.values()):
-            self._wait()  # the disk may put two writes of one place in either order
-        ticket = self._store.engine.write(array.extent, self._start, part.data_ptr(), end - self._start)
-        self._under_way[self._turn % self._parts] = ticket, array, self._start, end
+        array, offset = part.array, begin // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
+        block = self._block[: min(native.CHECKSUM_NBYTES, array.nbytes - offset)]
+        self._finish_those_with(array, offset, offset + block.numel())
+        self._store.read_block(array, offset, block)
+        part.memory[begin - part.start : end - part.start] = block[begin - offset : end - offset]
 
-    def _read_block(self, array: StateArray, offset: int, into: torch.Tensor) -> None:
-        self._wait()  # it may be one of those under way
-        self._store.read_block(array, offset, into[: min(native.CHECKSUM_NBYTES, array.nbytes - offset)])
+    def _finish_those_with(self, array: StateArray, start: int, end: int) -> None:
+        for part in [part for part in self._under_way if part.holds(array, start, end)]:
+            self._finish(part)
 
-    def _wait(self) -> None:
-        under_way, self._under_way = self._under_way, {}
-        _wait_for_all(ticket for ticket, *_ in under_way.values())
+    def _finish(self, part: Part) -> None:
+        part.ticket.wait()  # where Ctrl-C comes, or an error, it is still under way: see close()
+        self._under_way.remove(part)
+        self._free.append(part)
+
+
+class Pages(threading.Thread):
+    """Sees to it that every page of some regions is present."""
+
+    def __init__(self, regions: Sequence[native.Region]):
+        super().__init__(name="infinity-pages", daemon=True)
+        self._regions, self._stopped = regions, False
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            for region in self._regions:
+                if self._stopped:
+                    return
+                region.populate(_processors())
+        except BaseException as error:
+            self.error = error
+
+    def stop(self) -> None:
+        """Returns when it does nothing any more."""
+        self._stopped = True
+        self.join()
 
 
 def _processors() -> int:
     return os.cpu_count() or 1
-
-
-def _populate(regions: Sequence[native.Region]) -> None:
-    for region in regions:
-        region.populate(_processors())
 
 
 def _wait_for_all(tickets: Iterable[native.Ticket]) -> None:

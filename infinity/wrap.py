@@ -35,7 +35,7 @@ from .partition import Group, held_nbytes, is_managed, parameter_names, partitio
 from .plan import MemoryPlan, ShardSize, UnitSize, check_folders, make_plan, measured_free
 from .replaced import ReplacedForward
 from .shard import ParamShard, ShardSpec
-from .store import WriteBehind
+from .store import ArrayIO
 from .tiers import Tier, format_nbytes
 from .trace import Traffic
 from .unit import ParamUnit
@@ -486,7 +486,7 @@ def _spec(param: nn.Parameter, stepped: bool, rule, optimizer, config: Config) -
 class _Homes:
     """Takes values home and back before the parameters know of the engine."""
 
-    def __init__(self, engine: Engine, store: WriteBehind):
+    def __init__(self, engine: Engine, store: ArrayIO):
         self._store = store
         shards = [shard for unit in engine.units for shard in unit.shards]
         self._places = {param: (shard, index) for shard in shards for index, param in enumerate(shard.params)}
@@ -512,7 +512,7 @@ class _Homes:
 
 @torch.no_grad()
 def _send_home(
-    peers: Peers, store: WriteBehind, shard: ParamShard, optimizer: torch.optim.Optimizer | None, rule, *, done: set[nn.Parameter]
+    peers: Peers, store: ArrayIO, shard: ParamShard, optimizer: torch.optim.Optimizer | None, rule, *, done: set[nn.Parameter]
 ) -> None:
     """Copies values (but of those that are ``done``), moments and gradients to the shard's homes."""
     for index, param in enumerate(shard.params):

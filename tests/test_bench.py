@@ -165,6 +165,21 @@ def test_the_report_has_every_figure_and_plot(tmp_path):
     assert page.count("<svg") == 3 and "<disk>" not in page
 
 
+def test_plots_are_files_of_their_own_too(tmp_path):
+    """Method: two results of other days; a picture for each series, of the newer one, that an image tag can show."""
+    old, new = a_result() | {"date": "2026-01-01"}, a_result() | {"date": "2026-01-02"}
+    new["series"] = {"adam.threads": POINTS["adam.threads"]}
+    old["series"] = {"adam.threads": [{"threads": 77, "split": 1.0, "moving": 1.25}]}
+    for found in (new, old):
+        results.save(found, tmp_path)
+    (path,) = report.write_plots(tmp_path, tmp_path)
+    drawn = path.read_text()
+    assert path.name == "adam.threads.svg" and drawn.startswith("<svg xmlns=") and ">77<" not in drawn and ">1<" in drawn
+    (tmp_path / "odd.json").write_text("[]")
+    with pytest.raises(ConfigError, match="odd.json"):
+        report.write_plots(tmp_path, tmp_path)
+
+
 def test_a_folder_without_results_is_an_error_that_says_how_to_make_some(tmp_path):
     with pytest.raises(ConfigError, match="infinity bench all --json"):
         report.write(tmp_path, tmp_path / "page.html")

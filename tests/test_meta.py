@@ -1,7 +1,7 @@
 """Models on ``meta``: what is read from safetensors files, what modules draw for themselves, and what a failure leaves.
 
 Words used here: **home**, **child** as in `models.py`. **piece**, **block** as in `infinity/weights.py`.
-**small blocks**: blocks of 64 KiB, the least that can be asked for, instead of 8 MiB, so that small files have several.
+**small blocks**: blocks of 64 KiB, the least that can be asked for, instead of 4 MiB, so that small files have several.
 **awkward file**: one whose tensors start at odd offsets, behind a header and one-byte tensors of odd length.
 **twin**: the same check on something that is wrong, or on something that is known to be right.
 """

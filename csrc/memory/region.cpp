@@ -10,13 +10,14 @@
 #include "base/thread_pool.h"
 #include "memory/driver.h"
 
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // of Linux, wherever the headers are older than that
+#endif
+
 namespace infinity {
 namespace {
 constexpr std::size_t kHugeNbytes = 2 * 1024 * 1024;
 constexpr std::size_t kMaxNbytes = std::size_t{1} << 47;  // of a process's address space
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23  // of Linux, wherever the headers are older than that
-#endif
 
 // Faults the pages in and changes no byte of them.
 void fault_in(std::byte* data, std::size_t nbytes) {
@@ -68,7 +69,7 @@ Region::~Region() {
 void Region::populate(int threads) {
   ThreadPool pool(threads);
   pool.for_range(0, nbytes_, kHugeNbytes, [this](std::size_t begin, std::size_t end) {
-    // Huge page by huge page: meanwhile nobody in this process can map or unmap anything.
+    // Huge page by huge page: each call holds the lock that mapping and unmapping anything in this process needs.
     for (std::size_t at = begin; at < end; at += kHugeNbytes)
       fault_in(data_ + at, std::min(kHugeNbytes, end - at));
   });

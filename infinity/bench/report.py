@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,11 +36,36 @@ def write(folder: Path, out: Path) -> Path:
     return out
 
 
-def _section_of(path: Path) -> str:
+def write_plots(folder: Path, out: Path) -> list[Path]:
+    """Draws every plot that the result files in ``folder`` have points for, the newest of each, as a file in ``out``. Raises
+    ConfigError as :func:`write` does."""
+    if not (paths := sorted(folder.glob("*.json"))):
+        raise ConfigError(f"no result files in {folder}: make some with `infinity bench all --json {folder}`")
+    if not out.is_dir():
+        raise ConfigError(f"there is no folder {out} for the plots")
+    newest: dict[str, tuple[str, str]] = {}
+    for path in paths:
+        with _naming(path):
+            found = json.loads(path.read_text())
+            for name, draw in PLOTS.items():
+                if points := found.get("series", {}).get(name):
+                    newest[name] = max(newest.get(name, ("", "")), (found["date"], draw(points)))
+    for name, (_, drawn) in newest.items():
+        (out / f"{name}.svg").write_text(drawn.replace("<svg ", "<svg xmlns='http://www.w3.org/2000/svg' ", 1) + "\n")
+    return [out / f"{name}.svg" for name in newest]
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
     try:
-        return _section(json.loads(path.read_text()))
+        yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ConfigError(f"{path} is not a result of `infinity bench --json`: {error!r}") from error
+
+
+def _section_of(path: Path) -> str:
+    with _naming(path):
+        return _section(json.loads(path.read_text()))
 
 
 def _section(found: dict) -> str:

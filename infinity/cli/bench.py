@@ -46,6 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--no-peers", action="store_true", help="measure ours and the ceilings only")
     parser.add_argument("--results", type=Path, default=Path("bench/results"), metavar="DIR", help="for report: the files")
     parser.add_argument("--out", type=Path, default=Path("bench-report.html"), metavar="FILE", help="for report: the page")
+    parser.add_argument("--svg", type=Path, metavar="DIR", help="for report: every plot as a file of its own, too")
     return parser
 
 
@@ -57,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
         from infinity.bench import report
 
         print(report.write(args.results, args.out))
+        if args.svg:
+            print(*report.write_plots(args.results, args.svg), sep="\n")
         return 0
     settings = _settings(args)
     measured = results.Measured([])
