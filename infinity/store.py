@@ -16,7 +16,7 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,12 +30,12 @@ from .errors import CapacityError, ConfigError, CorruptionError, InfinityError, 
 from .layout import round_up
 from .tiers import Ledger, Reservation, Tier, format_nbytes
 from .trace import Traffic
+from .write_behind import WriteBehind
 
 JOB_PREFIX = ".infinity-"
 SWAP_NAME = "swap"
 MIB = 1024 * 1024
 WRITES_AT_ONCE = 4  # of a write outside the training loop
-PARTS = 6  # of the service buffer, when it is written behind: weights and masters are gathered in two of them
 GROWTH_NBYTES = 256 * MIB  # of a file that is added later, where there is room
 MAX_DEPTH = 256  # transfers in flight over all disks
 
@@ -441,6 +441,7 @@ class ShardStore:
         """Closes and removes the swap files and gives the memory back."""
         if self._pages is not None:
             self._pages.stop()
+            self._pages = None
         self._absent = []
         self.engine = None  # waits for what is in flight and closes the descriptors
         self._returning.clear()
@@ -464,141 +465,6 @@ class ArrayIO(Protocol):
 
     def guarding(self) -> AbstractContextManager[None]:
         """See :meth:`ShardStore.guarding`."""
-
-
-@dataclass(eq=False)
-class Part:
-    """A piece of the service buffer with bytes ``start`` to ``end`` of an array, gathered or (with a ticket) on their way."""
-
-    memory: torch.Tensor
-    array: StateArray | None = None
-    start: int = 0
-    end: int = 0
-    ticket: native.Ticket | None = None
-
-    def holds(self, array: StateArray, start: int, end: int) -> bool:
-        """Whether some of those bytes are in it."""
-        return self.array is array and self.start < end and start < self.end
-
-
-class WriteBehind:
-    """Reads and writes arrays as the store does, but that a write to disk returns before its bytes are at home.
-
-    open        gathering what follows each other; at most one part for each array
-    under way   being written
-    """
-
-    def __init__(self, store: ShardStore, service: native.Region):
-        self._store = store
-        blocks = service.nbytes // native.CHECKSUM_NBYTES
-        count = min(PARTS, blocks - 1)  # the last block is for reading
-        self._part_nbytes = (blocks - 1) // count * native.CHECKSUM_NBYTES if count > 0 else 0
-
-        def piece(offset: int, nbytes: int) -> torch.Tensor:
-            return native.tensor_at(service, service.address + offset, nbytes, torch.uint8)
-
-        self._free = [Part(piece(index * self._part_nbytes, self._part_nbytes)) for index in range(count)]
-        self._open: dict[StateArray, Part] = {}
-        self._under_way: list[Part] = []
-        self._block = piece((blocks - 1) * native.CHECKSUM_NBYTES, native.CHECKSUM_NBYTES) if count > 0 else None
-
-    def guarding(self) -> AbstractContextManager[None]:
-        """As the store's."""
-        return self._store.guarding()
-
-    def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
-        """As the store's: what was written is read."""
-        return self._store.read(array, begin, end)
-
-    def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
-        """As the store's. Raises UsageError for more than the array has room for."""
-        if array.tier is not Tier.NVME or self._block is None:
-            self._store.write(array, begin, source, version=version)
-            return
-        self._store.check_process()
-        raw, at = source.to(array.dtype).contiguous().view(torch.uint8), begin * array.dtype.itemsize
-        if at + raw.numel() > array.nbytes:
-            raise UsageError(f"{raw.numel()} bytes at {at} of an array of {array.nbytes}")
-        with self.guarding():
-            while raw.numel():
-                part = self._part_for(array, at)
-                count = min(raw.numel(), part.start + self._part_nbytes - at)
-                native.copy_flat(part.memory[at - part.start : at - part.start + count], raw[:count])
-                raw, at = raw[count:], at + count
-                part.end = at
-                if at == part.start + self._part_nbytes:
-                    self._submit(part)
-        array.extent.version = version
-
-    def flush(self) -> None:
-        """Returns when everything is at home."""
-        with self.guarding():
-            for part in list(self._open.values()):
-                self._submit(part)
-            while self._under_way:
-                self._finish(self._under_way[0])
-
-    def close(self) -> None:
-        """Returns when nothing is under way, after an error too; what is open is dropped."""
-        for part in self._under_way:
-            try:
-                part.ticket.wait()
-            except InfinityError as error:  # another one is being raised; the store has to know of this one, too
-                with suppress(InfinityError), self.guarding():
-                    raise error
-        self._under_way.clear()
-
-    def _part_for(self, array: StateArray, at: int) -> Part:
-        """The open part that goes on at byte ``at`` of the array."""
-        part = self._open.get(array)
-        if part is not None:
-            if part.end < at < min(round_up(part.end, native.CHECKSUM_NBYTES), part.start + self._part_nbytes):
-                self._fill(part, part.end, at)  # padding between two parameters
-                part.end = at
-            if part.end == at:
-                return part
-            self._submit(part)
-        part = self._take()
-        part.array, part.start, part.end = array, at // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES, at
-        self._fill(part, part.start, at)
-        self._open[array] = part
-        return part
-
-    def _take(self) -> Part:
-        if not self._free:
-            if not self._under_way:
-                self._submit(next(iter(self._open.values())))
-            self._finish(self._under_way[0])
-        return self._free.pop()
-
-    def _submit(self, part: Part) -> None:
-        """Sends an open part on its way."""
-        array, end = part.array, min(round_up(part.end, native.CHECKSUM_NBYTES), part.array.nbytes)
-        self._fill(part, part.end, end)
-        part.end = end
-        self._finish_those_with(array, part.start, end)  # the disk may put two writes of one place in either order
-        part.ticket = self._store.engine.write(array.extent, part.start, part.memory.data_ptr(), end - part.start)
-        del self._open[array]
-        self._under_way.append(part)
-
-    def _fill(self, part: Part, begin: int, end: int) -> None:
-        """Bytes ``begin`` to ``end`` of the part's array, all in one block, as they are on disk."""
-        if begin == end:
-            return
-        array, offset = part.array, begin // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
-        block = self._block[: min(native.CHECKSUM_NBYTES, array.nbytes - offset)]
-        self._finish_those_with(array, offset, offset + block.numel())
-        self._store.read_block(array, offset, block)
-        part.memory[begin - part.start : end - part.start] = block[begin - offset : end - offset]
-
-    def _finish_those_with(self, array: StateArray, start: int, end: int) -> None:
-        for part in [part for part in self._under_way if part.holds(array, start, end)]:
-            self._finish(part)
-
-    def _finish(self, part: Part) -> None:
-        part.ticket.wait()  # where Ctrl-C comes, or an error, it is still under way: see close()
-        self._under_way.remove(part)
-        self._free.append(part)
 
 
 class Pages(threading.Thread):

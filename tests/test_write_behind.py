@@ -30,9 +30,10 @@ import infinity
 from homes import ENGINES, MIB, fault_plan, same_bits
 from infinity import native, store as stores
 from infinity.errors import CorruptionError, InfinityError, StorageError, UsageError
-from infinity.store import ShardStore, StateArray, WriteBehind
+from infinity.store import ShardStore, StateArray
 from infinity.tiers import Ledger, Tier
 from infinity.trace import Traffic
+from infinity.write_behind import PARTS, Part, WriteBehind
 from models import (
     at_home, differing, environment, gradients, in_child, leftovers, loss_of, prescribed, seeded, tokens, transformer,
 )  # fmt: skip
@@ -232,7 +233,7 @@ def test_a_slow_disk_gives_the_same_bytes(blocks, folder):
     assert wrong_on_a_slow_disk(folder, blocks=blocks) == []
 
 
-def takes_one_under_way(self: WriteBehind) -> stores.Part:
+def takes_one_under_way(self: WriteBehind) -> Part:
     return (self._free or self._under_way).pop()
 
 
@@ -240,7 +241,7 @@ def forgets_places(self: WriteBehind, array: StateArray, start: int, end: int) -
     pass
 
 
-def zeros_around(self: WriteBehind, part: stores.Part, begin: int, end: int) -> None:
+def zeros_around(self: WriteBehind, part: Part, begin: int, end: int) -> None:
     part.memory[begin - part.start : end - part.start] = 0
 
 
@@ -254,7 +255,7 @@ def test_the_slow_disk_sees_what_is_wrong(name, wrong, folder, monkeypatch):
 
 def test_writes_that_follow_each_other_become_large_ones(folder):
     """Counts the writes of 7 blocks that come 64 elements at a time: as many as there are parts to fill."""
-    with home_in(folder, service_nbytes=(2 * stores.PARTS + 1) * BLOCK) as home, home.store.writing_behind() as writer:
+    with home_in(folder, service_nbytes=(2 * PARTS + 1) * BLOCK) as home, home.store.writing_behind() as writer:
         for begin in range(0, home.arrays[4].numel, 64):
             home.write(writer, 4, begin, 64, begin)
         writer.flush()
@@ -265,7 +266,7 @@ def test_writes_that_follow_each_other_become_large_ones(folder):
 def test_two_arrays_in_turns_and_padding_between_values_are_joined_too(folder):
     """Counts transfers: values with a rest that is padding, to two arrays in turns, are written once per part; what lies in
     the padding is read, once for each, and kept."""
-    with home_in(folder, service_nbytes=(4 * stores.PARTS + 1) * BLOCK) as home:
+    with home_in(folder, service_nbytes=(4 * PARTS + 1) * BLOCK) as home:
         for index in (1, 4):
             home.plain[index].fill_(5.0)
             home.store.write(home.arrays[index], 0, home.plain[index], version=1)
