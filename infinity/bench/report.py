@@ -16,6 +16,7 @@ from infinity.errors import ConfigError
 
 WIDTH, HEIGHT, MARGIN = 560, 300, 56
 COLOURS = ("#1f6fb2", "#c4511d", "#2a8c4a", "#7a4fb0", "#8a6d1b")
+ALONE = "xmlns='http://www.w3.org/2000/svg' font-family='system-ui, sans-serif' font-size='12'"  # a plot without the page
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; margin: .7rem 0 1.5rem; } td, th { padding: .2rem .8rem .2rem 0; text-align: left; }
@@ -51,7 +52,7 @@ def write_plots(folder: Path, out: Path) -> list[Path]:
                 if points := found.get("series", {}).get(name):
                     newest[name] = max(newest.get(name, ("", "")), (found["date"], draw(points)))
     for name, (_, drawn) in newest.items():
-        (out / f"{name}.svg").write_text(drawn.replace("<svg ", "<svg xmlns='http://www.w3.org/2000/svg' ", 1) + "\n")
+        (out / f"{name}.svg").write_text(drawn.replace("<svg ", f"<svg {ALONE} ", 1) + "\n")
     return [out / f"{name}.svg" for name in newest]
 
 
