@@ -1429,7 +1429,7 @@ def test_a_failed_wrap_leaves_everything_as_it_was(cause, tmp_path, monkeypatch)
         elif cause == "disk fills up":
             patch.setenv("INFINITY_FAULTS", "seed=1,enospc=1.0")
         elif cause.startswith("write fails"):
-            first = {"write fails at once": 0, "write fails late": 60, "write fails very late": 120}[cause]
+            first = {"write fails at once": 0, "write fails late": 20, "write fails very late": 38}[cause]
             patch.setenv("INFINITY_FAULTS", f"seed=1,eio=1.0,first_piece={first}")
             kind = infinity.StorageError
         elif cause == "weights missing":

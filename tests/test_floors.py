@@ -20,7 +20,7 @@ PACKAGE = Path(infinity.__file__).parent
 FLOORS = [
     ["errors", "guard", "replaced", "numa", "speculation", "lookahead"],
     ["tiers", "layout", "native", "partition", "trace", "logits"],
-    ["weights", "collectives", "device"],
+    ["weights", "collectives", "device", "write_behind"],
     ["materialize", "mesh"],
     ["config", "disks", "parameter"],
     ["store", "recompute"],

@@ -140,6 +140,7 @@ def test_more_of_a_budget_never_makes_more_traffic(tmp_path, tier, scale):
     assert not worse, f"{len(worse)} times slower with more, first: {worse[0]}"
 
 
+@pytest.mark.slow
 def test_equal_units_and_more_host_memory_never_make_more_disk_traffic(tmp_path):
     """24 equal units at home on disk (by name, so that they are cached), host memory from the least to all, in steps of
     1 MiB. The bytes through the disk must not grow on the way, and are none at the end of "auto"."""

@@ -22,7 +22,7 @@ from ranks import Failed, launch, run_torchrun
 
 
 @pytest.mark.parametrize(("how", "told"), [
-    ("killed", "lost its peers"), ("raises", "lost its peers"), ("disk", "rank 1 failed: CorruptionError"), ("hangs", "lost its peers"),
+    ("killed", "lost its peers"), ("raises", "lost its peers"), ("disk", "rank 1 failed: CorruptionError"), pytest.param("hangs", "lost its peers", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_rank_that_falls_ends_the_job_on_all(tmp_path, how, told):
     """Rank 1 of 2 is killed, raises, reads a damaged disk or hangs: rank 0 ends with a PeerError that tells, soon, and the
