@@ -26,7 +26,7 @@ from .device import PAST, Borrowed, Freight, Moment
 from .errors import CapacityError, UsageError
 from .layout import round_up
 from .recompute import Choice
-from .store import ShardStore, StateArray
+from .store import ShardStore, StateArray, bytes_of
 from .tiers import Tier
 
 if TYPE_CHECKING:
@@ -76,24 +76,18 @@ class Kept:
         return self._tensor
 
 
+@dataclass(frozen=True)
 class WithinBudget:
-    """A saved tensor that the device's budget has room for, counted for as long as it is saved. ``packed`` stands for it."""
+    """A saved tensor that the device's budget has room for, charged for as long as it is saved. ``packed`` stands for it."""
 
-    __slots__ = ("packed", "_store", "_nbytes")
-
-    def __init__(self, packed: Any, store: ActivationStore, nbytes: int):
-        self.packed, self._store, self._nbytes = packed, store, nbytes
-        store.kept_nbytes += nbytes
-
-    def __del__(self):
-        self._store.kept_nbytes -= self._nbytes
+    packed: Any
+    charge: native.Charge
 
 
 class Saved:
     """Bytes of one storage at home: all of it, or the part that one view needs."""
 
     def __init__(self, store: ActivationStore, begin: int, nbytes: int):
-        self.place: StateArray | None = None
         self.read: tuple[native.Ticket, native.Lease] | None = None  # under way into staging
         self.writes: list[native.Ticket] = []
         self.sent: Moment = PAST  # when the bytes are at home
@@ -102,9 +96,9 @@ class Saved:
         self.coming: tuple[torch.UntypedStorage, Moment] | None = None  # on their way back
         self.begin, self.nbytes = begin, nbytes
         self.checksum = 0  # of bytes on disk, to tell whether they are still those of the storage
-        self._store = weakref.ref(store)
         self._there: StorageWeakRef | None = None  # where the bytes are on the device again
-        self.place = store.take(nbytes)
+        self.place: StateArray = store.take(nbytes)
+        store.keep(self)
 
     def bytes_on_device(self) -> torch.UntypedStorage | None:
         """The storage that has the bytes again, while anything holds it."""
@@ -133,12 +127,6 @@ class Saved:
         """Waits until the bytes are at home."""
         for write in self.writes:
             write.wait()
-        self.writes.clear()
-
-    def __del__(self):
-        store = self._store()
-        if store is not None and self.place is not None:
-            store.give_back(self)
 
 
 @dataclass(frozen=True)
@@ -181,13 +169,17 @@ class ActivationStore:
         self.block: PlannedBlock | None = None  # whose forward runs
         self.outside_nbytes = 0  # that this pass saved outside of blocks
         self.spare_nbytes = spare_nbytes  # what may stay on the device; None: nothing, and home has to have room
-        self.kept_nbytes = 0  # that do
+        self._kept = native.Account()  # what does
         self._stays: set[int] = set()
-        self._free: list[StateArray] = []  # on the host; on the disk the store keeps the space
+        # Places at home by what tells that nobody refers to their bytes any longer, with the transfers that may still use them.
+        # It is told by C code alone: whatever is interrupted just then, no place is lost.
+        self._places: dict[weakref.ref[Saved], tuple[StateArray, list[native.Ticket]]] = {}
+        self._left: deque[weakref.ref[Saved]] = deque()
+        self._arrays: list[StateArray] = []  # all memory on the host that was ever taken
+        self._free: list[StateArray] = []  # of that; on the disk the store keeps the space
         self._order: list[weakref.ref[Saved]] = []  # as they were saved: the backward needs the last ones first
         # By storage: its bytes at home, and torch's count of changes when they were sent.
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Saved], int]] = {}
-        self._transfers: deque[tuple[native.Ticket, native.Lease]] = deque()  # whose staging memory nobody waits for
 
     # --- the hooks ---
 
@@ -210,8 +202,8 @@ class ActivationStore:
                 packed = self._pack(tensor)
                 if packed is not None:
                     return packed
-                nbytes = tensor.untyped_storage().nbytes()
-                return WithinBudget(outer_pack(tensor) if outer_pack else Kept(tensor), self, nbytes)
+                charge = self._kept.charge(tensor.untyped_storage().nbytes())
+                return WithinBudget(outer_pack(tensor) if outer_pack else Kept(tensor), charge)
             return outer_pack(tensor) if outer_pack else Kept(tensor)
 
         @torch.compiler.disable
@@ -222,6 +214,25 @@ class ActivationStore:
             return packed.tensor() if isinstance(packed, Kept) else outer_unpack(packed)
 
         return pack, unpack
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes that stay on the device because its budget has room."""
+        return self._kept.charged_nbytes
+
+    def rebuild(self) -> None:
+        """What nobody refers to any more is free, whatever an exception left of the books. Only while nothing is in flight."""
+        self.block, self._known, self._order = None, {}, [ref for ref in self._order if ref() is not None]
+        self._borrowed, self._in_use, self._last = self._borrowed.emptied(), {}, {}
+        for ref in self._order:
+            if (saved := ref()) is not None:
+                saved.read = saved.coming = None
+        self._reclaim()
+        # By identity: a place that was taken and never filed is nobody's.
+        taken = {id(array) for array, _ in self._places.values()}
+        self._free = [array for array in self._arrays if id(array) not in taken]
+        if self._staging is not None:
+            self._store.drain(self._staging)
 
     def _is_taken(self, tensor: torch.Tensor) -> bool:
         if tensor.layout is not torch.strided or tensor.device != self._device.where or type(tensor) is not torch.Tensor:
@@ -277,6 +288,7 @@ class ActivationStore:
 
     def take(self, nbytes: int) -> StateArray:
         """Space at home for ``nbytes``. Raises CapacityError over the tier's budget."""
+        self._reclaim()
         size = blocks(nbytes)
         fitting = [array for array in self._free if size <= array.nbytes <= size + size // 8]
         if fitting:
@@ -284,13 +296,17 @@ class ActivationStore:
             self._free.remove(best)
             return best
         try:
-            return self._store.allocate_more(self._tier, size, "activations")
+            array = self._store.allocate_more(self._tier, size, "activations")
+            if array.tier is not Tier.NVME:
+                self._arrays.append(array)
+            return array
         except CapacityError as error:
-            free, self._free = self._free, []  # at once: what the collector finds meanwhile is added
-            if free:  # of other sizes: given up for one of this
+            if self._free:  # of other sizes: given up for one of this
                 for moment in self._last.values():
                     moment.wait()
-                for array in free:
+                while self._free:
+                    array = self._free.pop()
+                    self._arrays.remove(array)
                     self._store.free_more(array)
                 return self.take(nbytes)
             raise CapacityError(
@@ -298,18 +314,21 @@ class ActivationStore:
                 "(gradient checkpointing), or choose another home: Config(activations=...)."
             ) from error
 
-    def give_back(self, saved: Saved) -> None:
-        """Nothing refers to ``saved`` any longer: its space is free for others."""
-        place, saved.place = saved.place, None
-        if saved.coming is not None:  # nobody wanted it
-            storage, moment = saved.coming
-            self._borrowed.keep(_bytes_of(storage), moment)
-        if saved.read is not None:
-            self._transfers.append(saved.read)
-        if place.tier is Tier.NVME:
-            self._store.free_more(place, after=[*saved.writes, *([saved.read[0]] if saved.read else [])])
-        else:
-            self._free.append(place)
+    def keep(self, saved: Saved) -> None:
+        """Takes the place of ``saved`` back once nothing refers to that any longer."""
+        self._places[weakref.ref(saved, self._left.append)] = saved.place, saved.writes
+
+    def _reclaim(self) -> None:
+        """Places whose bytes nobody refers to any longer are free for others."""
+        while self._left:
+            ref = self._left[0]
+            if ref in self._places:
+                place, transfers = self._places.pop(ref)
+                if place.tier is Tier.NVME:
+                    self._store.free_more(place, after=transfers)
+                else:
+                    self._free.append(place)
+            self._left.popleft()
 
     # --- moving ---
 
@@ -336,9 +355,7 @@ class ActivationStore:
             with self._store.traffic.copying("device->host", end - begin, "activations"):
                 whole[: end - begin] = source[begin:end]
                 whole[end - begin :] = 0
-            write = self._store.engine.write(array.extent, begin, lease.address, whole.numel())
-            saved.writes.append(write)
-            self._transfers.append((write, lease))
+            saved.writes.append(self._store.engine.write(array.extent, begin, lease.address, whole.numel(), lease=lease))
 
     def _bring(self, saved: Saved) -> torch.UntypedStorage:
         storage = saved.bytes_on_device()
@@ -375,6 +392,7 @@ class ActivationStore:
         freight = Freight("host->device", saved.nbytes, "activations")
         behind = [self._device.now(), saved.sent]
         moment = self._device.put("in", lambda: target.copy_(source, non_blocking=True), behind=behind, freight=freight)
+        self._borrowed.keep(target, moment)  # should nobody want it in the end, it is written all the same
         self._in_use[saved.place.extent.address] = self._last["in"] = moment
         saved.coming = target.untyped_storage(), moment
 
@@ -385,7 +403,7 @@ class ActivationStore:
         index = next((i for i in range(len(self._order) - 1, -1, -1) if self._order[i]() is saved), 0)
         for ref in self._order[max(0, index - READ_AHEAD) : index][::-1]:
             other = ref()
-            if other is not None and other.place is not None:
+            if other is not None:
                 yield other
 
     def _read(self, saved: Saved, target: torch.Tensor) -> None:
@@ -394,24 +412,17 @@ class ActivationStore:
         self._read_ahead(saved)
         if saved.read is not None:
             (ticket, lease), saved.read = saved.read, None
-            try:
-                self._finish_read(saved, 0, saved.nbytes, ticket, lease, target)
-            finally:
-                lease.release()
+            self._finish_read(saved, 0, saved.nbytes, ticket, lease, target)
             return
-        saved.settle()
         for begin, end in self._parts(saved):
             lease = self._lease(blocks(end - begin))
-            try:
-                ticket = self._store.engine.read(saved.place.extent, begin, lease.address, blocks(end - begin))
-                self._finish_read(saved, begin, end, ticket, lease, target)
-            finally:
-                lease.release()
+            ticket = self._store.engine.read(saved.place.extent, begin, lease.address, blocks(end - begin), lease=lease)
+            self._finish_read(saved, begin, end, ticket, lease, target)
 
     def _start_read(self, saved: Saved, lease: native.Lease) -> None:
-        after = saved.writes[-1] if saved.writes else None  # what is staged at once was written at once
-        nbytes = blocks(saved.nbytes)
-        saved.read = self._store.engine.read(saved.place.extent, 0, lease.address, nbytes, after=after), lease
+        read = self._store.engine.read(saved.place.extent, 0, lease.address, blocks(saved.nbytes), lease=lease)
+        saved.writes.append(read)  # the place is not to be written anew before
+        saved.read = read, lease
 
     def _finish_read(self, saved: Saved, begin: int, end: int, ticket, lease, target: torch.Tensor) -> None:
         with self._store.traffic.stalled("nvme->host", "activations"):
@@ -421,13 +432,13 @@ class ActivationStore:
         self._store.traffic.mark("nvme->host", "activations", *ticket.times)
         with self._store.traffic.copying("host->device", end - begin, "activations"):
             target[begin:end] = self._staged(lease, nbytes)[: end - begin]
+        lease.release()
 
     def _read_ahead(self, saved: Saved) -> None:
         """Starts reading what was saved just before ``saved``: the backward will ask for it next."""
         for other in self._before(saved):
             if other.read is not None or other.nbytes > self._largest:
                 continue
-            self._collect()
             lease = self._staging.try_lease(blocks(other.nbytes))
             if lease is None:
                 return
@@ -446,38 +457,20 @@ class ActivationStore:
             yield begin, min(saved.nbytes, begin + self._largest)
 
     def _staged(self, lease: native.Lease, nbytes: int) -> torch.Tensor:
-        return native.tensor_at(self._staging.region, lease.address, nbytes, torch.uint8)
+        return bytes_of(self._staging, lease, nbytes)
 
     def _lease(self, nbytes: int) -> native.Lease:
-        while True:
-            self._collect()
-            lease = self._staging.try_lease(nbytes)
-            if lease is not None:
-                return lease
-            if self._transfers:
-                with self._store.traffic.stalled("host->nvme", "activations"):
-                    self._finish(*self._transfers.popleft())
-            elif not self._drop_read_ahead():
-                raise UsageError("the staging memory of activations is smaller than its plan")
-
-    def _collect(self) -> None:
-        """Gives back the staging memory of transfers that have ended."""
-        while self._transfers and self._transfers[0][0].done:
-            self._finish(*self._transfers.popleft())
-
-    def _finish(self, ticket: native.Ticket, lease: native.Lease) -> None:
-        try:
-            ticket.wait()
-        finally:
-            lease.release()
+        """Staging memory: waits for what is on its way, then takes back what was read ahead."""
+        if (lease := self._staging.try_lease(nbytes)) is not None:
+            return lease
+        with self._store.traffic.stalled("host->nvme", "activations"):
+            return self._store.take_lease(self._staging, nbytes, self._drop_read_ahead)
 
     def _drop_read_ahead(self) -> bool:
         """Takes back one read ahead of its use. False when there is none."""
         for ref in self._order:
             other = ref()
             if other is not None and other.read is not None:
-                (ticket, lease), other.read = other.read, None
-                self._finish(ticket, lease)
+                other.read = None
                 return True
         return False
-

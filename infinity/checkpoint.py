@@ -43,7 +43,7 @@ from .parameter import ParamHandle, handle_of
 from .shard import ARRAYS, MOMENTS
 from .unit import ParamUnit
 from .weights import save_file
-from .wrap import wrapped
+from .wrap import engine_of
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -67,7 +67,7 @@ def save_checkpoint(
     checkpoint as it was.
     """
     engine = _engine_of(model, optimizer)
-    with engine.peers.together("save_checkpoint"):
+    with engine.using(), engine.peers.together("save_checkpoint"):
         _save(Path(path), engine, model, optimizer, extra)
 
 
@@ -154,7 +154,7 @@ def _content_checksum(content: dict[str, Any]) -> int:
 
 
 def _engine_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Engine:
-    engine = wrapped(model).engine
+    engine = engine_of(model)
     if optimizer is not None and (not isinstance(optimizer, InfinityOptimizer) or optimizer._engine is not engine):
         raise UsageError("this optimizer is not the one that wrap_model returned with this model")
     return engine
@@ -261,7 +261,7 @@ def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.
     parameters when the checkpoint is of another model.
     """
     engine = _engine_of(model, optimizer)
-    with engine.peers.together("load_checkpoint"):
+    with engine.using(repairing=True), engine.peers.together("load_checkpoint"):
         return _load(Path(path), engine, model, optimizer)
 
 
@@ -290,9 +290,9 @@ def _load(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.O
 
     engine.peers.meet(f"loading {manifest['data']}, which every rank can")
     engine.settle()
-    engine.passes.abandon()
     engine.prefetcher.release_all(engine.units)
-    engine.step_index = manifest["step_index"]
+    engine.halt("loading a checkpoint was cut short")  # until all of it is there
+    engine.step_index, engine.step_begun = manifest["step_index"], False
     by_name = {handle.name: handle for unit in engine.units for handle in unit.handles}
     for handle in by_name.values():
         handle.changed()
@@ -313,9 +313,10 @@ def _load(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.O
             for name, target in targets.items():
                 if prefix + name in other:
                     overwrite(target, other[prefix + name])
-    engine.restart_backwards()
+    engine.count_backwards(0)
     if generators is not None:
         _restore_random_state(generators, other, rank)
+    engine.halted = None
     return extra
 
 

@@ -138,8 +138,11 @@ class Device:
         """Whether a thread of the device itself runs this, which must not wait for the device."""
         return False
 
+    def drain(self) -> None:
+        """Waits until every queue is empty. What its work raised is told to whoever waits for that work."""
+
     def close(self) -> None:
-        """Ends the queues, after what is in them."""
+        """Ends the queues, after what is in them. A second call does nothing."""
 
 
 class _ThreadMoment:
@@ -220,9 +223,13 @@ class ThreadedDevice(Device):
     def is_own_thread(self) -> bool:
         return threading.current_thread() in self._threads
 
+    def drain(self) -> None:
+        for queue in QUEUES:
+            self.put(queue, lambda: None).wait()
+
     def close(self) -> None:
         for queue in self._queues.values():
-            queue.put(None)
+            queue.put(None)  # a second one is never looked at
         for thread in self._threads:
             thread.join()
 
@@ -417,6 +424,11 @@ class Accelerator(Device):
     def is_own_thread(self) -> bool:
         return threading.current_thread() is self._watcher
 
+    def drain(self) -> None:
+        for stream in self._queues.values():
+            stream.synchronize()
+        self._uncounted.clear()
+
     def close(self) -> None:
         try:
             for stream in self._queues.values():
@@ -455,6 +467,10 @@ class Borrowed:
         self._limit = limit_nbytes
         self._held: deque[tuple[Moment, torch.Tensor, Callable[[], None]]] = deque()
         self._nbytes = 0
+
+    def emptied(self) -> Borrowed:
+        """The same without tensors: nothing is read any more."""
+        return Borrowed(self._limit)
 
     def keep(self, tensor: torch.Tensor, moment: Moment, then: Callable[[], None] = lambda: None) -> None:
         """Keeps ``tensor`` until ``moment``, and calls ``then``."""

@@ -10,20 +10,23 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from . import native
+from . import native, processors
 from .activations import ActivationStore
 from .collectives import Peers
 from .config import Config
 from .device import Device
-from .errors import UsageError
-from .gradients import GradientBank, GradRecord
+from .errors import InfinityError, UsageError
+from .gradients import GradientBank, GradRecord, GradState
 from .hooks import Passes
-from .parameter import ParamHandle
+from .journal import Journal
+from .parameter import ParamHandle, set_raw_grad
 from .plan import MemoryPlan, UnitSize
 from .predict import memory_rate
 from .prefetch import Prefetcher
@@ -34,7 +37,7 @@ from .shard import ParamShard
 from .speculation import Speculation
 from .stepper import DeviceStepper
 from .store import ShardStore
-from .tiers import Ledger, Reservation, Tier
+from .tiers import Ledger, Tier
 from .trace import Timeline, Traffic
 from .unit import ParamUnit
 
@@ -69,6 +72,12 @@ class Engine:
         peers: Peers | None = None,
     ):
         self.config, self.plan, self.units, self.device = config, plan, units, device
+        autograd = torch._C._autograd
+        self.scopes = native.Scopes(autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks)
+        self.journal = Journal()
+        self.halted: Callable[[], InfinityError] | None = None  # why nothing goes on but loading a checkpoint
+        self.streams_step = False  # units are stepped as their gradients land, while the backward goes on
+        self.step_begun = False  # so that the next step is the rest of one
         self.peers = peers or Peers()
         self.ledger = Ledger()
         self.traffic = self.peers.traffic
@@ -84,7 +93,7 @@ class Engine:
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}  # the newest state-dict tensor of a tied parameter
         self.without_grad: dict[ParamUnit, set[ParamHandle]] = {}  # seen to get none in a backward
         self.storages: dict[int, tuple[ParamUnit, torch.Tensor]] = {}  # device buffers, by storage
-        self._reservations: list[Reservation] = []
+        self._charges: list[native.Charge] = []
         for tier, budget in zip(Tier, (config.device_memory, config.host_memory, config.nvme_capacity)):
             account = self.ledger.accounts[tier]
             account.budget_nbytes, account.planned_nbytes = budget, plan.planned_nbytes(tier)
@@ -99,10 +108,10 @@ class Engine:
         )
         self._last_updates: list[native.Updater] = []  # whose events are to be drawn when the engine goes
         self.store.on_failure = self.peers.tell
-        self._finalizer = weakref.finalize(
-            self, _shut_down, self.store, [s for unit in units for s in unit.shards], self._last_updates, [u.name for u in units],
-            self.peers, device,
-        )  # fmt: skip
+        shards = [shard for unit in units for shard in unit.shards]
+        shut_down = partial(_shut_down, self.store, shards, self._last_updates, [unit.name for unit in units], self.peers, device)
+        # To its end, though Ctrl-C comes between: nobody would call it again.
+        self._finalizer = weakref.finalize(self, native.insist, shut_down)
         self.updater: native.Updater | None = None
         self.stepper: DeviceStepper | None = None  # where the processor cannot step all there is
         try:
@@ -133,6 +142,7 @@ class Engine:
             give_way=self.passes.give_way,
             peers=self.peers,
             device=device,
+            journal=self.journal,
         )
 
     def _allocate(self, stepping: bool) -> None:
@@ -148,7 +158,7 @@ class Engine:
         def staging(nbytes: int, what: str) -> native.Region | None:
             if not nbytes:
                 return None
-            self._reservations.append(self.ledger.reserve(Tier.HOST, nbytes, what))
+            self._charges.append(self.ledger.reserve(Tier.HOST, nbytes, what))
             regions.append(self.store.make_region(nbytes, copied=what != "optimizer slots"))
             return regions[-1]
 
@@ -161,9 +171,9 @@ class Engine:
         self._activation_staging = native.PinnedPool(activations) if activations else None
         self._slots = slots  # the updater has its address only
         checksums = plan.terms[Tier.HOST].get("checksums", 0)
-        self._reservations.append(self.ledger.reserve(Tier.HOST, checksums, "checksums"))
+        self._charges.append(self.ledger.reserve(Tier.HOST, checksums, "checksums"))
         for what in ("second slices", "gradients on their way", "optimizer slots"):
-            self._reservations.append(self.ledger.reserve(Tier.DEVICE, plan.terms[Tier.DEVICE].get(what, 0), what))
+            self._charges.append(self.ledger.reserve(Tier.DEVICE, plan.terms[Tier.DEVICE].get(what, 0), what))
         self.store.open(regions)
         if stepping:
             self.updater = native.Updater(
@@ -171,7 +181,9 @@ class Engine:
                 slots.address if slots else 0,
                 slots.nbytes if slots else 0,
                 plan.slot_count if slots else 0,
-                self.config.update_threads or torch.get_num_threads(),
+                self.config.update_threads or min(torch.get_num_threads(), processors.available()),
+                owner=slots,
+                checksums=self.config.checksums,
             )
             if self.device.kernels is not None:
                 self.stepper = DeviceStepper(self.device, self.traffic, plan.device_slot_nbytes)
@@ -211,6 +223,55 @@ class Engine:
         whole = [unit for unit in self.units if not self.sizes[unit.index].tile_nbytes]
         return [unit for unit in whole if any(p in params for shard in unit.shards for p in shard.params)]
 
+    # --- every use of the engine ---
+
+    def using(self, *, repairing: bool = False) -> native.Scope:
+        """What every use of the engine by its user runs in. When it is not part of another use, what an exception left of the
+        last one is put right first. ``repairing``: it sets all state anew.
+
+        Raises UsageError when that state is lost, for every use but a repairing one.
+        """
+        if not self.scopes.running and torch._C._current_graph_task_id() == -1:
+            if repairing:
+                self.journal.forget()
+            self.recover()
+            if self.halted is not None and not repairing:
+                raise self.halted()
+        return self.scopes.scope()
+
+    def recover(self) -> None:
+        """After an exception, whatever it struck: what only a running pass needs is given up and taken anew from what is at home,
+        and what had to be whole is done to its end. Asked while no other use is running; without an exception it does nothing."""
+        if not (self.scopes.interrupted or self.passes.is_cut_short or not self.journal.is_clear) or not self._finalizer.alive:
+            return
+        self.store.check_process()
+        with self.store.guarding():
+            self.device.drain()
+            self.passes.rebuild()
+            if self.reducer is not None:
+                self.reducer.abandon()
+            self.prefetcher.rebuild()
+            self.gradients.rebuild()
+            for handle in self.group_of:
+                set_raw_grad(handle.param, None)
+            if self.activations is not None:
+                self.activations.rebuild()
+            self.store.rebuild()
+            self.ledger.forget_passing()
+            for unit in self.units:
+                for shard in unit.shards:
+                    shard.drop_draft()
+            self.journal.finish()
+        if self.streams_step and any(handle.grad.state is GradState.CONSUMED for handle in self.group_of):
+            self.halt("an exception inside step_in_backward left part of a step done")
+        if self.streams_step:
+            self.step_begun = self.streams_step = False
+        self.scopes.interrupted = False  # the last thing: cut short, all of this is done again
+
+    def halt(self, why: str) -> None:
+        """From here on nothing goes on but loading a checkpoint."""
+        self.halted = partial(UsageError, f"{why}: the state in memory is neither the old one nor the new one. Load a checkpoint.")
+
     # --- what parameters ask ---
 
     @property
@@ -239,46 +300,53 @@ class Engine:
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """``p.copy_(value)`` outside a forward: the value goes home, master and all."""
-        shape = tuple(handle.shard.layout.placements[handle.index].shape)
-        value = value.detach().expand(shape)
-        self.peers.same(f"setting {handle.name}", value)
-        self.prefetcher.release_all([handle.unit])
-        handle.changed()
-        handle.shard.write_value(self.store, handle.index, value, version=self.step_index)
+        with self.using():
+            value = value.detach().expand(tuple(handle.shard.layout.placements[handle.index].shape))
+            self.peers.same(f"setting {handle.name}", value)
+            flat = handle.shard.flattened(value, handle.index)
+            self.prefetcher.release_all([handle.unit])
 
-    def write_edit(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """Elements of ``value`` that differ from the parameter's go home; the others keep their master's bits."""
-        self.prefetcher.release_all([handle.unit])
-        handle.changed()
-        handle.shard.write_changes(self.store, handle.index, value, version=self.step_index)
+            def change() -> None:
+                handle.changed()
+                handle.shard.write_flattened(self.store, handle.index, flat, version=self.step_index)
+
+            self.journal.carry_out(change)
+
+    def write_edits(self, edited: list[tuple[ParamHandle, torch.Tensor]]) -> None:
+        """Elements of the values that differ from their parameters' go home; the others keep their master's bits. All of it or,
+        where that is refused, nothing."""
+        self.prefetcher.release_all([handle.unit for handle, _ in edited])
+        found = [(handle, handle.shard.changes(self.store, handle.index, value)) for handle, value in edited]
+
+        def change() -> None:
+            for handle, parts in found:
+                handle.changed()
+                handle.shard.write_changes(self.store, handle.index, parts, version=self.step_index)
+
+        self.journal.carry_out(change)
 
     # --- what passes ask ---
 
     def begin_pass(self, *, training: bool) -> None:
         """A root forward starts."""
+        for handle in self.group_of if training else ():
+            set_raw_grad(handle.param, None)  # of a backward that was cut short before the engine heard of it
         self.schedule.begin("train" if training else "infer")
         self.prefetcher.begin_pass()
-
-    def end_passes(self) -> None:
-        """Outside forwards and backwards: lets go what a backward that failed half-way still holds."""
-        if not self.computing:
-            self.passes.abandon()
 
     def end_backward(self) -> None:
         """The outermost backward ended: every gradient is on its way home."""
         if self.reducer is not None:
             with self.store.guarding():
                 self.reducer.end_backward()
-        self._count_backwards(self.backwards + 1)
+        self.count_backwards(self.backwards + 1)
+        self.gradients.end_backward()
         self.gradients.close_all([shard for unit in self.units for shard in unit.shards])
         if not self.passes.frames:
             self.prefetcher.release_idle()
 
-    def restart_backwards(self) -> None:
-        """The step index was set: backwards count from here."""
-        self._count_backwards(0)
-
-    def _count_backwards(self, count: int) -> None:
+    def count_backwards(self, count: int) -> None:
+        """So many backwards have ended since the last step."""
         self.backwards = count
         self.peers.moment = f"(after {self.step_index} steps and {count} backwards)"
 
@@ -296,9 +364,7 @@ class Engine:
             raise UsageError("this backward needs weights that went with the engine: run it before unwrap_model")
 
     def begin_step(self) -> None:
-        """An optimizer step starts: its updates carry the next version."""
-        self.passes.abandon()
-        self.step_index += 1
+        """An optimizer step starts."""
         if self.stepper is not None and self.updater.step_seconds:
             self.stepper.choose_share(self.updater.elements / self.updater.step_seconds, self._passing_nbytes())
 
@@ -309,7 +375,6 @@ class Engine:
 
     def end_step(self) -> None:
         """The updates are submitted: the next forward's first units follow them from the disk."""
-        self._count_backwards(0)
         self.prefetcher.fetch_ahead(self.schedule.first())
         began = self.clock.tick()
         if self.traffic.timeline is not None:
@@ -352,6 +417,7 @@ def _of_rank(path: str | os.PathLike, peers: Peers) -> str:
 def _shut_down(
     store: ShardStore, shards: list[ParamShard], updaters: list[native.Updater], names: list[str], peers: Peers, device: Device
 ) -> None:
+    """Gives everything back. Cut short, it is called again, and does what is left."""
     if store.pid != os.getpid():
         return  # a forked child ends (a data loader's worker): everything is the parent's
     if device.is_own_thread:  # where the garbage collector came by: what follows waits for this very thread
@@ -363,7 +429,7 @@ def _shut_down(
                 wait()
             except Exception:  # noqa: BLE001 - whoever needed these bytes was told; here they are thrown away
                 pass
-        shard.update = None
+        shard.update = shard.draft = None
     device.close()
     for updater in updaters:
         _draw_updates(updater, store.traffic, names)

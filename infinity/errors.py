@@ -29,3 +29,7 @@ class UsageError(InfinityError, RuntimeError):
 
 class PeerError(InfinityError, RuntimeError):
     """Another rank of the job failed, or is gone; the message has what is known of it."""
+
+
+class InternalError(InfinityError, RuntimeError):
+    """A check of the engine itself failed: a defect of this library. Nothing more is to be trusted; go on from a checkpoint."""

@@ -3,9 +3,11 @@
     ABSENT     None in torch's words; the next gradient is copied
     LANDED     at home: the next gradient is added, the next step applies it
     CONSUMED   applied by a step; only reading and zeroing are left
+    TORN       a backward failed after it had begun to change this gradient; only zeroing is left
 
 opened     a shard's gradients lie in memory: always where their home is memory, in a slot of the gradient staging pool
            while one from disk is being written or read
+changing   gradients that the running backward, or a multiplication, has begun to change: torn when it is cut short
 average    with other ranks, the mean of what all of them landed; each has its slice of it at home
 factor     a multiplication of the gradient that was asked for and not done yet: the optimizer kernel does it, rounding
            as the in-place multiplication would have
@@ -14,11 +16,12 @@ factor     a multiplication of the gradient that was asked for and not done yet:
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -27,7 +30,7 @@ from . import native
 from .collectives import Peers
 from .device import PAST, Borrowed, Freight, Moment
 from .errors import UsageError
-from .parameter import ParamHandle
+from .parameter import ParamHandle, set_raw_grad
 from .shard import ParamShard
 from .store import ShardStore
 from .tiers import Tier
@@ -44,6 +47,7 @@ class GradState(Enum):
     ABSENT = auto()
     LANDED = auto()
     CONSUMED = auto()
+    TORN = auto()
 
 
 @dataclass(eq=False)
@@ -79,8 +83,8 @@ class GradientBank:
         self._landing: dict[ParamShard, Moment] = {}  # of gradients on their way to the host
         self._borrowed = Borrowed(borrowed_nbytes)  # gradients that are still read there
         self.reducer: Reducer | None = None  # where there are other ranks
-        self._opened: dict[ParamShard, OpenedShard] = {}  # least recently used first
-        self._writes: dict[ParamShard, tuple[native.Ticket, native.Lease]] = {}
+        self._opened: OrderedDict[ParamShard, OpenedShard] = OrderedDict()  # least recently used first
+        self._changing: set[ParamHandle] = set()
         self._factor: tuple[Callable, int, float] = (lambda: None, 0, 1.0)  # the last tensor gradients were multiplied by
         self._norm_order: float | None = None  # of the norms that are asked for: they are taken as gradients land
 
@@ -88,7 +92,8 @@ class GradientBank:
 
     def get(self, handle: ParamHandle) -> LandedGrad | None:
         """``p.grad``."""
-        self.average()
+        with handle.engine.using():
+            self.average()
         record = handle.grad
         if record.state is GradState.ABSENT:
             return None
@@ -98,6 +103,10 @@ class GradientBank:
 
     def set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
         """``p.grad = value``."""
+        with handle.engine.using():
+            self._set(handle, value)
+
+    def _set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
         record = handle.grad
         if value is None:
             self.clear(handle)
@@ -127,6 +136,28 @@ class GradientBank:
     def clear(self, handle: ParamHandle) -> None:
         """``p.grad = None``."""
         handle.grad = GradRecord()
+        set_raw_grad(handle.param, None)  # what autograd had accumulated when an exception kept it from landing
+
+    # --- backwards that fail ---
+
+    def change(self, handle: ParamHandle) -> None:
+        """The running backward is about to change the gradient of ``handle``."""
+        self._changing.add(handle)
+
+    def end_backward(self) -> None:
+        """The backward came to its end: what it changed is whole."""
+        self._changing = set()
+
+    def rebuild(self) -> None:
+        """After an exception, with nothing in flight: what somebody had begun to change is torn, what is in memory goes home."""
+        for handle in self._changing:
+            handle.grad = GradRecord(GradState.TORN)
+        self._changing = set()
+        self._landing.clear()
+        self._borrowed = self._borrowed.emptied()
+        self.close_all(list(self._opened))
+        if self._staging is not None:
+            self._store.drain(self._staging)
 
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Adds ``grad`` to what has landed. Raises UsageError when a step has consumed that already."""
@@ -134,6 +165,7 @@ class GradientBank:
         self._refuse_consumed(handle)
         if grad.is_sparse:
             raise UsageError(f"{handle.name} got a sparse gradient; build the embedding with sparse=False")
+        self.change(handle)
         if self.reducer is not None and not self.peers.keeps_gradients:
             self.reducer.add(handle, grad)
             return
@@ -152,7 +184,7 @@ class GradientBank:
             if record.state is GradState.ABSENT:
                 home.copy_(grad)
             else:
-                self._apply_factors(record, home)
+                self._apply_factors(handle, home)
                 home.add_(grad)
             # While the bytes are near: they need not be read once more, from a disk perhaps.
             order = self._norm_order
@@ -236,7 +268,7 @@ class GradientBank:
             if record.state is GradState.ABSENT or self.peers.keeps_gradients:
                 home.copy_(average)
             else:
-                self._apply_factors(record, home)
+                self._apply_factors(handle, home)
                 home.add_(average)
         order = self._norm_order
         record.norm = None if order is None else (order, self._slice_norm(home, order))
@@ -245,6 +277,7 @@ class GradientBank:
 
     @staticmethod
     def _refuse_consumed(handle: ParamHandle) -> None:
+        refuse_torn(handle)
         if handle.grad.state is GradState.CONSUMED:
             raise UsageError(
                 f"a second backward through {handle.name} after optimizer.step(): its gradient was consumed by the "
@@ -260,6 +293,7 @@ class GradientBank:
             yield lambda begin, end, compute: None
             return
         self._refuse_consumed(handle)
+        self.change(handle)
         first = record.state is GradState.ABSENT
 
         def land(begin: int, end: int, compute: Callable[[], torch.Tensor]) -> None:
@@ -269,7 +303,7 @@ class GradientBank:
                     shard.settle()
                     home = self._view(handle, write=True)
                     if not first:
-                        self._apply_factors(record, home)
+                        self._apply_factors(handle, home)
                 rows = home[begin:end]
                 rows.copy_(part) if first else rows.add_(part.to(rows.device))
 
@@ -280,6 +314,8 @@ class GradientBank:
     def zero(self, handle: ParamHandle) -> None:
         """Leaves zeros, which the next step applies."""
         record = handle.grad
+        if record.state is GradState.TORN:
+            record = handle.grad = GradRecord(stand_in=record.stand_in)
         handle.shard.settle()
         whole = self.peers.size == 1 or self.peers.keeps_gradients
         (self._view(handle, write=True) if whole else self._slice(handle, write=True)).zero_()
@@ -294,7 +330,7 @@ class GradientBank:
             return
         record.norm = None
         if len(record.factors) == native.MAX_GRAD_FACTORS:
-            self._apply_factors(record, self._slice(handle, write=True))
+            self._apply_factors(handle, self._slice(handle, write=True))
         record.factors.append(factor)
 
     def value(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
@@ -313,7 +349,7 @@ class GradientBank:
             view = self._view(handle, write=write or bool(record.factors))
             if write or record.factors:
                 record.norm = None
-            self._apply_factors(record, view)
+            self._apply_factors(handle, view)
             return view
 
     def lends_copies(self, handle: ParamHandle) -> bool:
@@ -428,7 +464,7 @@ class GradientBank:
             home = self._slice(handle, write=bool(record.factors))
             if record.factors:
                 record.norm = None
-            self._apply_factors(record, home)
+            self._apply_factors(handle, home)
             return home
 
     def _gathered(self, handle: ParamHandle) -> torch.Tensor:
@@ -470,19 +506,20 @@ class GradientBank:
 
     def close_shard(self, shard: ParamShard) -> list[native.Ticket]:
         """Sends an opened shard's gradients to disk. What has to be over before they can be read at home."""
-        opened = self._opened.pop(shard, None)
+        opened = self._opened.get(shard)
         if opened is not None:
             if opened.dirty:
                 self._settle_landing(shard)
                 array = shard.arrays["grad"]
-                write = self._store.engine.write(array.extent, 0, opened.slot.address, array.nbytes)
-                self._writes[shard] = (write, opened.slot)
-            else:
-                opened.slot.release()
+                # The disk keeps the slot until it has written it. Interrupted before the next line, it is written again.
+                self._store.engine.write(array.extent, 0, opened.slot.address, array.nbytes, lease=opened.slot)
+                opened.dirty = False
+            del self._opened[shard]
+            opened.slot.release()
         landing = self._landing.get(shard)
         ticket = self.device.ticket([landing]) if landing is not None else None
-        under_way = [ticket] if ticket is not None else []
-        return [*under_way, self._writes[shard][0]] if shard in self._writes else under_way
+        written = shard.arrays["grad"].extent.writes_under_way() if "grad" in shard.arrays else None
+        return [each for each in (ticket, written) if each is not None]
 
     def landing_of(self, shard: ParamShard) -> list[Moment]:
         """What has to be over before the device can read a shard's gradients at home."""
@@ -506,45 +543,41 @@ class GradientBank:
         return shard.layout.placements[handle.index].view(flat)
 
     def _open(self, shard: ParamShard, *, write: bool) -> OpenedShard:
-        opened = self._opened.pop(shard, None)
+        opened = self._opened.get(shard)
         if opened is None:
             array = shard.arrays["grad"]
-            self._settle_write(shard)
-            slot = self._slot(array.nbytes)
+            with self._store.traffic.stalled("host->nvme", "gradients"):
+                slot = self._store.take_lease(self._staging, array.nbytes, self._close_oldest)
             # Read even when nothing landed yet: parameters without a gradient keep defined bytes beside the others.
             with self._store.traffic.stalled("nvme->host", "gradients"):
-                self._store.engine.read(array.extent, 0, slot.address, array.nbytes).wait()
+                self._store.engine.read(array.extent, 0, slot.address, array.nbytes, lease=slot).wait()
             self._store.verify(array, slot.address, array.nbytes)
             flat = native.tensor_at(self._staging.region, slot.address, array.numel, array.dtype)
-            opened = OpenedShard(slot, flat)
+            opened = self._opened[shard] = OpenedShard(slot, flat)
         opened.dirty |= write
-        self._opened[shard] = opened
+        self._opened.move_to_end(shard)
         return opened
 
-    def _slot(self, nbytes: int) -> native.Lease:
-        while (slot := self._staging.try_lease(nbytes)) is None:
-            if self._writes:
-                self._settle_write(next(iter(self._writes)))
-            elif self._opened:
-                self.close_shard(next(iter(self._opened)))
-            else:
-                raise UsageError("the gradient staging pool is smaller than its plan")
-        return slot
+    def _close_oldest(self) -> bool:
+        """Sends what was not used for longest to disk. False when nothing is open."""
+        oldest = next(iter(self._opened), None)
+        if oldest is not None:
+            self.close_shard(oldest)
+        return oldest is not None
 
-    def _settle_write(self, shard: ParamShard) -> None:
-        if shard in self._writes:
-            ticket, slot = self._writes.pop(shard)
-            try:
-                with self._store.traffic.stalled("host->nvme", "gradients"):
-                    ticket.wait()
-                self._store.traffic.mark("host->nvme", "gradients", *ticket.times)
-            finally:
-                slot.release()
+    def apply_factors(self, handle: ParamHandle) -> None:
+        """Does the multiplications that were asked for."""
+        self._apply_factors(handle, self._settled_slice(handle))
 
-    @classmethod
-    def _apply_factors(cls, record: GradRecord, home: torch.Tensor) -> None:
-        cls._with_factors(record.factors, home)
-        record.factors.clear()
+    def _apply_factors(self, handle: ParamHandle, home: torch.Tensor) -> None:
+        factors = handle.grad.factors
+        if factors:
+            outside = handle not in self._changing  # of a backward, which has changed the gradient until its end
+            self._changing.add(handle)
+            self._with_factors(factors, home)
+            factors.clear()
+            if outside:
+                self._changing.discard(handle)
 
     @staticmethod
     def _with_factors(factors: list[float], grad: torch.Tensor) -> torch.Tensor:
@@ -597,7 +630,12 @@ class LandedGrad(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        grad = next(leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, LandedGrad))
+        with grad._infinity_grad.engine.using():
+            return cls._run(func, args, kwargs or {})
+
+    @classmethod
+    def _run(cls, func, args: tuple, kwargs: dict) -> Any:
         subject = args[0] if args and isinstance(args[0], LandedGrad) else None
         if subject is not None and (result := _shortcut(func, subject, args)) is not None:
             return result
@@ -611,11 +649,13 @@ class LandedGrad(torch.Tensor):
                 args[1].copy_(landed[0]._bank.peers.exchange(args[1], "overflow of gradients").amax(0))
             return None
         if func is aten.linalg_vector_norm.default and subject is not None and len(args) < 3 and not kwargs:
+            refuse_torn(subject._infinity_grad)
             return subject._bank.norm(subject._infinity_grad, float(args[1]) if len(args) > 1 else 2.0)
         grads = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, LandedGrad)]
         mutated = _mutated_arguments(func, args, kwargs)
         for grad in grads:
             grad._bank  # noqa: B018 - raises for a stale one
+            refuse_torn(grad._infinity_grad)
             if func.is_view:
                 _writable(grad).grad.viewed = True  # nobody hears of a write through the view
                 grad._infinity_grad.shard.drop_draft()
@@ -671,8 +711,18 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
     return None
 
 
+def refuse_torn(handle: ParamHandle) -> None:
+    """Raises UsageError for a gradient that a failed backward left half done."""
+    if handle.grad.state is GradState.TORN:
+        raise UsageError(
+            f"the gradient of {handle.name} is half done, for a backward that added to it was cut short by an exception. Call "
+            "optimizer.zero_grad() and run forward and backward again."
+        )
+
+
 def _writable(grad: LandedGrad) -> ParamHandle:
     handle = grad._infinity_grad
+    refuse_torn(handle)
     if handle.grad.state is GradState.CONSUMED:
         raise UsageError(
             f"{handle.name}.grad was consumed by optimizer.step(): it can be read (a view of it: of .clone()), but "

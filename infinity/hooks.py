@@ -2,7 +2,8 @@
 
 owner       a module whose forward needs a unit: it holds some of its parameters
 frame       one running forward of an owner (or of the root), with the units it holds
-task        one run of autograd; a reentrant checkpoint nests them
+task        one run of autograd; a reentrant checkpoint nests them. It has a token, which only autograd holds: a task whose token
+            is gone without its end having been told was cut short
 
 Forward holds a unit from its owner's pre-hook to its post-hook. Backward holds it from the first time a tensor saved
 from it is asked for (or a gradient reaches its owner's output) until all its gradients have landed, and what is held
@@ -20,8 +21,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, is_dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +31,6 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_map_only
 
 from .activations import Kept
-from .activations import __name__ as activations_module
 from .errors import UsageError
 from .gradients import GradState
 from .logits import Logits
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
-OUR_HOOKS = {__name__, activations_module}
-
-
 @dataclass(eq=False)
 class Frame:
     """One running forward."""
@@ -50,7 +48,7 @@ class Frame:
     module: torch.nn.Module
     units: list[ParamUnit]
     is_recomputed: bool = False  # inside a checkpoint
-    saves: int = 0  # how many pairs of saved-tensor hooks it pushed
+    hooks: int = 0  # pairs of our saved-tensor hooks that this thread had before
     start: float = field(default_factory=time.perf_counter)
 
 
@@ -74,11 +72,12 @@ class Passes:
 
     def __init__(self, engine: Engine):
         self._engine = weakref.ref(engine)  # the engine holds this object
+        self.scopes = engine.scopes
         self.frames: list[Frame] = []
         self.awaited: dict[ParamUnit, set[ParamHandle]] = {}  # held by the backward; least recently used first
         self.expected: dict[ParamUnit, set[ParamHandle]] = {}  # in lockstep: what a unit still has to get, held or not
         self._since: dict[ParamUnit, float] = {}  # when the backward came to each of those
-        self.tasks: set[int] = set()
+        self.tasks: dict[int, weakref.ref] = {}  # that are running, with their tokens
         self.on_landed: Callable[[ParamUnit], None] | None = None  # told when all of a unit's gradients have landed
         self.reached: set[ParamUnit] = set()  # units that got a gradient in this backward
 
@@ -109,12 +108,8 @@ class Passes:
         """A forward of ``module`` starts."""
         self.engine.store.check_process()
         in_backward = torch._C._current_graph_task_id() != -1
-        if is_root and self.frames and not in_backward and self.frames[0].module is module:
-            self._clean_up_after_interrupt()
-        if not self.frames and not in_backward:
-            self.abandon()
-            if is_root:
-                self.engine.begin_pass(training=torch.is_grad_enabled())
+        if not self.frames and not in_backward and is_root:
+            self.engine.begin_pass(training=torch.is_grad_enabled())
         # Before anything is held: a module of unknown tensors may raise here.
         keeping = self.engine.activations if torch.is_grad_enabled() and not self.frames and not in_backward else None
         foreign = self._foreign_storages(module) if keeping is not None else set()
@@ -128,16 +123,13 @@ class Passes:
             for unit in held:
                 self.engine.prefetcher.unhold(unit)
             raise
-        frame = Frame(module, held, self.is_recomputed)
+        self.frames.append(Frame(module, held, self.is_recomputed, self.scopes.hooks))
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if keeping is not None and not _is_checkpoint(outer):  # what is computed again is not kept anywhere
             keeping.begin(foreign)
-            torch._C._autograd._push_saved_tensors_default_hooks(*keeping.hooks(outer))
-            frame.saves += 1
+            self.scopes.push_hooks(*keeping.hooks(outer))
         if units and torch.is_grad_enabled():
-            torch._C._autograd._push_saved_tensors_default_hooks(*self._saving_hooks())
-            frame.saves += 1
-        self.frames.append(frame)
+            self.scopes.push_hooks(*self._saving_hooks())
 
     @staticmethod
     def _foreign_storages(module: torch.nn.Module) -> set[int]:
@@ -150,33 +142,25 @@ class Passes:
 
         Returns the output, with copies of what in it was a view of a weight: the weight may be gone before it is used.
         """
-        if not self.frames or self.frames[-1].module is not module:
+        if all(frame.module is not module for frame in self.frames):
             return output  # its pre-hook failed before it entered
-        frame = self.frames.pop()
+        while (frame := self.frames.pop()).module is not module:  # one that an exception ended, of which torch told no hook
+            self._unhold(frame)
         for unit in frame.units:
             self.engine.traffic.mark("forward", unit.name, frame.start)
         if frame.units and any(self._is_weight_view(tensor) for tensor in _tensors(output)):
             output = tree_map_only(torch.Tensor, lambda t: t.clone() if self._is_weight_view(t) else t, output)
-        for _ in range(frame.saves):
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        self.scopes.pop_hooks(frame.hooks)
         if torch.is_grad_enabled() and output is not None:
             self._watch_backward(frame, args, kwargs, output)
-        for unit in frame.units:
-            self.engine.prefetcher.unhold(unit)
+        self._unhold(frame)
         if not self.frames and not torch.is_grad_enabled():
             self.engine.prefetcher.release_idle()
         return output
 
-    def _clean_up_after_interrupt(self) -> None:
-        """Ctrl-C ended the last forward, of which torch tells no hook: lets go what it held."""
-        while self.frames:
-            frame = self.frames.pop()
-            for _ in range(frame.saves):
-                top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-                if top is not None and top[0].__module__ in OUR_HOOKS:
-                    torch._C._autograd._pop_saved_tensors_default_hooks()
-            for unit in frame.units:
-                self.engine.prefetcher.unhold(unit)
+    def _unhold(self, frame: Frame) -> None:
+        for unit in frame.units:
+            self.engine.prefetcher.unhold(unit)
 
     def _is_weight_view(self, tensor: torch.Tensor) -> bool:
         if tensor.layout is not torch.strided or type(tensor) in _OPAQUE or handle_of(tensor) is not None:
@@ -219,14 +203,9 @@ class Passes:
 
     # --- what autograd saves ---
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> AbstractContextManager:
         """Weights saved inside the block are saved as references to their units."""
-        torch._C._autograd._push_saved_tensors_default_hooks(*self._saving_hooks())
-        try:
-            yield
-        finally:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        return self.scopes.scope(*self._saving_hooks())
 
     def _saving_hooks(self):
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -281,7 +260,7 @@ class Passes:
         self.engine.check_open()
         self._join_task()
         if unit in self.awaited:
-            self.awaited[unit] = self.awaited.pop(unit)
+            self.awaited[unit] = self.awaited.pop(unit)  # the last one used
             return
         if self.in_lockstep:
             for other in list(self.awaited)[:-1]:
@@ -305,6 +284,7 @@ class Passes:
         grad = raw_grad(param)
         if grad is None:
             return  # of a weight that runs in tiles: it has landed
+        self.engine.gradients.change(handle)
         set_raw_grad(param, None)
         with self.engine.store.guarding():
             self.engine.gradients.land(handle, grad)
@@ -352,16 +332,30 @@ class Passes:
         task = torch._C._current_graph_task_id()
         if task == -1 or task in self.tasks:
             return
-        self.tasks.add(task)
+        if not self.scopes.running and all(token() is None for token in self.tasks.values()):
+            self.engine.recover()  # from what came before: this is the outermost task
         me = weakref.ref(self)
 
         def end() -> None:
             if passes := me():
-                passes.tasks.discard(task)
-                if not passes.tasks:
-                    passes.sweep()
+                passes._leave_task(task)
 
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        token = partial(int)  # of C, so that no frame of a traceback refers to it
+        self.tasks[task] = weakref.ref(token)
+        for callback in (token, end):
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def _leave_task(self, task: int) -> None:
+        if len(self.tasks) == 1:
+            self.sweep()
+            # Everything is as it should be. A checkpoint ends its recomputations by an exception, say.
+            self.scopes.interrupted = False
+        del self.tasks[task]
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether a backward or forward was left by an exception. Asked where none is running."""
+        return bool(self.tasks or self.frames)
 
     def sweep(self) -> None:
         """The outermost backward has ended: what is still held got no gradient for some of its parameters."""
@@ -374,15 +368,10 @@ class Passes:
         self.reached.clear()
         self.engine.end_backward()
 
-    def abandon(self) -> None:
-        """A new forward starts: whatever a backward that failed half-way left held is let go."""
-        self.tasks.clear()
-        self.reached.clear()
-        self.expected.clear()
-        for unit in list(self.awaited):
-            self.let_go(unit)
-        if self.engine.reducer is not None:
-            self.engine.reducer.abandon()
+    def rebuild(self) -> None:
+        """Nothing is running: whatever an exception left of it is forgotten."""
+        self.frames, self.awaited, self.expected, self._since = [], {}, {}, {}
+        self.tasks, self.reached = {}, set()
 
 
 def _is_checkpoint(hooks: tuple | None) -> bool:
@@ -417,9 +406,49 @@ except ImportError:  # pragma: no cover
     pass
 
 
+class ScopedCall:
+    """Has every call of ``module`` run in a scope of the engine, until :meth:`remove`: whatever ends the call, what its hooks
+    pushed on this thread is popped, and an exception is known of. Torch calls no hook at all after Ctrl-C."""
+
+    NAMES = ("_call_impl", "_compiled_call_impl")  # what ``module(...)`` looks up, and first of all when it was compiled
+
+    def __init__(self, engine: Engine, module: torch.nn.Module):
+        self._module = weakref.ref(module)
+        self._own = {name: module.__dict__.get(name) for name in self.NAMES}
+        of_class = type(module)._call_impl
+        reference = self._module
+
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            return of_class(reference(), *args, **kwargs)
+
+        self._calls = {"_call_impl": _scoped(engine, self._own["_call_impl"] or plain)}
+        if (compiled := self._own["_compiled_call_impl"]) is not None:
+            self._calls["_compiled_call_impl"] = _scoped(engine, compiled)
+        module.__dict__.update(self._calls)
+
+    def remove(self) -> None:
+        """Puts back what was called; what was compiled since stays compiled. A second call does nothing."""
+        if (module := self._module()) is None:
+            return
+        for name, call in self._calls.items():
+            if module.__dict__.get(name) is call:
+                if self._own[name] is None:
+                    del module.__dict__[name]
+                else:
+                    module.__dict__[name] = self._own[name]
+
+
+def _scoped(engine: Engine, call: Callable) -> Callable:
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with engine.using():
+            return call(*args, **kwargs)
+
+    return torch.compiler.disable(scoped, recursive=False)  # what it calls may well be compiled
+
+
 def install(engine: Engine, root: torch.nn.Module, owners: dict[torch.nn.Module, list[ParamUnit]]) -> list:
-    """Hooks ``root``, every owner, and every stepped parameter. Returns the handles that remove them."""
-    removers = []
+    """Hooks ``root``, every owner, and every stepped parameter. Returns what removes that, each any number of times."""
+    removers: list = []
     for module in dict.fromkeys([root, *owners]):
         units, is_root = owners.get(module, []), module is root
 
@@ -434,6 +463,7 @@ def install(engine: Engine, root: torch.nn.Module, owners: dict[torch.nn.Module,
         before.is_infinity = after.is_infinity = True
         removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        removers.append(ScopedCall(engine, module))
     passes = weakref.ref(engine.passes)
 
     def landed(param: torch.Tensor) -> None:
@@ -441,9 +471,9 @@ def install(engine: Engine, root: torch.nn.Module, owners: dict[torch.nn.Module,
             running.landed(param)
 
     for unit in engine.units:
-        for handle, param in zip(unit.handles, (p for shard in unit.shards for p in shard.params)):
+        for handle in unit.handles:
             if handle.grad is not None:
-                wanted = param.requires_grad
+                param, wanted = handle.param, handle.param.requires_grad
                 param.requires_grad_(True)  # torch takes hooks of such parameters only; this one may be unfrozen later
                 removers.append(param.register_post_accumulate_grad_hook(landed))
                 param.requires_grad_(wanted)

@@ -66,7 +66,7 @@ class Materialized:
         unfilled = self._make_real(unfilled)
         # Before the weights are loaded: initialising a module for a buffer's sake also sets its parameters.
         if unfilled:
-            _Initialiser(self._model, unfilled, self._empty(), home, self.sent).run()
+            _Initialiser(self._model, unfilled, self._empty(), home, self.sent, self._overwritten).run()
         if files:
             self._load(files, wanted, home)
 
@@ -92,9 +92,10 @@ class Materialized:
         return {param for param, _ in self._swapped if self._managed(param)}
 
     def undo(self) -> None:
-        """The model as it was."""
+        """The model as it was. A second call does nothing more."""
         for param, meta in self._swapped:
-            _swap(self._recurrent, param, meta)
+            if not param.is_meta:
+                _swap(self._recurrent, param, meta)
         for module, name, buffer in self._buffers:
             module._buffers[name] = buffer
         for tensor, before in self._overwritten:
@@ -108,10 +109,10 @@ class Materialized:
             real.requires_grad_(param.requires_grad)
             attributes, hooks = dict(param.__dict__), (param._backward_hooks, param._post_accumulate_grad_hooks)
             wanted = param in unfilled
+            self._swapped.append((param, real))  # before it is so: see undo
             _swap(self._recurrent, param, real)
             param.__dict__.update(attributes)
             param._backward_hooks, param._post_accumulate_grad_hooks = hooks
-            self._swapped.append((param, real))
             if wanted:
                 real_unfilled.add(param)
             if self._managed(param):
@@ -196,9 +197,16 @@ class _Initialiser:
     """Runs the modules' own initialisation, children before their parent, and sends home what it sets."""
 
     def __init__(
-        self, model: nn.Module, unfilled: set[torch.Tensor], empty: set[nn.Parameter], home: Home, sent: set[nn.Parameter]
+        self,
+        model: nn.Module,
+        unfilled: set[torch.Tensor],
+        empty: set[nn.Parameter],
+        home: Home,
+        sent: set[nn.Parameter],
+        overwritten: list[tuple[torch.Tensor, torch.Tensor]],
     ):
         self._model, self._unfilled, self._empty, self._home, self._sent = model, unfilled, empty, home, sent
+        self._overwritten = overwritten  # what is to be put back should anything fail
         self._names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
         self._seen: set[nn.Module] = set()
 
@@ -233,6 +241,7 @@ class _Initialiser:
                 param.copy_(self._home.recall(param))
         given = {tensor for each in reach for tensor in each.buffers(recurse=False)} | (params - set(lent))
         given = {tensor: tensor.clone() for tensor in given if tensor not in self._unfilled and not tensor.is_meta}
+        self._overwritten += given.items()
         before = [(tensor, _spoil(tensor)) for tensor in waiting]
         try:
             for reset in resets:
@@ -246,6 +255,7 @@ class _Initialiser:
             ) from error
         for tensor, value in given.items():  # what was real already has its value
             tensor.copy_(value)
+        del self._overwritten[len(self._overwritten) - len(given) :]
         if left := sorted(self._names[id(tensor)] for tensor, version in before if _is_spoiled(tensor, version)):
             raise ConfigError(
                 f"{', '.join(left)} is on meta, and {type(module).__name__} does not set it (in reset_parameters(), or "

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import ConfigError, InfinityError, UsageError
+from .journal import Journal
 from .recompute import SCALARS, Checkpointed, random_states, set_random_states
 from .replaced import ReplacedForward, own_forward
 
@@ -136,7 +137,7 @@ class Chunked:
     def _check_independence(self, leaves: list, spec: Any, split: list[bool]) -> None:
         """Raises UsageError when a sample's result depends on the ones beside it, or the block cannot run on parts."""
         try:
-            with _unheard(self._block()):
+            with _unheard(self._block(), self._checkpointed.journal):
                 together, first, second = self._try(leaves, spec, split)
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError) as error:
             if isinstance(error, InfinityError):
@@ -177,21 +178,31 @@ class Chunked:
 
 
 @contextmanager
-def _unheard(block: nn.Module) -> Iterator[None]:
-    """No hook of the user's or of a library hears what runs inside, and buffers are as they were afterwards."""
+def _unheard(block: nn.Module, journal: Journal) -> Iterator[None]:
+    """No hook of the user's or of a library hears what runs inside, and buffers, modes and generators are as they were
+    afterwards, whatever happens inside."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
-    silenced = []
-    for module in block.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            foreign = {key: hook for key, hook in hooks.items() if not getattr(hook, "is_infinity", False)}
-            silenced.append((hooks, dict(hooks)))
-            for key in foreign:
-                del hooks[key]
-    try:
-        yield
-    finally:
+    modes = [(module, module.training) for module in block.modules()]
+    places = {buffer.device for buffer, _ in buffers if buffer.device.type != "cpu"}
+    generators = random_states(places)
+    silenced = [(hooks, dict(hooks)) for module in block.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+
+    def put_back() -> None:
         for hooks, all_of_them in silenced:
             hooks.clear()
             hooks.update(all_of_them)
         for buffer, value in buffers:
             buffer.copy_(value)
+        for module, training in modes:
+            module.training = training
+        set_random_states(generators)
+
+    journal.begin(put_back)
+    for hooks, all_of_them in silenced:
+        for key, hook in all_of_them.items():
+            if not getattr(hook, "is_infinity", False):
+                del hooks[key]
+    try:
+        yield
+    finally:
+        journal.finish()

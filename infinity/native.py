@@ -40,23 +40,30 @@ def gpu_kernels() -> tuple[object | None, str]:
     return (None if refusal else _cuda), refusal
 
 
+Account = _C.Account
+Charge = _C.Charge
 DType = _C.DType
 Extent = _C.Extent
 FaultPlan = _C.FaultPlan
 Draft = _C.Draft
+FolderLock = _C.FolderLock
 Hyperparameters = _C.Hyperparameters
 IoEngine = _C.IoEngine
 Layout = _C.Layout
 Lease = _C.Lease
 Master = _C.Master
 Op = _C.Op
+Pages = _C.Pages
 PinnedPool = _C.PinnedPool
 Region = _C.Region
 Rule = _C.Rule
 Run = _C.Run
+Scope = _C.Scope
+Scopes = _C.Scopes
 Ticket = _C.Ticket
 UnitUpdate = _C.UnitUpdate
 Updater = _C.Updater
+insist = _C.insist
 joined = _C.joined  # one ticket that finishes with several
 
 cuda_driver = _C.cuda_driver  # (version as 13000, ""), or (0, why it cannot be used)

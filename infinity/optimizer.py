@@ -3,6 +3,10 @@
 rule   the formula, recognised from the optimizer that was wrapped
 span   consecutive parameters of a shard with the same hyperparameters and step count: one kernel call
 draft  the update of a shard that was made in the backward, on the chance that the step will be that one
+
+A step is planned first, which changes nothing, then handed to the updater in one call, and then entered into the books. What is
+cut short after the plan is carried to its end by the next use of the engine (:mod:`infinity.journal`), so a step is never made
+by half, nor twice.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +23,10 @@ import torch
 
 from . import native
 from .errors import ConfigError, UsageError
-from .gradients import GradState
+from .gradients import GradState, refuse_torn
 from .parameter import ParamHandle, handle_of
 from .shard import Draft, ParamShard
-from .stepper import Span, steps_on_device
+from .stepper import DeviceUpdate, Span, steps_on_device
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -77,9 +82,22 @@ def _plainly(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
-def _draft_unit(optimizer: weakref.ref[InfinityOptimizer], unit: ParamUnit) -> None:
+def _unit_landed(optimizer: weakref.ref[InfinityOptimizer], unit: ParamUnit) -> None:
     if (alive := optimizer()) is not None:
-        alive.draft(unit)
+        alive.unit_landed(unit)
+
+
+@dataclass(eq=False)
+class ShardStep:
+    """What a step does with one shard."""
+
+    shard: ParamShard
+    landed: list[tuple[ParamHandle, int]]  # whose gradients it applies, and the number of that step of theirs
+    draft: Draft | None = None  # that is the update already
+    update: native.UnitUpdate | None = None  # of the processor's part
+    device_step: Callable[[], DeviceUpdate] | None = None  # of the device's
+    device_update: DeviceUpdate | None = None
+    has_begun: bool = False  # on the device, where it cannot be told how far it came
 
 
 HYPERPARAMETERS = [name for name in dir(native.Hyperparameters) if not name.startswith("_")]
@@ -96,16 +114,15 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: Engine, wrapped: torch.optim.Optimizer, rule: native.Rule):
         self._engine, self.wrapped, self._rule = engine, wrapped, rule
         self._ready = False
-        self._begun = False  # a step was begun by step_in_backward
-        self._drafted = self._kept = 0  # drafts since the last step, and those that were its updates
+        self._finished = -1  # the last step that was carried to its end, until it is known to the caller
+        self._drafted = 0  # drafts since the last step
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
         self._ready = True
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(self, kind, getattr(wrapped, kind))
         wrapped.param_groups = self.param_groups  # a scheduler made for the wrapped one steers this one
         self._moments = moment_names(rule, wrapped)
-        if engine.speculation is not None:
-            engine.passes.on_landed = partial(_draft_unit, weakref.ref(self))  # the engine does not keep its optimizer alive
+        engine.passes.on_landed = partial(_unit_landed, weakref.ref(self))  # the engine does not keep its optimizer alive
 
     @property
     def rule_name(self) -> str:
@@ -133,39 +150,109 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 loss = closure()
         engine = self._engine
         engine.check_alive()
-        engine.gradients.average()
-        begun, self._begun = self._begun, False
-        if not begun:
-            self._check_unconsumed()
-        self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
-        if engine.config.max_grad_norm is not None:
-            params = [param for group in self.param_groups for param in group["params"]]
-            torch.nn.utils.clip_grad_norm_(params, engine.config.max_grad_norm)
-        if not engine.peers.alone:
-            engine.peers.meet(self._told())
-        if not begun:
-            engine.begin_step()
-        order = list(engine.schedule.first())
-        order += [unit.index for unit in engine.units if unit.index not in set(order)]
-        with engine.store.guarding():
-            for index in order:
-                unit = engine.units[index]
-                landed = [shard for shard in unit.shards if shard.spec.stepped and self._has_landed(unit, shard)]
-                if landed:
-                    engine.prefetcher.release_all([unit])
-                for shard in landed:
-                    self._submit(shard)
-        if engine.speculation is not None:
-            for shard in self._shards():  # of what this step does not step
-                shard.drop_draft()
-            engine.speculation.end_step(made=self._drafted, kept=self._kept, backwards=engine.backwards)
-            self._drafted = self._kept = 0
-        engine.end_step()
+        with engine.using():
+            if self._finished == engine.step_index and self._is_consumed():
+                self._finished = -1  # this very step was cut short, and has been carried to its end since
+            else:
+                self._step()
         return loss
 
-    def _told(self) -> str:
+    def _step(self) -> None:
+        engine = self._engine
+        engine.gradients.average()
+        begun = engine.step_begun
+        if not begun:
+            self._check_unconsumed()
+        for handle in engine.group_of:
+            refuse_torn(handle)
+        self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
+        clip = self._clip_factor() if engine.config.max_grad_norm is not None else 1.0
+        if not engine.peers.alone:
+            engine.peers.meet(self._told(clip))
+        if not begun:
+            engine.begin_step()
+        version = engine.step_index if begun else engine.step_index + 1
+        order = list(engine.schedule.first())
+        order += [unit.index for unit in engine.units if unit.index not in set(order)]
+        steps: list[ShardStep] = []
+        with engine.store.guarding():
+            for index in order:
+                steps += self._plan(engine.units[index], version, clip)
+            engine.journal.carry_out(partial(self._finish, steps, version))
+            self._finished = -1
+            if engine.speculation is not None:
+                for shard in self._shards():  # of what this step does not step
+                    shard.drop_draft()
+                kept = sum(step.draft is not None for step in steps)
+                engine.speculation.end_step(made=self._drafted, kept=kept, backwards=engine.backwards)
+                self._drafted = 0
+        engine.end_step()
+
+    def _clip_factor(self) -> float:
+        """What ``max_grad_norm`` multiplies every gradient by: as torch.nn.utils.clip_grad_norm_ does, but nothing is changed, so
+        that a step that is cut short can be made again."""
+        grads = [grad for group in self.param_groups for param in group["params"] if (grad := param.grad) is not None]
+        total = torch.nn.utils.get_total_norm(grads)
+        factor = torch.clamp(self._engine.config.max_grad_norm / (total + 1e-6), max=1.0)
+        # torch, too, multiplies by the number's fp32 value, in gradients of every dtype.
+        return torch.tensor(factor.item(), dtype=torch.float32, device="cpu").item()
+
+    def _plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[ShardStep]:
+        """What a step does with ``unit``: gradients that have landed go home, nothing else is changed."""
+        engine = self._engine
+        landed = [shard for shard in unit.shards if shard.spec.stepped and self._has_landed(unit, shard)]
+        if landed:
+            engine.prefetcher.release_all([unit])
+        steps = []
+        for shard in landed:
+            handles = [handle_of(param) for param in shard.params]
+            shard.settle()
+            after = engine.gradients.close_shard(shard)
+            spans = list(self._spans(shard, handles, clip))
+            step = ShardStep(shard, [(h, h.step + 1) for h in handles if h.grad.state is GradState.LANDED])
+            if shard.draft is not None and shard.draft.told == _told_of(spans):
+                step.draft = shard.draft
+            elif spans:  # else other ranks have these parameters in their slices
+                self._plan_update(step, spans, after, label=unit.index, version=version)
+            steps.append(step)
+        return steps
+
+    def _carry_out(self, steps: list[ShardStep]) -> None:
+        """Makes the planned ``steps``. Called again it does what is left."""
+        engine = self._engine
+        for step in steps:
+            if step.device_step is not None and step.device_update is None:
+                if step.has_begun:
+                    engine.halt("a step was cut short on the device")
+                    raise engine.halted()
+                step.has_begun = True
+                step.device_update = step.device_step()
+        engine.updater.submit_all([step.update for step in steps if step.update is not None])
+        for step in steps:
+            shard = step.shard
+            if step.draft is not None:
+                if shard.draft is step.draft:
+                    shard.keep_draft()
+            elif step.device_update is not None:
+                step.device_update.ticket = step.update.ticket if step.update is not None else None
+                shard.update, shard.draft = step.device_update, None
+            elif step.update is not None:
+                shard.update, shard.draft = step.update.ticket, None
+            for handle, number in step.landed:
+                handle.step = number
+                handle.changed()
+                handle.grad.state = GradState.CONSUMED
+
+    def _finish(self, steps: list[ShardStep], version: int) -> None:
+        self._carry_out(steps)
+        engine = self._engine
+        engine.step_index, engine.step_begun, self._finished = version, False, version
+        engine.count_backwards(0)
+
+    def _told(self, clip: float) -> str:
         """What a step does, in few words that differ where it does not do the same on another rank."""
-        told = [{key: _plainly(value) for key, value in group.items() if key != "params"} for group in self.param_groups]
+        told: list = [clip]
+        told += [{key: _plainly(value) for key, value in group.items() if key != "params"} for group in self.param_groups]
         for handle in self._engine.group_of:
             told.append((handle.step, handle.grad.state.name, handle.grad.factors))
         digest = hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
@@ -188,30 +275,33 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 "step_in_backward: max_grad_norm needs the norm of all gradients before the first unit is stepped. Leave "
                 "out one of the two, or let Config(speculate=True) update units ahead."
             )
-        self._check_unconsumed()
-        engine.begin_step()
-        self._begun = True
-        before, engine.passes.on_landed = engine.passes.on_landed, self._step_unit
-        try:
-            yield
-        except BaseException:
-            if any(handle.grad.state is GradState.CONSUMED for handle in engine.group_of):
-                engine.store.failure = partial(
-                    UsageError, "an exception inside step_in_backward left part of a step done: go on from a checkpoint"
-                )
-            raise
-        finally:
-            engine.passes.on_landed = before
+        with engine.using():
+            self._check_unconsumed()
+            engine.begin_step()
+            engine.step_index += 1
+            engine.step_begun = engine.streams_step = True
+            yield  # an exception leaves the marks, which the next use of the engine goes by
+            engine.streams_step = False
+
+    def unit_landed(self, unit: ParamUnit) -> None:
+        """All of a unit's gradients have landed, and the backward is done with it."""
+        if self._engine.streams_step:
+            self._step_unit(unit)
+        elif self._engine.speculation is not None:
+            self.draft(unit)
 
     @torch.no_grad()
     def _step_unit(self, unit: ParamUnit) -> None:
-        """The backward is done with ``unit``. One with parameters that are not trained waits: the backward may still need
-        those, and a unit's values change together."""
+        """One with parameters that are not trained waits: the backward may still need those, and a unit's values change
+        together."""
+        engine = self._engine
         params = [param for shard in unit.shards for param in shard.params]
         if all(shard.spec.stepped for shard in unit.shards) and all(param.requires_grad for param in params):
-            self._engine.prefetcher.release_all([unit])
-            for shard in unit.shards:
-                self._submit(shard)
+            steps = self._plan(unit, engine.step_index)
+            engine.journal.carry_out(partial(self._carry_out, steps))
+
+    def _is_consumed(self) -> bool:
+        return any(handle.grad.state is GradState.CONSUMED for handle in self._engine.group_of)
 
     def _check_unconsumed(self) -> None:
         for handle in self._engine.group_of:
@@ -224,23 +314,6 @@ class InfinityOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _has_landed(unit, shard: ParamShard) -> bool:
         return any(h.shard is shard and h.grad.state is GradState.LANDED for h in unit.handles)
-
-    def _submit(self, shard: ParamShard) -> None:
-        handles = [handle_of(param) for param in shard.params]
-        shard.settle()
-        spans = list(self._spans(shard, handles))
-        after = self._engine.gradients.close_shard(shard)
-        if shard.draft is not None and shard.draft.told == _told_of(spans):
-            shard.keep_draft()
-            self._kept += 1
-        elif spans:  # else other ranks have these parameters in their slices
-            self._update(shard, spans, after, label=handles[0].unit.index)  # after a draft that it shares arrays with
-            shard.draft = None
-        for handle in handles:
-            if handle.grad.state is GradState.LANDED:
-                handle.step += 1
-                handle.changed()
-                handle.grad.state = GradState.CONSUMED
 
     @torch.no_grad()
     def draft(self, unit: ParamUnit) -> None:
@@ -259,33 +332,33 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 shard.settle()
                 shard.drop_draft()
                 after, version = engine.gradients.close_shard(shard), engine.step_index + 1
-                ticket = self._submit_to_processor(shard, spans, after, label=unit.index, version=version, ahead=True)
-                shard.draft = Draft(ticket, _told_of(spans))
+                update = self._processor_update(shard, spans, after, label=unit.index, version=version, ahead=True)
+                shard.draft = Draft(update, _told_of(spans))
+                engine.updater.submit_all([update])
                 self._drafted += 1
 
     def _shards(self) -> Iterator[ParamShard]:
         return (shard for unit in self._engine.units for shard in unit.shards)
 
-    def _update(self, shard: ParamShard, spans: list[Span], after: list[native.Ticket], *, label: int) -> None:
-        """Has ``spans`` of a shard stepped: where its state is, and of state on the host a part on the device too."""
-        engine = self._engine
+    def _plan_update(self, step: ShardStep, spans: list[Span], after: list[native.Ticket], *, label: int, version: int) -> None:
+        """``spans`` of a shard are to be stepped: where its state is, and of state on the host a part on the device too."""
+        engine, shard = self._engine, step.shard
         stepper = engine.stepper
         if stepper is None:
-            shard.update = self._submit_to_processor(shard, spans, after, label=label, version=engine.step_index)
+            step.update = self._processor_update(shard, spans, after, label=label, version=version)
             return
         first = 0 if steps_on_device(shard) else stepper.first_own(shard)
         own = [(max(begin, first), end, hyper) for begin, end, hyper in spans if end > first]
         rest = [(begin, min(end, first), hyper) for begin, end, hyper in spans if begin < first]
-        version = engine.step_index
-        ticket = self._submit_to_processor(shard, rest, after, label=label, version=version) if rest else None
-        if not own:
-            shard.update = ticket
-            return
-        behind = engine.gradients.landing_of(shard)
-        shard.update = stepper.step(shard, shard.native_layout(self._rule), own, version=version, behind=behind)
-        shard.update.ticket = ticket
+        if rest:
+            step.update = self._processor_update(shard, rest, after, label=label, version=version)
+        if own:
+            behind = engine.gradients.landing_of(shard)
+            step.device_step = partial(
+                stepper.step, shard, shard.native_layout(self._rule), own, version=version, behind=behind
+            )
 
-    def _submit_to_processor(
+    def _processor_update(
         self,
         shard: ParamShard,
         spans: list[Span],
@@ -294,35 +367,35 @@ class InfinityOptimizer(torch.optim.Optimizer):
         label: int,
         version: int,
         ahead: bool = False,
-    ) -> native.Ticket:
-        """Has the processor update ``spans`` of a shard; ``ahead``: beside its state, as a draft."""
+    ) -> native.UnitUpdate:
+        """The processor's update of ``spans`` of a shard; ``ahead``: beside its state, as a draft."""
         extents = {name: array.extent for name, array in shard.arrays.items()}
         if shard.peers.keeps_gradients:
             extents["grad"] = shard.slice_of_grad()
         lent = self._engine.device.ticket([shard.lent])  # a copy to the device may still read what is about to change
         after = [*after, lent] if lent is not None else after
         beside = {name: array.extent for name, array in shard.beside.items()} if ahead else {}
-        return self._engine.updater.submit(
-            native.UnitUpdate(
-                layout=shard.native_layout(self._rule),
-                count=shard.slice_numel,
-                weight=extents["weight"],
-                master=extents.get("master"),
-                exp_avg=extents.get("exp_avg"),
-                exp_avg_sq=extents.get("exp_avg_sq"),
-                grad=extents["grad"],
-                runs=[native.Run(begin, end, hyper) for begin, end, hyper in spans],
-                version=version,
-                after=native.joined(after) if after else None,
-                exp_avg_scale=extents.get("exp_avg_scale"),
-                exp_avg_sq_scale=extents.get("exp_avg_sq_scale"),
-                label=label,
-                draft=native.Draft(**beside),
-            )
+        return native.UnitUpdate(
+            layout=shard.native_layout(self._rule),
+            count=shard.slice_numel,
+            weight=extents["weight"],
+            master=extents.get("master"),
+            exp_avg=extents.get("exp_avg"),
+            exp_avg_sq=extents.get("exp_avg_sq"),
+            grad=extents["grad"],
+            runs=[native.Run(begin, end, hyper) for begin, end, hyper in spans],
+            version=version,
+            after=native.joined(after) if after else None,
+            exp_avg_scale=extents.get("exp_avg_scale"),
+            exp_avg_sq_scale=extents.get("exp_avg_sq_scale"),
+            label=label,
+            draft=native.Draft(**beside),
         )
 
-    def _spans(self, shard: ParamShard, handles: list[ParamHandle]) -> Iterator[Span]:
-        """The spans of what has landed: neighbours with the same hyperparameters, step and factors are one."""
+    def _spans(self, shard: ParamShard, handles: list[ParamHandle], clip: float = 1.0) -> Iterator[Span]:
+        """The spans of what has landed: neighbours with the same hyperparameters, step and factors are one. ``clip``: a factor
+        after the gradients' own."""
+        last = () if clip == 1.0 else (clip,)
         key, begin, end = None, 0, 0
         first = shard.own_slice[0]
         for handle in handles:
@@ -330,7 +403,9 @@ class InfinityOptimizer(torch.optim.Optimizer):
             low, high = shard.slice_part(handle.index)
             landed = record.state is GradState.LANDED and low < high
             group = self._engine.group_of[handle]
-            current = (group, handle.step + 1, tuple(record.factors)) if landed else None
+            if landed and last and len(record.factors) == native.MAX_GRAD_FACTORS:
+                self._engine.gradients.apply_factors(handle)
+            current = (group, handle.step + 1, (*record.factors, *last)) if landed else None
             if current != key:
                 if key is not None:
                     yield begin, end, self._hyperparameters(*key)
@@ -357,18 +432,22 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's: gradients become None, or zeros which the next step applies."""
-        self._engine.end_passes()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if set_to_none:
-                    param.grad = None
-                elif param.grad is not None:
-                    param.grad.zero_()
+        with self._engine.using():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if set_to_none:
+                        param.grad = None
+                    elif param.grad is not None:
+                        param.grad.zero_()
 
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
         """As the wrapped optimizer's: plain torch loads it. Moments are full tensors, in fp32 or their dtype at rest."""
+        with self._engine.using():
+            return self._state_dict()
+
+    def _state_dict(self) -> dict[str, Any]:
         store = self._engine.store
         groups, indices = [], {}
         for group in self.param_groups:
@@ -390,6 +469,10 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state dict of this or of the plain optimizer. Raises UsageError before anything is changed."""
+        with self._engine.using():
+            self._load_state_dict(state_dict)
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved_groups = state_dict["param_groups"]
         ours = [len(group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in saved_groups]

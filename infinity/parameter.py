@@ -42,6 +42,11 @@ class ParamHandle:
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def param(self) -> torch.nn.Parameter:
+        """The parameter itself."""
+        return self.shard.params[self.index]
+
     def changed(self) -> None:
         """The value at home is about to be another one."""
         self.version += 1
@@ -185,17 +190,19 @@ class _Stored:
                 return subject
             if func == torch.Tensor.data.__set__:  # a new object at every look-up, so never `is`
                 return _set_data(subject, args[1])
-            if func is torch.Tensor.copy_ and not handle_of(subject).engine.computing:
-                handle_of(subject).engine.write_value(handle_of(subject), args[1])
-                return subject
         touched = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, _Stored)]
-        for tensor in touched:
-            handle_of(tensor).engine.touch(handle_of(tensor), getattr(func, "__name__", str(func)))
-            if isinstance(tensor, torch.nn.Parameter):
-                tensor.__class__ = StoredParameter  # so that its next use comes by here too
-        args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs))
-        with handle_of(touched[0]).engine.saving_tensors(), _DisableTorchFunction():
-            return func(*args, **kwargs)
+        engine = handle_of(touched[0]).engine
+        with engine.using():
+            if subject is not None and func is torch.Tensor.copy_ and not engine.computing:
+                engine.write_value(handle_of(subject), args[1])
+                return subject
+            for tensor in touched:
+                handle_of(tensor).engine.touch(handle_of(tensor), getattr(func, "__name__", str(func)))
+                if isinstance(tensor, torch.nn.Parameter):
+                    tensor.__class__ = StoredParameter  # so that its next use comes by here too
+            args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs))
+            with engine.saving_tensors(), _DisableTorchFunction():
+                return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents=None):
         handle = handle_of(self)

@@ -16,6 +16,7 @@ from . import native
 from .collectives import Peers
 from .device import Device
 from .errors import CapacityError
+from .journal import Journal
 from .lookahead import LookAhead
 from .schedule import Schedule
 from .store import ShardStore
@@ -41,9 +42,10 @@ class Prefetcher:
         give_way: Callable[[], bool],
         peers: Peers,
         device: Device,
+        journal: Journal,
     ):
         self.units, self.schedule = units, schedule
-        self._store, self._ledger = store, ledger
+        self._store, self._ledger, self._journal = store, ledger, journal
         self._window_nbytes = window_nbytes
         # Beside a device that computes by itself the host does not see how long that takes.
         self.look_ahead = LookAhead(units_ahead, is_fixed=device.overlaps)
@@ -75,9 +77,15 @@ class Prefetcher:
             unit.used = self._device.now()
             if unit.residency is Residency.RESIDENT:
                 try:
-                    unit.write_edits(self._store)
+                    unit.write_edits(self._store, self._journal)
                 finally:
                     unit.conceal()
+
+    def rebuild(self) -> None:
+        """Every unit is at home, and nobody holds any: whatever an exception left of that. Only while nothing is in flight."""
+        self._resident, self._holds, self._computing = {}, Counter(), None
+        for unit in self.units:
+            unit.rebuild()
 
     def is_held(self, unit: ParamUnit) -> bool:
         """Whether something computes with ``unit``, or is about to."""
@@ -262,9 +270,7 @@ class Prefetcher:
         for shard in unit.shards:
             slot = self._store.staging.try_lease(shard.slice_nbytes)
             if slot is None:
-                for taken in slots:
-                    taken.release()
-                return None
+                return None  # what was leased goes back with the list
             slots.append(slot)
         return slots
 
@@ -274,6 +280,8 @@ class Prefetcher:
         while (slots := self._try_slots(unit)) is None:
             if self._store.collect(wait=True):
                 continue
+            if not ahead and self._store.staging.wait_for_transfer():
+                continue  # a read that nobody waits for any more
             if not ahead:
                 raise CapacityError(
                     f"unit {unit.name} needs {format_nbytes(unit.weight_nbytes)} of staging memory, but the pool of "

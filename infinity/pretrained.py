@@ -14,7 +14,7 @@ from .engine import Engine
 from .errors import StorageError
 from .parameter import handle_of
 from .weights import save_file
-from .wrap import wrapped
+from .wrap import engine_of
 
 FILE_NBYTES = 256 * 1024 * 1024  # of one safetensors file; what is in memory at once
 
@@ -25,7 +25,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike) -> None:
     Tied parameters are written once. Every file appears under its name only when it is whole. Of several ranks all call,
     and the first one writes. Raises StorageError.
     """
-    engine = wrapped(model).engine
+    engine = engine_of(model)
     with engine.peers.together("save_pretrained"):
         _save(model, engine, Path(folder))
 

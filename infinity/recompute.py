@@ -49,6 +49,7 @@ class Checkpointed:
 
     def __init__(self, engine: Engine, units: Sequence[ParamUnit], forward: Any):
         self._engine, self._units, self.forward = engine, units, forward
+        self.journal = engine.journal
 
     def run(self, leaves: list, spec: Any) -> Any:
         """The forward, run again in the backward; where there will be none, just the forward."""

@@ -17,12 +17,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from . import native
 from .collectives import Peers, Pending
 from .gradients import GradientBank, GradState
 from .parameter import ParamHandle
 from .schedule import Schedule
 from .shard import ParamShard
-from .tiers import Ledger, Reservation, Tier
+from .tiers import Ledger, Tier
 from .unit import ParamUnit
 
 
@@ -42,7 +43,7 @@ class Reducer:
         self._schedule = schedule
         self._on_reduced = on_reduced  # told when a unit's averages are at home
         self._units = list(units)
-        self._whole: dict[ParamShard, tuple[torch.Tensor, Reservation]] = {}
+        self._whole: dict[ParamShard, tuple[torch.Tensor, native.Charge]] = {}
         self._got: dict[ParamShard, set[int]] = {}  # parameters with a whole gradient, by index
         self._order: list[ParamUnit] = []
         self._ready: list[ParamUnit] = []
@@ -68,7 +69,7 @@ class Reducer:
         """Takes memory for a shard's whole gradient, unless it has some."""
         if shard not in self._whole:
             nbytes = shard.layout.numel * shard.spec.grad_dtype.itemsize
-            charge = self._ledger.reserve(Tier.DEVICE, nbytes, f"the gradients of unit {unit.name}")
+            charge = self._ledger.reserve(Tier.DEVICE, nbytes, f"the gradients of unit {unit.name}", passing=True)
             whole = torch.empty(shard.layout.numel, dtype=shard.spec.grad_dtype, device=self._bank.device.where)
             self._whole[shard] = whole, charge
 

@@ -30,12 +30,15 @@ class ReplacedForward:
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]):
         self._module, self._own = weakref.ref(module), module.__dict__.get("forward")
+        self._is_removed = False
         module.forward = forward
 
     def remove(self) -> None:
-        """The forward as it was."""
+        """The forward as it was. A second call does nothing."""
         module = self._module()
-        if module is not None:
-            del module.forward
+        if module is not None and not self._is_removed:
             if self._own is not None:
                 module.forward = self._own
+            else:
+                module.__dict__.pop("forward", None)
+        self._is_removed = True

@@ -35,8 +35,13 @@ MASTER_DTYPES = {native.Master.SPLIT: torch.int16, native.Master.FLOAT32: torch.
 class Draft:
     """An update whose results lie beside the state: see :mod:`infinity.speculation`."""
 
-    ticket: native.Ticket
+    update: native.UnitUpdate
     told: object  # all that it was made with; another step has another
+
+    @property
+    def ticket(self) -> native.Ticket | None:
+        """None before it is submitted."""
+        return self.update.ticket
 
 
 @dataclass(frozen=True)
@@ -176,16 +181,18 @@ class ParamShard:
 
     def drop_draft(self) -> None:
         """Forgets an update that was made ahead, once it is over: what it is made from is about to change."""
-        draft, self.draft = self.draft, None
-        if draft is not None:
-            draft.ticket.wait()
+        if self.draft is not None and (ticket := self.draft.ticket) is not None:
+            try:
+                ticket.wait()
+            finally:  # where the wait itself was interrupted the draft is still under way, and not forgotten
+                self.draft = self.draft if not ticket.done else None
+        self.draft = None
 
     def keep_draft(self) -> None:
         """Makes the draft the state. What was the state is room for the next draft."""
         before = {name: self.arrays[name] for name in self.beside}
-        self.arrays.update(self.beside)
-        self.beside = before
-        self.update, self.draft = self.draft.ticket, None
+        # In one statement, which nothing interrupts: a state half of which is the draft's would be no state at all.
+        self.arrays, self.beside, self.update, self.draft = self.arrays | self.beside, before, self.draft.ticket, None
 
     def native_layout(self, rule: native.Rule) -> native.Layout:
         """The kernel's description of this shard."""
@@ -221,8 +228,14 @@ class ParamShard:
         self, store: ArrayIO, index: int, value: torch.Tensor, *, version: int, fresh: bool = False
     ) -> None:
         """Sets parameter ``index``: master and weight become ``value``. ``fresh``: nothing but a value has been here yet."""
+        self.write_flattened(store, index, self.flattened(value, index), version=version, fresh=fresh)
+
+    def write_flattened(
+        self, store: ArrayIO, index: int, flat: torch.Tensor, *, version: int, fresh: bool = False
+    ) -> None:
+        """The same of a value as :meth:`flattened` gives it. Doing it twice is doing it once."""
         self.come_to_rest()
-        self._write_encoded(store, self.layout.placements[index].offset, self._flattened(value, index), version, fresh)
+        self._write_encoded(store, self.layout.placements[index].offset, flat, version, fresh)
 
     def write_first_values(self, store: ArrayIO, index: int, begin: int, values: torch.Tensor) -> None:
         """Sets the elements of parameter ``index`` of a fresh shard from ``begin`` on, counted row by row, to flat
@@ -253,29 +266,35 @@ class ParamShard:
                 for name, part in ({"weight": values} if no_low_bits else self.encode(values)).items():
                     store.write(self.arrays[name], first - low, part, version=version)
 
-    def write_changes(
-        self, store: ArrayIO, index: int, weight: torch.Tensor, *, version: int, before: torch.Tensor | None = None
-    ) -> None:
-        """Sets the elements of parameter ``index`` whose compute-dtype value differs from ``before`` (None: from the
-        one at home). The masters of the others keep the bits below the weight's precision.
-        """
+    def changes(
+        self, store: ArrayIO, index: int, weight: torch.Tensor, *, before: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """What the arrays' parts of parameter ``index`` are to be so that its elements whose compute-dtype value differs from
+        ``before`` (None: from the one at home) become ``weight``'s. The masters of the others keep the bits below the weight's
+        precision. Empty where nothing differs. Nothing is written: see :meth:`write_changes`."""
         self.come_to_rest()
         begin, end = self.own_part("weight", index)
         if begin == end:
-            return
+            return {}
         offset, first = self.layout.placements[index].offset, self.own("weight")[0]
-        flat = self._flattened(weight, index)[begin - offset : end - offset]
+        flat = self.flattened(weight, index)[begin - offset : end - offset]
         begin, end = begin - first, end - first  # at home
         if before is None:
             home = store.read(self.weight, begin, end)
         else:
-            home = self._flattened(before, index)[begin + first - offset : end + first - offset]
+            home = self.flattened(before, index)[begin + first - offset : end + first - offset]
         changed = ~same_bits(flat, home)
         if not changed.any():
-            return
-        for name, part in self.encode(flat).items():
-            current = store.read(self.arrays[name], begin, end)
-            store.write(self.arrays[name], begin, torch.where(changed, part, current), version=version)
+            return {}
+        encoded = self.encode(flat)
+        return {name: torch.where(changed, part, store.read(self.arrays[name], begin, end)) for name, part in encoded.items()}
+
+    def write_changes(self, store: ArrayIO, index: int, parts: dict[str, torch.Tensor], *, version: int) -> None:
+        """Writes what :meth:`changes` found. Doing it twice is doing it once."""
+        self.come_to_rest()
+        begin = self.own_part("weight", index)[0] - self.own("weight")[0]
+        for name, part in parts.items():
+            store.write(self.arrays[name], begin, part, version=version)
 
     def encode(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """Flat values of any float dtype -> the bytes of weight and, where there is one, master."""
@@ -351,13 +370,13 @@ class ParamShard:
         if self.spec.moment_dtype != torch.uint8:
             self.write_flat(store, name, index, value, version=version)
             return
-        codes, scales = native.encode_moments(self._flattened(value, index), sq=name == "exp_avg_sq")
+        codes, scales = native.encode_moments(self.flattened(value, index), sq=name == "exp_avg_sq")
         self.write_part(store, name, index, codes, version=version)
         self.write_part(store, SCALES[name], index, scales, version=version)
 
     def write_flat(self, store: ArrayIO, name: str, index: int, value: torch.Tensor, *, version: int) -> None:
         """Writes ``value`` as it is (cast to the array's dtype) to parameter ``index``'s part of array ``name``."""
-        self.write_part(store, name, index, self._flattened(value, index).to(self.arrays[name].dtype), version=version)
+        self.write_part(store, name, index, self.flattened(value, index).to(self.arrays[name].dtype), version=version)
 
     # --- shape: a parameter's elements lie in the order of its strides ---
 
@@ -365,7 +384,8 @@ class ParamShard:
         place = self.layout.placements[index]
         return flat.as_strided(place.shape, place.stride)
 
-    def _flattened(self, value: torch.Tensor, index: int) -> torch.Tensor:
+    def flattened(self, value: torch.Tensor, index: int) -> torch.Tensor:
+        """A copy of parameter ``index``'s ``value``, flat, on the CPU, in the order in which its elements lie."""
         place = self.layout.placements[index]
         flat = torch.empty(place.numel, dtype=value.dtype, device="cpu")
         flat.as_strided(place.shape, place.stride).copy_(value.detach())

@@ -4,18 +4,21 @@ array       one flat array of one shard (its weights, its moments, ...), with it
 job folder  ``.infinity-<pid>-<random>`` inside a folder of ``nvme_paths``: this job's swap file, mode 0600, held by a
             lock on the folder itself; a folder whose lock is free is a killed job's leftover and is removed
 service     a small staging buffer of the store's own, for reads and writes outside the training loop
+
+A transfer keeps the lease of its memory until it is over (:mod:`csrc/io`), so whatever interrupts a wait here, no memory that the
+disk still uses is given to anybody else.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import secrets
 import shutil
-import threading
+import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,17 +27,18 @@ from typing import Protocol
 
 import torch
 
-from . import disks, native
+from . import disks, native, processors
 from .device import Device, Moment
-from .errors import CapacityError, ConfigError, CorruptionError, InfinityError, StorageError, UsageError
+from .errors import CapacityError, ConfigError, CorruptionError, InfinityError, InternalError, StorageError, UsageError
 from .layout import round_up
-from .tiers import Ledger, Reservation, Tier, format_nbytes
+from .tiers import Ledger, Tier, format_nbytes
 from .trace import Traffic
 from .write_behind import WriteBehind
 
 JOB_PREFIX = ".infinity-"
 SWAP_NAME = "swap"
 MIB = 1024 * 1024
+LOCK_SECONDS = 0.02  # between looks whether another job has let go
 WRITES_AT_ONCE = 4  # of a write outside the training loop
 GROWTH_NBYTES = 256 * MIB  # of a file that is added later, where there is room
 MAX_DEPTH = 256  # transfers in flight over all disks
@@ -49,7 +53,7 @@ class StateArray:
     numel: int
     extent: native.Extent
     flat: torch.Tensor | None = None
-    reservation: Reservation | None = None
+    charge: native.Charge | None = None
 
     @property
     def nbytes(self) -> int:
@@ -57,34 +61,38 @@ class StateArray:
 
 
 class JobFolder:
-    """A locked folder for one job's swap file; removed by :meth:`remove`."""
+    """A locked folder for one job's swap files: :meth:`make` makes it, :meth:`remove` removes what there is of it."""
 
     def __init__(self, parent: str):
-        if not os.path.isdir(parent):
-            raise ConfigError(f"nvme_paths: there is no folder {parent}. Create it, or name another.")
+        self._parent = parent
+        self.path = Path(parent, f"{JOB_PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
+        self._lock: native.FolderLock | None = None
+
+    def make(self) -> None:
+        """Raises ConfigError where there is no such folder, StorageError where it cannot be written."""
+        if not os.path.isdir(self._parent):
+            raise ConfigError(f"nvme_paths: there is no folder {self._parent}. Create it, or name another.")
         try:
-            parent_descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                # Held while leftovers are looked for and until our own folder is locked, so that no other job takes
-                # it for one.
-                fcntl.flock(parent_descriptor, fcntl.LOCK_EX)
-                remove_leftovers(parent)
-                self.path = Path(parent, f"{JOB_PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
-                self.path.mkdir(mode=0o700)
-                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            finally:
-                os.close(parent_descriptor)
+            # Held while leftovers are looked for and until our own folder is locked, so that no other job takes it for one.
+            parent = native.FolderLock(self._parent)
+            while not parent.try_lock():
+                time.sleep(LOCK_SECONDS)
+            remove_leftovers(self._parent)
+            self.path.mkdir(mode=0o700)
+            self._lock = native.FolderLock(str(self.path))
+            self._lock.try_lock()
+            parent.release()
         except OSError as error:
             raise StorageError(
-                error.errno, f"cannot make a job folder in {parent}: {os.strerror(error.errno)}. It must be writable; "
-                "name another folder in nvme_paths", parent,
+                error.errno, f"cannot make a job folder in {self._parent}: {os.strerror(error.errno)}. It must be writable; "
+                "name another folder in nvme_paths", self._parent,
             ) from error  # fmt: skip
 
     def remove(self) -> None:
-        """Deletes the folder and frees its lock."""
+        """Deletes the folder and frees its lock; a second call does nothing."""
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._descriptor)
+        if self._lock is not None:
+            self._lock.release()
 
 
 def remove_leftovers(parent: str) -> list[Path]:
@@ -92,17 +100,13 @@ def remove_leftovers(parent: str) -> list[Path]:
     removed = []
     for path in Path(parent).glob(JOB_PREFIX + "*"):
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:
+            lock = native.FolderLock(str(path))
+            if lock.try_lock():
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(path)
+            lock.release()
+        except StorageError:
             continue  # not a folder, or another job just removed it
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-            removed.append(path)
-        except BlockingIOError:
-            pass  # a living job's
-        finally:
-            os.close(descriptor)
     return removed
 
 
@@ -134,15 +138,17 @@ class ShardStore:
             depth=min(MAX_DEPTH, sum(profile.depth for profile in profiles) or 1),
         )
         self._file_nbytes = [0] * len(self._paths)
-        self._reservations: list[Reservation] = []
+        self._charges: list[native.Charge] = []
         self._jobs: list[JobFolder] = []
-        self._spaces: list[tuple[int, int, int]] = []  # file, offset and bytes that are free in files that were added
+        self._added: list[tuple[int, int, int]] = []  # files that were added: which, 0, and their bytes
+        self._places: weakref.WeakSet[StateArray] = weakref.WeakSet()  # in those, that somebody has
+        self._spaces: list[tuple[int, int, int]] = []  # file, offset and bytes that are free there
         self._leaving: list[tuple[list[native.Ticket], tuple[int, int, int]]] = []  # free when these transfers are over
         self._service_nbytes = service_nbytes
-        self._service: native.Region | None = None
+        self._service: native.PinnedPool | None = None
         self._is_open = False
         self._absent: list[native.Region] = []  # whose pages are to come
-        self._pages: Pages | None = None  # that are coming
+        self._pages: native.Pages | None = None  # that are coming
         self._behind: WriteBehind | None = None  # that has part of the service buffer
         self.staging: native.PinnedPool | None = None  # weights on their way to the device
         self._returning: deque[tuple[Moment, list[native.Lease]]] = deque()  # slots that the device still copies from
@@ -152,22 +158,19 @@ class ShardStore:
     def allocate(self, tier: Tier, dtype: torch.dtype, numel: int, what: str) -> StateArray:
         """A zeroed array of ``numel`` elements at home on ``tier``. Raises CapacityError over the tier's budget."""
         nbytes = numel * dtype.itemsize
-        reservation = self.ledger.reserve(tier, round_up(nbytes, native.BLOCK_NBYTES), what)  # memory comes in pages
+        charge = self.ledger.reserve(tier, round_up(nbytes, native.BLOCK_NBYTES), what)  # memory comes in pages
         if tier is Tier.NVME:
             file = self._next_file(nbytes)
             extent = native.Extent.in_file(file, self._file_nbytes[file], nbytes)
             self._file_nbytes[file] += nbytes
-            return StateArray(tier, dtype, numel, extent, None, reservation)
-        try:
-            if tier is Tier.DEVICE and not self.device.is_host:
-                flat = self.device.zeros(numel, dtype, what)
-            else:
-                region = self.make_region(nbytes)
-                flat = native.tensor_at(region, region.address, numel, dtype)
-        except BaseException:
-            reservation.release()
-            raise
-        return StateArray(tier, dtype, numel, native.Extent.in_memory(flat.data_ptr(), nbytes), flat, reservation)
+            return StateArray(tier, dtype, numel, extent, None, charge)
+        region = None
+        if tier is Tier.DEVICE and not self.device.is_host:
+            flat = self.device.zeros(numel, dtype, what)
+        else:
+            region = self.make_region(nbytes)
+            flat = native.tensor_at(region, region.address, numel, dtype)
+        return StateArray(tier, dtype, numel, native.Extent.in_memory(flat.data_ptr(), nbytes, region), flat, charge)
 
     def _next_file(self, nbytes: int) -> int:
         """The file that would be done first with its bytes and these, at the measured rate of its disk."""
@@ -179,7 +182,7 @@ class ShardStore:
         returns or, of what comes before :meth:`open`, after :meth:`await_pages`: the kernel clears them while the values
         that will be in them are read and copied. A device registers pages that are there."""
         later = not self._is_open and self.device.is_host
-        region = native.Region(nbytes, huge_pages=True, touch_threads=0 if later else _processors())
+        region = native.Region(nbytes, huge_pages=True, touch_threads=0 if later else processors.for_pages())
         if later:
             self._absent.append(region)
         if copied:
@@ -191,28 +194,25 @@ class ShardStore:
 
         Raises CapacityError when a disk has too little room, StorageError when it refuses.
         """
-        self._service = self.make_region(self._service_nbytes, copied=False)
-        self._reservations.append(self.ledger.reserve(Tier.HOST, self._service_nbytes, "the store's service buffer"))
+        service = self.make_region(self._service_nbytes, copied=False)
+        self._service = native.PinnedPool(service)
+        self._charges.append(self.ledger.reserve(Tier.HOST, self._service_nbytes, "the store's service buffer"))
         for path, nbytes in zip(self._paths, self._file_nbytes):
             job = JobFolder(path)
-            self._jobs.append(job)
+            self._jobs.append(job)  # before it is there: whatever happens, somebody removes it
+            job.make()
             # Extents refer to files by position, so a folder without bytes still gets a (smallest) file.
             self._create(job.path / SWAP_NAME, max(nbytes, native.BLOCK_NBYTES))
-        regions = [*staging, self._service]
-        self.engine.register([(region.address, region.nbytes) for region in regions])
+        self.engine.register([(region.address, region.nbytes) for region in (*staging, service)])
         self._is_open = True
-        pages = Pages(self._absent)
+        self._pages = native.Pages(self._absent, processors.for_pages())
         self._absent = []
-        pages.start()
-        self._pages = pages
 
     def await_pages(self) -> None:
         """Returns when every page is present. Raises what the thread that sees to it raised."""
-        pages, self._pages = self._pages, None
-        if pages is not None:
-            pages.join()
-            if pages.error is not None:
-                raise pages.error
+        if self._pages is not None:
+            self._pages.wait()
+            self._pages = None
 
     def _create(self, path: Path, nbytes: int) -> int:
         free = shutil.disk_usage(path.parent).free
@@ -242,14 +242,17 @@ class ShardStore:
         if (space := self._take_space(nbytes)) is None:
             self._grow(nbytes, what)
             space = self._take_space(nbytes)
-        return StateArray(tier, torch.uint8, nbytes, native.Extent.in_file(*space, nbytes))
+        array = StateArray(tier, torch.uint8, nbytes, native.Extent.in_file(*space, nbytes))
+        self._places.add(array)
+        return array
 
     def free_more(self, array: StateArray, *, after: Sequence[native.Ticket] = ()) -> None:
         """Gives back what :meth:`allocate_more` gave. Space on disk is taken anew once the transfers ``after`` are over."""
         if array.tier is Tier.NVME:
+            self._places.discard(array)
             self._leaving.append((list(after), (array.extent.file, array.extent.offset, array.nbytes)))
         else:
-            array.reservation.release()
+            array.charge.release()
             self.ledger.accounts[array.tier].planned_nbytes -= round_up(array.nbytes, native.BLOCK_NBYTES)
             array.flat = array.extent = None
 
@@ -261,15 +264,8 @@ class ShardStore:
                 self._spaces.append(space)
             else:
                 self._leaving.append((tickets, space))
-        self._spaces.sort()
-        joined: list[tuple[int, int, int]] = []
-        for file, offset, size in self._spaces:
-            if joined and joined[-1][0] == file and sum(joined[-1][1:]) == offset:
-                joined[-1] = (file, joined[-1][1], joined[-1][2] + size)
-            else:
-                joined.append((file, offset, size))
-        self._spaces = joined
-        fitting = [space for space in joined if space[2] >= nbytes]
+        self._spaces = _joined(self._spaces)
+        fitting = [space for space in self._spaces if space[2] >= nbytes]
         if not fitting:
             return None
         file, offset, size = min(fitting, key=lambda space: space[2])
@@ -285,16 +281,25 @@ class ShardStore:
         fastest = max(range(len(self._jobs)), key=self._shares.__getitem__)
         room = min(GROWTH_NBYTES, room, shutil.disk_usage(self._jobs[fastest].path).free // 2)
         size = max(nbytes, room // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES)
-        reservation = self.ledger.reserve(Tier.NVME, size, what)
-        path = self._jobs[fastest].path / f"{SWAP_NAME}-{len(self._reservations)}"
-        try:
-            file = self._create(path, size)
-        except BaseException:
-            reservation.release()
-            raise
-        self._reservations.append(reservation)
+        charge = self.ledger.reserve(Tier.NVME, size, what)
+        path = self._jobs[fastest].path / f"{SWAP_NAME}-{secrets.token_hex(4)}"
+        file = self._create(path, size)
+        self._charges.append(charge)
         account.planned_nbytes += size
+        self._added.append((file, 0, size))
         self._spaces.append((file, 0, size))
+
+    # --- after an exception ---
+
+    def rebuild(self) -> None:
+        """What nobody has any more is free, whatever an exception left of the books. Only while nothing is in flight."""
+        for pool in (self._service, self.staging):
+            if pool is not None:
+                self.drain(pool)
+        self._returning.clear()
+        self._leaving.clear()
+        taken = sorted((array.extent.file, array.extent.offset, array.nbytes) for array in self._places)
+        self._spaces = [space for added in self._added for space in _between(added, taken)]
 
     # --- staging slots ---
 
@@ -328,13 +333,15 @@ class ShardStore:
                 return out.copy_(array.flat[begin:end])
             if self._behind is not None:
                 self._behind.flush()
-            for offset, block, inner, outer in self._blocks(array, begin, end):
-                self.read_block(array, offset, block)
-                out[outer] = block.view(array.dtype)[inner]
+            for offset, nbytes, inner, outer in self._blocks(array, begin, end):
+                with self.borrow(nbytes) as lease:
+                    block = self.read_block(array, offset, lease, nbytes)
+                    out[outer] = block.view(array.dtype)[inner]
             return out
 
     def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
-        """Writes the flat CPU tensor ``source`` at element ``begin``; its blocks carry ``version`` from then on."""
+        """Writes the flat CPU tensor ``source`` at element ``begin``; its blocks carry ``version`` from then on. Interrupted,
+        some of it is written: doing it again makes it whole."""
         self.check_process()
         end = begin + source.numel()
         if array.tier is not Tier.NVME:
@@ -344,56 +351,79 @@ class ShardStore:
         else:
             if self._behind is not None:
                 self._behind.flush()
-            under_way: dict[int, native.Ticket] = {}  # by the address that each writes from
+            tickets: list[native.Ticket] = []
             with self.guarding():
-                try:
-                    for offset, block, inner, outer in self._blocks(array, begin, end, parts=WRITES_AT_ONCE):
-                        if (before := under_way.pop(block.data_ptr(), None)) is not None:
-                            before.wait()
-                        if inner.stop - inner.start < block.numel() // array.dtype.itemsize:
-                            self.read_block(array, offset, block)
+                for offset, nbytes, inner, outer in self._blocks(array, begin, end, parts=WRITES_AT_ONCE):
+                    with self.borrow(nbytes) as lease:
+                        if inner.stop - inner.start < nbytes // array.dtype.itemsize:
+                            block = self.read_block(array, offset, lease, nbytes)
+                        else:
+                            block = bytes_of(self._service, lease, nbytes)
                         block.view(array.dtype)[inner] = source[outer]
-                        ticket = self.engine.write(array.extent, offset, block.data_ptr(), block.numel())
-                        under_way[block.data_ptr()] = ticket
-                finally:
-                    _wait_for_all(under_way.values())
+                        tickets.append(self.engine.write(array.extent, offset, lease.address, nbytes, lease=lease))
+                    while tickets and tickets[0].done:
+                        tickets.pop(0).wait()
+                for ticket in tickets:
+                    ticket.wait()
         array.extent.version = version
 
-    def read_block(self, array: StateArray, offset: int, block: torch.Tensor) -> None:
-        """Whole checksummed blocks of an array on disk, from byte ``offset`` on, into memory that the engine knows."""
-        ticket = self.engine.read(array.extent, offset, block.data_ptr(), block.numel())
-        try:
-            ticket.wait()
-        except KeyboardInterrupt:
-            ticket.wait()  # nothing may read into memory that somebody else will have
-            raise
-        self.verify(array, block.data_ptr(), block.numel(), offset=offset)
+    def read_block(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> torch.Tensor:
+        """Whole checksummed blocks of an array on disk, from byte ``offset`` on, as a tensor over ``lease``."""
+        self.engine.read(array.extent, offset, lease.address, nbytes, lease=lease).wait()
+        self.verify(array, lease.address, nbytes, offset=offset)
+        return bytes_of(self._service, lease, nbytes)
 
     def verify(self, array: StateArray, address: int, nbytes: int, *, offset: int = 0) -> None:
         """Raises CorruptionError when bytes read from ``offset`` of ``array`` are not those last written there."""
         if self.checksums:
             self.engine.verify(array.extent, offset, address, nbytes)
 
-    def _blocks(self, array: StateArray, begin: int, end: int, *, parts: int = 1):
-        """The checksum-aligned pieces that cover elements ``begin`` to ``end``, each as large as the service buffer, or lying
-        in its ``parts`` in turn.
+    @contextmanager
+    def borrow(self, nbytes: int) -> Iterator[native.Lease]:
+        """A piece of the service buffer. Waits for transfers that still have it."""
+        lease = self.take_lease(self._service, nbytes)
+        try:
+            yield lease
+        finally:
+            lease.release()
 
-        Yields (byte offset in the extent, uint8 tensor over the service buffer, elements inside it, elements of the
-        caller's tensor).
+    def take_lease(self, pool: native.PinnedPool, nbytes: int, give_up: Callable[[], bool] = lambda: False) -> native.Lease:
+        """A lease of ``nbytes``: waits for transfers that still use the pool, then asks ``give_up`` to let something go, which
+        says whether it did. Raises InternalError when there is nothing left to wait for."""
+        while (lease := pool.try_lease(nbytes)) is None:
+            self._refuse_hung()
+            if not pool.wait_for_transfer() and not give_up():
+                capacity = format_nbytes(pool.capacity_nbytes)
+                raise InternalError(f"{format_nbytes(nbytes)} of a staging buffer of {capacity} are wanted, and it is in use")
+        return lease
+
+    def drain(self, pool: native.PinnedPool) -> None:
+        """Waits until no transfer uses ``pool``, then takes every lease back: whatever held one was given up."""
+        while pool.wait_for_transfer():
+            self._refuse_hung()
+        pool.take_back_all()
+
+    def _refuse_hung(self) -> None:
+        if self.engine.gave_up:
+            raise StorageError(errno.ETIMEDOUT, "a disk has not answered, and may still write to the memory it was given: end this "
+                               "process and resume from the last checkpoint", self._paths[0] if self._paths else None)  # fmt: skip
+
+    def _blocks(self, array: StateArray, begin: int, end: int, *, parts: int = 1) -> Iterator[tuple[int, int, slice, slice]]:
+        """The checksum-aligned pieces that cover elements ``begin`` to ``end``, each of at most one of ``parts`` of the service
+        buffer.
+
+        Yields (byte offset in the extent, bytes, elements inside them, elements of the caller's tensor).
         """
-        size = array.dtype.itemsize
-        parts = min(parts, self._service.nbytes // native.CHECKSUM_NBYTES)
-        step = self._service.nbytes // parts // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
-        turn = 0
+        size, service_nbytes = array.dtype.itemsize, self._service.capacity_nbytes
+        parts = min(parts, service_nbytes // native.CHECKSUM_NBYTES)
+        step = service_nbytes // parts // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
         offset = begin * size // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
         while offset < end * size:
             covered = min(step, -(-(end * size - offset) // native.CHECKSUM_NBYTES) * native.CHECKSUM_NBYTES)
             nbytes = min(covered, array.nbytes - offset)
-            block = native.tensor_at(self._service, self._service.address + turn % parts * step, nbytes, torch.uint8)
-            turn += 1
             first, last = offset // size, (offset + nbytes) // size
             low, high = max(begin, first), min(end, last)
-            yield offset, block, slice(low - first, high - first), slice(low - begin, high - begin)
+            yield offset, nbytes, slice(low - first, high - first), slice(low - begin, high - begin)
             offset += nbytes
 
     @contextmanager
@@ -438,7 +468,7 @@ class ShardStore:
             )
 
     def close(self) -> None:
-        """Closes and removes the swap files and gives the memory back."""
+        """Closes and removes the swap files and gives the memory back. Interrupted, it is to be called again."""
         if self._pages is not None:
             self._pages.stop()
             self._pages = None
@@ -446,12 +476,12 @@ class ShardStore:
         self.engine = None  # waits for what is in flight and closes the descriptors
         self._returning.clear()
         self._service = self.staging = None
-        for job in self._jobs:
-            job.remove()
-        self._jobs.clear()
-        for reservation in self._reservations:
-            reservation.release()
-        self._reservations.clear()
+        while self._jobs:
+            self._jobs[-1].remove()
+            self._jobs.pop()
+        while self._charges:
+            self._charges[-1].release()
+            self._charges.pop()
 
 
 class ArrayIO(Protocol):
@@ -467,40 +497,30 @@ class ArrayIO(Protocol):
         """See :meth:`ShardStore.guarding`."""
 
 
-class Pages(threading.Thread):
-    """Sees to it that every page of some regions is present."""
-
-    def __init__(self, regions: Sequence[native.Region]):
-        super().__init__(name="infinity-pages", daemon=True)
-        self._regions, self._stopped = regions, False
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            for region in self._regions:
-                if self._stopped:
-                    return
-                region.populate(_processors())
-        except BaseException as error:
-            self.error = error
-
-    def stop(self) -> None:
-        """Returns when it does nothing any more."""
-        self._stopped = True
-        self.join()
+def bytes_of(pool: native.PinnedPool, lease: native.Lease, nbytes: int) -> torch.Tensor:
+    """A tensor over the first ``nbytes`` of ``lease``."""
+    return native.tensor_at(pool.region, lease.address, nbytes, torch.uint8)
 
 
-def _processors() -> int:
-    return os.cpu_count() or 1
+def _joined(spaces: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """``spaces`` (file, offset, bytes) in order, those that touch made one."""
+    joined: list[tuple[int, int, int]] = []
+    for file, offset, size in sorted(spaces):
+        if joined and joined[-1][0] == file and sum(joined[-1][1:]) == offset:
+            joined[-1] = (file, joined[-1][1], joined[-1][2] + size)
+        else:
+            joined.append((file, offset, size))
+    return joined
 
 
-def _wait_for_all(tickets: Iterable[native.Ticket]) -> None:
-    """Waits for every one, so that none still reads its memory; then raises the first error."""
-    error: InfinityError | None = None
-    for ticket in list(tickets):
-        try:
-            ticket.wait()
-        except InfinityError as failure:
-            error = error or failure
-    if error is not None:
-        raise error
+def _between(whole: tuple[int, int, int], taken: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """What of the space ``whole`` is not ``taken``; both are (file, offset, bytes), ``taken`` is in order."""
+    file, at, size = whole
+    end = at + size
+    for other, offset, nbytes in taken:
+        if other == file:
+            if at < offset:
+                yield file, at, offset - at
+            at = offset + nbytes
+    if at < end:
+        yield file, at, end - at

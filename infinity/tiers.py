@@ -1,8 +1,8 @@
 """Tiers, and the ledger that keeps their budgets.
 
-tier         where bytes lie: ``device`` (the compute device), ``host`` (memory), ``nvme`` (disk)
-reservation  bytes charged to a tier for as long as someone holds it
-plan         the most a tier is expected to be charged, known before the first step
+tier    where bytes lie: ``device`` (the compute device), ``host`` (memory), ``nvme`` (disk)
+charge  bytes of a tier that someone holds, for as long as it is held
+plan    the most a tier is expected to be charged, known before the first step
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from . import native
 from .errors import CapacityError, ConfigError
 
 _UNITS = {"": 1, "b": 1}
@@ -53,44 +54,30 @@ def format_nbytes(nbytes: float) -> str:
 
 
 @dataclass
-class Account:
-    """One tier's bytes: what is charged now, the most that ever was, what was planned, and the limit."""
-
-    charged_nbytes: int = 0
-    peak_nbytes: int = 0
-    planned_nbytes: int = 0
-    budget_nbytes: int | None = None  # None: no limit was given
-
-
-class Reservation:
-    """Bytes charged to a tier until :meth:`release`. Held by whoever holds the memory."""
-
-    def __init__(self, ledger: Ledger, tier: Tier, nbytes: int, what: str):
-        self._ledger, self.tier, self.nbytes, self.what = ledger, tier, nbytes, what
-
-    def release(self) -> None:
-        """Gives the bytes back; a second call does nothing."""
-        if self._ledger is not None:
-            self._ledger.accounts[self.tier].charged_nbytes -= self.nbytes
-            self._ledger = None
-
-
-@dataclass
 class Ledger:
-    """Charges every byte the engine holds to its tier and refuses what exceeds the budget."""
+    """Charges every byte the engine holds to its tier and refuses what exceeds the budget.
 
-    accounts: dict[Tier, Account] = field(default_factory=lambda: {tier: Account() for tier in Tier})
+    ``accounts``: of each tier, the bytes charged now, the most that ever were, those planned, and the limit (None: none was
+    given). A charge is a :class:`native.Charge`, which gives the bytes back when it is released or nobody holds it.
+    """
 
-    def reserve(self, tier: Tier, nbytes: int, what: str) -> Reservation:
-        """Charges ``nbytes`` for ``what``. Raises CapacityError, with nothing charged, when over the budget."""
+    accounts: dict[Tier, native.Account] = field(default_factory=lambda: {tier: native.Account() for tier in Tier})
+
+    def reserve(self, tier: Tier, nbytes: int, what: str, *, passing: bool = False) -> native.Charge:
+        """Charges ``nbytes`` for ``what``. ``passing``: for no longer than the forward or backward that is running. Raises
+        CapacityError, with nothing charged, when over the budget."""
         account = self.accounts[tier]
-        wanted = account.charged_nbytes + nbytes
-        if account.budget_nbytes is not None and wanted > account.budget_nbytes:
+        charge = account.charge(nbytes, passing)
+        if charge is None:
+            charged, budget = account.charged_nbytes, account.budget_nbytes
             raise CapacityError(
-                f"{what} needs {format_nbytes(nbytes)} of {tier} memory, but {format_nbytes(account.charged_nbytes)} "
-                f"of {format_nbytes(account.budget_nbytes)} is in use. Raise Config({BUDGETS[tier]}=...) by at least "
-                f"{format_nbytes(wanted - account.budget_nbytes)}."
+                f"{what} needs {format_nbytes(nbytes)} of {tier} memory, but {format_nbytes(charged)} "
+                f"of {format_nbytes(budget)} is in use. Raise Config({BUDGETS[tier]}=...) by at least "
+                f"{format_nbytes(charged + nbytes - budget)}."
             )
-        account.charged_nbytes = wanted
-        account.peak_nbytes = max(account.peak_nbytes, wanted)
-        return Reservation(self, tier, nbytes, what)
+        return charge
+
+    def forget_passing(self) -> None:
+        """Gives back what was charged for a forward or backward that was given up, whoever still refers to it."""
+        for account in self.accounts.values():
+            account.forget_passing()

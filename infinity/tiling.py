@@ -97,7 +97,7 @@ class Tiles:
         offset = shard.layout.placements[handle.index].offset
         for begin, end in self.spans():
             nbytes = (end - begin) * width * shard.spec.dtype.itemsize
-            charge = engine.ledger.reserve(Tier.DEVICE, nbytes, f"a tile of {handle.name}")
+            charge = engine.ledger.reserve(Tier.DEVICE, nbytes, f"a tile of {handle.name}", passing=True)
             try:
                 with engine.traffic.copying("host->device", nbytes, handle.name):
                     flat = engine.store.read(shard.weight, offset + begin * width, offset + end * width)

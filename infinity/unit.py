@@ -28,10 +28,11 @@ from . import native
 from .collectives import Peers, Pending
 from .device import PAST, Device, Freight, Moment
 from .errors import InfinityError, PeerError, StorageError, UsageError
+from .journal import Journal
 from .parameter import ParamHandle, ResidentParameter, StoredParameter, own_bytes
 from .shard import ParamShard
 from .store import ShardStore
-from .tiers import Ledger, Reservation, Tier
+from .tiers import Ledger, Tier
 from .trace import Traffic
 
 
@@ -81,7 +82,7 @@ class ParamUnit:
         self._history: deque[str] = deque(maxlen=6)
         self._slots: list[native.Lease] = []
         self._pieces: list[Piece] = []
-        self._charge: Reservation | None = None
+        self._charge: native.Charge | None = None
         self._peers = shards[0].peers if shards else Peers()
         self._pending: list[Pending] = []  # gathers under way
         self.arriving: Moment = PAST  # the end of the copy to the device
@@ -165,7 +166,7 @@ class ParamUnit:
             size = PIECE_NBYTES if self.copies_while_fetching else shard.slice_nbytes
             for begin in range(0, shard.slice_nbytes, size):
                 nbytes = min(size, shard.slice_nbytes - begin)
-                read = store.engine.read(shard.weight.extent, begin, slot.address + begin, nbytes, after=shard.update)
+                read = store.engine.read(shard.weight.extent, begin, slot.address + begin, nbytes, after=shard.update, lease=slot)
                 self._pieces.append(Piece(index, begin, nbytes, read))
 
     def stage(self) -> None:
@@ -206,7 +207,7 @@ class ParamUnit:
         fetching = self.residency is Residency.FETCHING and self.copies_while_fetching
         if not fetching and self.residency is not (Residency.STAGED if from_disk else Residency.STORED):
             raise self._illegal("be gathered")
-        charge = ledger.reserve(Tier.DEVICE, self.weight_nbytes, f"unit {self.name}")
+        charge = ledger.reserve(Tier.DEVICE, self.weight_nbytes, f"unit {self.name}", passing=True)
         self._move(Residency.GATHERING)
         self._charge = charge
         try:
@@ -237,7 +238,7 @@ class ParamUnit:
             for piece in pieces if slots else ():
                 self._copy_piece(store, slots[piece.shard], piece)
         except BaseException:
-            _first_error(pieces)  # nothing is to be read into a slot that is given back
+            _first_error(pieces)  # of which the others are to be read, too
             raise
 
     def _copy_piece(self, store: ShardStore, slot: native.Lease, piece: Piece) -> None:
@@ -311,7 +312,22 @@ class ParamUnit:
         self._move(Residency.STORED)
         self._empty(self._charge)
 
-    def _empty(self, charge: Reservation) -> None:
+    def rebuild(self) -> None:
+        """At home, whatever the unit was doing when an exception struck. Only while nothing is in flight; the charges of what is
+        given up are the ledger's to forget."""
+        self._slots, self._pieces, self._pending, self._charge = [], [], [], None
+        self.arriving = self.used = PAST
+        self.read_times, self._second_version = None, -1
+        self._watched.clear()
+        self._history.append(f"{self.residency.name} given up")
+        if self.stays:
+            self.residency = Residency.RESIDENT
+        else:
+            self.residency = Residency.STORED
+            self._empty_storages()
+        self.conceal()
+
+    def _empty(self, charge: native.Charge) -> None:
         self._empty_storages()
         self._release_slots()
         charge.release()
@@ -338,14 +354,14 @@ class ParamUnit:
             # At home on the device there is no other copy to tell a change by; what came compressed is not what is at home.
             self._watched[param] = data.clone() if self.stays or self._peers.compresses else None
 
-    def write_edits(self, store: ShardStore) -> None:
+    def write_edits(self, store: ShardStore, journal: Journal) -> None:
         """Sends home what a forward changed in its own parameters (a clamp of a weight, say).
 
         Raises UsageError where the change cannot be told from the value before.
         """
         params = [(shard, i, param) for shard in self.shards for i, param in enumerate(shard.params)]
-        for (shard, index, param), version in zip(params, self._versions):
-            changed, watched = param._version != version, param in self._watched
+        for (shard, index, param), counted in zip(params, self._versions):
+            changed, watched = param._version != counted, param in self._watched
             if not changed and not watched:
                 continue
             before = self._watched.get(param)
@@ -362,7 +378,9 @@ class ParamUnit:
                     f"{param._infinity.name} was changed in place inside a forward, and its master cannot follow. "
                     "Change it through .data, or inside infinity.full_params(..., writeback=True)."
                 )
-            shard.write_changes(store, index, own_bytes(param), before=before, version=shard.weight.extent.version)
+            parts = shard.changes(store, index, own_bytes(param), before=before)
+            version = shard.weight.extent.version
+            journal.carry_out(partial(shard.write_changes, store, index, parts, version=version))
             self._second_version = -1
 
     def conceal(self) -> None:
@@ -388,12 +406,12 @@ class ParamUnit:
         return UsageError(f"unit {self.name} is {self.residency.name} and cannot {what}; its last moves: {moves}")
 
 
-def _first_error(pieces: Sequence[Piece]) -> InfinityError | None:
-    """Waits for all reads, so that none is under way into a slot that is given back. The first one's error."""
-    error: InfinityError | None = None
+def _first_error(pieces: Sequence[Piece]) -> Exception | None:
+    """Waits for all reads. The first one's error."""
+    error: Exception | None = None
     for piece in pieces:
         try:
             piece.read.wait()
-        except InfinityError as failure:
+        except Exception as failure:  # noqa: BLE001 - told by the caller
             error = error or failure
     return error

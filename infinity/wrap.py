@@ -42,7 +42,7 @@ from .unit import ParamUnit
 
 logger = logging.getLogger(__name__)
 
-_wrapped: weakref.WeakKeyDictionary[nn.Module, Wrapped] = weakref.WeakKeyDictionary()
+RECORD = "_infinity"  # the attribute of a wrapped model that holds its record: it goes with the model
 
 
 class Wrapped:
@@ -51,6 +51,7 @@ class Wrapped:
     def __init__(self, engine: Engine, removers: list, optimizer: InfinityOptimizer | None, came_from: dict):
         self.engine, self.removers = engine, removers
         self.came_from = came_from  # the device of each parameter before it was wrapped
+        self.unwrapping: Callable[[], None] | None = None  # what an unwrap that has begun still has to do, any number of times
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
 
     @property
@@ -60,7 +61,7 @@ class Wrapped:
 
 def wrapped(model: nn.Module) -> Wrapped:
     """The record of a wrapped model. Raises UsageError for any other."""
-    record = _wrapped.get(model)
+    record = model.__dict__.get(RECORD) if isinstance(model, nn.Module) else None
     if record is None:
         raise UsageError(f"this {type(model).__name__} is not wrapped: call infinity.wrap_model(model, ...) first")
     return record
@@ -124,7 +125,8 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
         if device is not None:
             device.close()
         raise
-    engine = materialized = moved = None
+    engine = None
+    before = Before(model, optimizer)
     try:
         if not peers.alone and (device.backend is not None or device.where.type != "cpu"):
             join_device(peers, mesh, device.backend)
@@ -135,7 +137,8 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
             engine = Engine(config, plan, units, stepping=optimizer is not None, device=device, peers=peers)
             engine.sizes = [_size_of(group, unit_shards) for group, unit_shards in zip(groups, shards)]
         with peers.together("sending the values home"):
-            materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real; undone if anything fails
+            materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real
+            before.materialized = materialized
             with engine.store.writing_behind() as store:
                 materialized.fill(_Homes(engine, store))
                 for unit in units:
@@ -147,17 +150,16 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
                 unit.allocate()
             _broadcast_rest(model, peers)
             moved = _Moved(model, device.where)
-            managed = InfinityOptimizer.__new__(InfinityOptimizer) if optimizer is not None else None
+        return _commit(model, optimizer, rule, engine, groups, group_of, moved)
     except BaseException:
-        try:
-            if moved is not None:
-                moved.remove()
-            if materialized is not None:
-                materialized.undo()
-        finally:
-            device.close() if engine is None else engine.shut_down()
+        native.insist(partial(_undo, before, engine, device))
         raise
-    return _commit(model, optimizer, managed, rule, engine, groups, group_of, moved)
+
+
+def _undo(before: Before, engine: Engine | None, device: Device) -> None:
+    """Puts everything back as it was before a wrap that failed. Cut short, it is called again."""
+    before.restore()
+    device.close() if engine is None else engine.shut_down()
 
 
 def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
@@ -320,21 +322,84 @@ def _size_of_shard(shard: ParamShard) -> ShardSize:
     return ShardSize(shard.spec, shard.layout.numel, shard.peers.size, shard.peers.keeps_gradients, node_size)
 
 
+class Before:
+    """Model and optimizer as they were before a wrap: what is changed there is known before it is changed, and :meth:`restore` may
+    be called at any time, and more than once. Values are referred to, not copied."""
+
+    HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+             "_forward_hooks_always_called", "_state_dict_hooks", "_load_state_dict_pre_hooks")  # fmt: skip
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
+        self.materialized: Materialized | None = None  # what else has to be undone
+        self._modules = [
+            (module, dict(module.__dict__), {name: type(hooks)(hooks) for name in self.HOOKS if (hooks := getattr(module, name, None))})
+            for module in model.modules()
+        ]
+        self._params = [_ParamBefore(param) for param in model.parameters()]
+        self._buffers = [(buffer, buffer.data) for buffer in model.buffers()]
+        self._optimizer, self._attributes, self._state = optimizer, {}, {}
+        if optimizer is not None:
+            self._attributes, self._state = dict(optimizer.__dict__), dict(optimizer.state)
+
+    def restore(self) -> None:
+        for module, attributes, hooks_of in self._modules:
+            for name in module.__dict__.keys() - attributes.keys():
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
+            for name in self.HOOKS:
+                if (hooks := getattr(module, name, None)) is not None:
+                    hooks.clear()
+                    hooks.update(hooks_of.get(name, {}))
+        for param in self._params:
+            param.restore()
+        if self.materialized is not None:
+            self.materialized.undo()
+        for buffer, data in self._buffers:
+            if buffer.device != data.device:
+                buffer.data = data
+        if self._optimizer is not None:
+            self._optimizer.__dict__.update(self._attributes)
+            self._optimizer.state.update(self._state)
+
+
+class _ParamBefore:
+    """One parameter as it was."""
+
+    def __init__(self, param: nn.Parameter):
+        self._param, self._class, self._data, self._grad = param, param.__class__, param.data, param.grad
+        self._wanted = param.requires_grad
+        self._has_data = param.layout is torch.strided and not param.is_meta
+        hooks = param._post_accumulate_grad_hooks
+        self._attributes, self._hooks = dict(param.__dict__), None if hooks is None else type(hooks)(hooks)
+
+    def restore(self) -> None:
+        param = self._param
+        if param.__class__ is not self._class:
+            param.__class__ = self._class
+        if param.__dict__.keys() != self._attributes.keys():
+            for name in param.__dict__.keys() - self._attributes.keys():
+                del param.__dict__[name]
+        if param._post_accumulate_grad_hooks is not None:
+            param._post_accumulate_grad_hooks = self._hooks
+        if self._has_data and not param.is_meta and param.untyped_storage()._cdata != self._data.untyped_storage()._cdata:
+            param.data = self._data
+        if param.grad is not self._grad:
+            param.grad = self._grad
+        param.requires_grad_(self._wanted)
+
+
 class _Moved:
     """What a model has beside managed parameters, on the device that computes; :meth:`remove` puts it back."""
 
     def __init__(self, model: nn.Module, where: torch.device):
         self._from: dict[torch.Tensor, torch.device] = {}
-        try:
-            for tensor in _rest_of(model):
-                if not tensor.is_meta and tensor.device != where:
-                    self._from[tensor] = tensor.device
-                    tensor.data = tensor.data.to(where)
-        except BaseException:
-            self.remove()
-            raise
+        for tensor in _rest_of(model):
+            if not tensor.is_meta and tensor.device != where:
+                self._from[tensor] = tensor.device
+                tensor.data = tensor.data.to(where)
 
     def remove(self) -> None:
+        """A second call does nothing."""
         for tensor, where in self._from.items():
             tensor.data = tensor.data.to(where)
 
@@ -345,7 +410,7 @@ def _rest_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _commit(
-    model, optimizer, managed, rule, engine: Engine, groups: list[Group], group_of: dict, moved: _Moved
+    model, optimizer, rule, engine: Engine, groups: list[Group], group_of: dict, moved: _Moved
 ) -> tuple:
     """Changes the model. Everything that can fail for want of space or for bad input is behind us."""
     came_from = {param: param.device for unit in engine.units for shard in unit.shards for param in shard.params}
@@ -366,8 +431,9 @@ def _commit(
     if engine.activations is not None and (planner := engine.activations.planner) is not None:
         blocks = [group.block for group in groups if group.block is not None]
         removers += [ReplacedForward(block, planner.add(block, engine.units_of(block))) for block in blocks]
-    if managed is not None:
-        managed.__init__(engine, optimizer, rule)
+    managed = None
+    if optimizer is not None:
+        managed = InfinityOptimizer(engine, optimizer, rule)
         for param in group_of:
             handle = handle_of(param)
             handle.step = saved_step(optimizer.state.get(param, {}))
@@ -375,7 +441,7 @@ def _commit(
                 set_raw_grad(param, None)
                 handle.grad.state = GradState.LANDED
         optimizer.state.clear()
-    _wrapped[model] = Wrapped(engine, removers, managed, came_from)
+    model.__dict__[RECORD] = Wrapped(engine, removers, managed, came_from)
     return model, managed
 
 
@@ -546,15 +612,16 @@ def _install_state_dict(engine: Engine, model: nn.Module) -> list:
     removers = []
 
     def fill(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
-        engine.end_passes()
-        for name, param in module._parameters.items():
-            value = state.get(prefix + name)
-            # With keep_vars the value is the Parameter itself, and stays it.
-            if value is not None and handle_of(param) is not None and not isinstance(value, nn.Parameter):
-                state[prefix + name] = _full_value(engine, handle_of(param), state)
+        with engine.using():
+            for name, param in module._parameters.items():
+                value = state.get(prefix + name)
+                # With keep_vars the value is the Parameter itself, and stays it.
+                if value is not None and handle_of(param) is not None and not isinstance(value, nn.Parameter):
+                    state[prefix + name] = _full_value(engine, handle_of(param), state)
 
     def before_load(module, state, prefix, metadata, strict, missing, unexpected, errors) -> None:
-        engine.end_passes()
+        with engine.using():
+            pass  # what an exception left of the last use is put right
         if metadata.get("assign_to_params_buffers"):
             raise UsageError("load_state_dict(assign=True) would replace managed parameters: load without assign")
 
@@ -594,30 +661,36 @@ def full_params(
     Raises UsageError at the end when something was edited without ``writeback``; the old values stand then, as they do
     when the block raises. Raises CapacityError when the parameters exceed a given ``device_memory``.
     """
-    engine = wrapped(model).engine
-    selected = _select(model, names)
-    nbytes = sum(param.numel() * param.itemsize for param in set(selected.values()))
-    charge = engine.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
+    engine = engine_of(model)
+    with engine.using():
+        selected = _select(model, names)
+        nbytes = sum(param.numel() * param.itemsize for param in set(selected.values()))
+        charge = engine.ledger.reserve(Tier.DEVICE, nbytes, "full_params", passing=True)
+        copies = {param: _Copy(engine, param) for param in dict.fromkeys(selected.values())}
     try:
-        copies: dict[nn.Parameter, _Copy] = {}
-        for param in selected.values():
-            if param not in copies:
-                copies[param] = _Copy(engine, param)
         yield {name: copies[param].tensor for name, param in selected.items()}
     finally:
         charge.release()
-    edited = {name: copies[param] for name, param in selected.items() if copies[param].is_edited()}
-    if edited and not writeback:
-        raise UsageError(
-            f"full_params: {', '.join(list(edited)[:5])} was edited without writeback=True; the old values stand. "
-            "Use `with infinity.full_params(model, names, writeback=True)`."
-        )
-    for copy in edited.values():
-        copy.check_unchanged_at_home()
-    if writeback and not engine.peers.alone:
-        engine.peers.same(f"leaving full_params with {len(edited)} edited", *(copy.tensor for copy in edited.values()))
-    for copy in dict.fromkeys(edited.values()):
-        engine.write_edit(copy.handle, copy.tensor)
+    with engine.using():
+        edited = {name: copies[param] for name, param in selected.items() if copies[param].is_edited()}
+        if edited and not writeback:
+            raise UsageError(
+                f"full_params: {', '.join(list(edited)[:5])} was edited without writeback=True; the old values stand. "
+                "Use `with infinity.full_params(model, names, writeback=True)`."
+            )
+        for copy in edited.values():
+            copy.check_unchanged_at_home()
+        if writeback and not engine.peers.alone:
+            engine.peers.same(f"leaving full_params with {len(edited)} edited", *(copy.tensor for copy in edited.values()))
+        engine.write_edits([(copy.handle, copy.tensor) for copy in dict.fromkeys(edited.values())])
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a wrapped model. Raises UsageError where its unwrap has begun."""
+    record = wrapped(model)
+    if record.unwrapping is not None:
+        raise UsageError("unwrap_model was cut short by an exception: call it again, with the same model")
+    return record.engine
 
 
 class _Copy:
@@ -674,30 +747,40 @@ def unwrap_model(
     managed = optimizer if optimizer is not None else record.optimizer
     if managed is not None and (not isinstance(managed, InfinityOptimizer) or managed._engine is not engine):
         raise UsageError("this optimizer is not the one that wrap_model returned with this model")
+    plain = managed.wrapped if managed is not None else None
+    if record.unwrapping is None:
+        with engine.using():
+            change = _plan_unwrap(model, record, managed)
+        engine.halted = partial(UsageError, "unwrap_model was cut short by an exception: call it again, with the same model")
+        record.unwrapping = change
+    native.insist(record.unwrapping)
+    return model, plain
+
+
+def _plan_unwrap(model: nn.Module, record: Wrapped, managed: InfinityOptimizer | None) -> Callable[[], None]:
+    """Reads all that goes back into memory. Returns what makes the model and its optimizer plain ones: nothing is changed before
+    that is called, and it may be called until it comes to its end."""
+    engine = record.engine
     engine.settle()
-    engine.passes.abandon()
     state = managed.state_dict() if managed is not None else None
-    grads = {}
-    values = {}
+    values: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for unit in engine.units:
         for shard in unit.shards:
             for index, param in enumerate(shard.params):
-                values[param] = shard.read_value(engine.store, index)
-                grad = param.grad
-                place = record.came_from[param]
-                grads[param] = grad.clone().to(place, shard.spec.wrapped_dtype) if grad is not None else None
-    for remover in reversed(record.removers):  # a forward may have been replaced twice
-        remover.remove()
+                value, grad, place = shard.read_value(engine.store, index), param.grad, record.came_from[param]
+                values[param] = value.to(place), None if grad is None else grad.clone().to(place, shard.spec.wrapped_dtype)
     engine.prefetcher.release_all(engine.units)
-    for param, value in values.items():
-        param.__class__ = nn.Parameter
-        del param._infinity
-        param.data = value.to(record.came_from[param])
-        param.grad = grads[param]
-    del _wrapped[model]
-    plain = None
-    if managed is not None:
-        plain = managed.wrapped
-        plain.load_state_dict(state)
-    engine.shut_down()
-    return model, plain
+
+    def change() -> None:
+        for remover in reversed(record.removers):  # a forward may have been replaced twice
+            remover.remove()
+        for param, (value, grad) in values.items():
+            param.__class__ = nn.Parameter
+            param.__dict__.pop("_infinity", None)
+            param.data, param.grad = value, grad
+        if managed is not None:
+            managed.wrapped.load_state_dict(state)
+        engine.shut_down()
+        model.__dict__.pop(RECORD, None)
+
+    return change

@@ -28,6 +28,7 @@ PARTS = 6  # weights and masters are gathered in two of them while others are un
 class Part:
     """A piece of the service buffer with bytes ``start`` to ``end`` of an array, gathered or (with a ticket) on their way."""
 
+    lease: native.Lease
     memory: torch.Tensor
     array: StateArray | None = None
     start: int = 0
@@ -42,19 +43,18 @@ class Part:
 class WriteBehind:
     """Reads and writes arrays as the store does, but that a write to disk returns before its bytes are at home."""
 
-    def __init__(self, store: ShardStore, service: native.Region):
+    def __init__(self, store: ShardStore, service: native.PinnedPool):
         self._store = store
-        blocks = service.nbytes // native.CHECKSUM_NBYTES
+        blocks = service.capacity_nbytes // native.CHECKSUM_NBYTES
         count = min(PARTS, blocks - 1)  # the last block is for reading
         self._part_nbytes = (blocks - 1) // count * native.CHECKSUM_NBYTES if count > 0 else 0
-
-        def piece(offset: int, nbytes: int) -> torch.Tensor:
-            return native.tensor_at(service, service.address + offset, nbytes, torch.uint8)
-
-        self._free = [Part(piece(index * self._part_nbytes, self._part_nbytes)) for index in range(count)]
+        self._free: list[Part] = []
+        for _ in range(count):
+            lease = service.try_lease(self._part_nbytes)
+            self._free.append(Part(lease, native.tensor_at(service.region, lease.address, self._part_nbytes, torch.uint8)))
         self._open: dict[StateArray, Part] = {}
         self._under_way: list[Part] = []
-        self._block = piece((blocks - 1) * native.CHECKSUM_NBYTES, native.CHECKSUM_NBYTES) if count > 0 else None
+        self._gathers = count > 0
 
     def guarding(self) -> AbstractContextManager[None]:
         """As the store's."""
@@ -66,7 +66,7 @@ class WriteBehind:
 
     def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
         """As the store's. Raises UsageError for more than the array has room for."""
-        if array.tier is not Tier.NVME or self._block is None:
+        if array.tier is not Tier.NVME or not self._gathers:
             self._store.write(array, begin, source, version=version)
             return
         self._store.check_process()
@@ -101,6 +101,8 @@ class WriteBehind:
                 with suppress(InfinityError), self.guarding():
                     raise error
         self._under_way.clear()
+        for part in (*self._free, *self._open.values()):
+            part.lease.release()
 
     def _part_for(self, array: StateArray, at: int) -> Part:
         """The open part that goes on at byte ``at`` of the array."""
@@ -131,7 +133,7 @@ class WriteBehind:
         self._fill(part, part.end, end)
         part.end = end
         self._finish_those_with(array, part.start, end)  # the disk may put two writes of one place in either order
-        part.ticket = self._store.engine.write(array.extent, part.start, part.memory.data_ptr(), end - part.start)
+        part.ticket = self._store.engine.write(array.extent, part.start, part.lease.address, end - part.start, lease=part.lease)
         del self._open[array]
         self._under_way.append(part)
 
@@ -140,10 +142,11 @@ class WriteBehind:
         if begin == end:
             return
         array, offset = part.array, begin // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
-        block = self._block[: min(native.CHECKSUM_NBYTES, array.nbytes - offset)]
-        self._finish_those_with(array, offset, offset + block.numel())
-        self._store.read_block(array, offset, block)
-        part.memory[begin - part.start : end - part.start] = block[begin - offset : end - offset]
+        nbytes = min(native.CHECKSUM_NBYTES, array.nbytes - offset)
+        self._finish_those_with(array, offset, offset + nbytes)
+        with self._store.borrow(nbytes) as lease:
+            block = self._store.read_block(array, offset, lease, nbytes)
+            part.memory[begin - part.start : end - part.start] = block[begin - offset : end - offset]
 
     def _finish_those_with(self, array: StateArray, start: int, end: int) -> None:
         for part in [part for part in self._under_way if part.holds(array, start, end)]:

@@ -18,8 +18,9 @@ PACKAGE = Path(infinity.__file__).parent
 
 # Lowest first. `bench` and `cli` are whole folders.
 FLOORS = [
-    ["errors", "guard", "replaced", "numa", "speculation", "lookahead"],
-    ["tiers", "layout", "native", "partition", "trace", "logits"],
+    ["errors", "guard", "replaced", "numa", "processors", "speculation", "lookahead", "journal"],
+    ["layout", "native", "partition", "trace", "logits"],
+    ["tiers"],
     ["weights", "collectives", "device", "write_behind"],
     ["materialize", "mesh"],
     ["config", "disks", "parameter"],

@@ -6,6 +6,7 @@
 #include "base/check.h"
 #include "base/rounding.h"
 #include "base/span.h"
+#include "base/spawn.h"
 
 namespace infinity {
 namespace {
@@ -14,7 +15,9 @@ constexpr std::size_t kPiecesPerThread = 8;
 
 ThreadPool::ThreadPool(int thread_count) {
   INFINITY_REQUIRE(thread_count >= 1, "a thread pool needs at least one thread, not ", thread_count);
-  for (int part = 1; part < thread_count; ++part) workers_.emplace_back([this, part] { worker(part); });
+  // With fewer threads the same work is done by fewer: each takes what is next.
+  for (int part = 1; part < thread_count; ++part)
+    if (!try_spawn(workers_, [this, part] { worker(part); })) break;
 }
 
 ThreadPool::~ThreadPool() {

@@ -1,4 +1,5 @@
-// ThreadPool: a fork-join pool. The caller works too, so a pool of one has no threads at all.
+// ThreadPool: a fork-join pool. The caller works too, so a pool of one has no threads at all. Where the system refuses a
+// thread the pool goes on with those it has.
 #pragma once
 
 #include <condition_variable>

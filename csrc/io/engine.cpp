@@ -8,6 +8,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
+#include <system_error>
+
+#include <linux/fs.h>
+#include <sys/ioctl.h>
 
 #include "base/check.h"
 
@@ -55,12 +60,44 @@ std::string describe(const Piece& piece, const File& file) {
   return concat(verb(piece.op), " of ", piece.nbytes, " bytes at offset ", piece.offset, " of ", file.path);
 }
 
+// Copy-on-write file systems (btrfs) put every overwrite somewhere new, so that reserved space is of no use to it and a full
+// disk is met in mid-run. An empty file can be told to be overwritten in place; others do not know the flag.
+void overwrite_in_place(int descriptor) {
+#ifdef FS_NOCOW_FL
+  int flags = 0;
+  if (ioctl(descriptor, FS_IOC_GETFLAGS, &flags) != 0) return;
+  flags |= FS_NOCOW_FL;
+  (void)ioctl(descriptor, FS_IOC_SETFLAGS, &flags);
+#else
+  (void)descriptor;
+#endif
+}
+
+// Writes zeros: for file systems that cannot reserve. In whole aligned blocks, which an O_DIRECT descriptor takes too.
+int write_zeros(int descriptor, std::uint64_t nbytes) {
+  constexpr std::size_t kStep = 1024 * 1024;
+  std::unique_ptr<void, decltype(&std::free)> zeros(std::aligned_alloc(kBlockNbytes, kStep), &std::free);
+  if (!zeros) return ENOMEM;
+  std::fill_n(static_cast<std::byte*>(zeros.get()), kStep, std::byte{0});
+  for (std::uint64_t at = 0; at < nbytes;) {
+    const std::size_t step = std::min<std::uint64_t>(kStep, nbytes - at);
+    const ssize_t written = pwrite(descriptor, zeros.get(), step, static_cast<off_t>(at));
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return errno;
+    if (written == 0) return EIO;
+    at += round_down(static_cast<std::size_t>(written), kBlockNbytes);
+    if (static_cast<std::size_t>(written) < kBlockNbytes) return ENOSPC;  // a part of a block: the last there is room for
+  }
+  return 0;
+}
+
 void reserve(int descriptor, const std::string& path, std::uint64_t nbytes) {
   int error;
   do {
     error = fallocate(descriptor, 0, 0, static_cast<off_t>(nbytes)) == 0 ? 0 : errno;
   } while (error == EINTR);
-  if (error == EOPNOTSUPP || error == ENOSYS) error = posix_fallocate(descriptor, 0, static_cast<off_t>(nbytes));
+  // Not posix_fallocate: what it does instead, a byte here and there, is refused by O_DIRECT.
+  if (error == EOPNOTSUPP || error == ENOSYS) error = write_zeros(descriptor, nbytes);
   if (error) throw StorageError(error, path, concat("cannot reserve ", nbytes, " bytes in ", path));
 }
 
@@ -76,7 +113,11 @@ IoEngine::IoEngine(const IoOptions& options) : options_(options) {
   backend_ = choose_backend(options, notes_);
   slots_.resize(options.depth);
   for (unsigned i = 0; i < options.depth; ++i) free_slots_.push_back(options.depth - 1 - i);
-  completion_thread_ = std::thread([this] { run(); });
+  try {
+    completion_thread_ = std::thread([this] { run(); });
+  } catch (const std::system_error& error) {
+    throw StorageError(error.code().value(), "", "the system refuses a thread for I/O (a limit on processes: `ulimit -u`, or the container's pids)");
+  }
 }
 
 IoEngine::~IoEngine() {
@@ -91,9 +132,10 @@ IoEngine::~IoEngine() {
   completion_thread_.join();
   if (given_up_) {
     // A thread that waits for a hung device cannot be joined. The descriptors stay open: should the device answer, what
-    // it was asked for must not go to another file that has their numbers.
+    // it was asked for must not go to another file that has their numbers. Nor is its memory given back.
     backend_->abandon();
     (void)backend_.release();
+    (void)new std::deque<InFlight>(std::move(slots_));
     return;
   }
   backend_.reset();
@@ -112,6 +154,7 @@ int IoEngine::create_file(const std::string& path, std::uint64_t nbytes) {
   // A file system without O_DIRECT refuses the open, with the file already made.
   if (file.descriptor < 0 && errno == EINVAL) file.descriptor = open(path.c_str(), flags & ~O_EXCL, 0600);
   if (file.descriptor < 0) throw StorageError(errno, path, concat("cannot create ", path));
+  overwrite_in_place(file.descriptor);
   try {
     reserve(file.descriptor, path, nbytes);
   } catch (...) {
@@ -232,6 +275,7 @@ void IoEngine::enqueue(const std::vector<Request>& requests, const TicketPtr& ti
         entry.piece = {request.op, request.file, request.offset + at, request.span.data + at,
                        std::min(options_.block_nbytes, request.span.nbytes - at)};
         entry.ticket = ticket;
+        entry.memory = request.memory;
         waiting_.push_back(std::move(entry));
       }
     }

@@ -3,8 +3,9 @@
 //   request   what a caller asks for: one span, one place in one file
 //   piece     at most `block_nbytes` of a request; what a backend moves
 //   ticket    the completion of all requests of one call
+//   memory    of a request: kept by it until the transfer is over, whatever becomes of its ticket
 //   hung      a device that has not answered for `timeout_seconds`: the transfer's ticket fails, and so does every
-//             later one on that file. Its memory may still be written by the device, so a program should end
+//             later one on that file. The device may still write its memory, which is therefore never given back
 //
 // Results: negative is an error, short is continued from where it stopped, zero inside an extent is corruption (the
 // file is shorter than it was made). Pieces beyond `depth` wait in a queue and start as others finish: the disk
@@ -35,6 +36,7 @@ struct Request {
   int file;
   std::uint64_t offset;
   Span span;
+  std::shared_ptr<void> memory = nullptr;  // what the span lies in; null: the caller sees to it
 };
 
 struct IoOptions {
@@ -70,7 +72,7 @@ class IoEngine {
   void register_files_and_buffers(const std::vector<Span>& buffers);
 
   // Starts the requests, at once or when `after` has finished without error. Addresses, offsets and lengths are
-  // multiples of 4096. The memory stays valid until the ticket has finished.
+  // multiples of 4096. Memory that a request does not hold itself stays valid until the ticket has finished.
   TicketPtr submit(const std::vector<Request>& requests, const TicketPtr& after = nullptr);
 
   // Takes back what of `ticket` has not started, also behind an `after`; the ticket then fails with ECANCELED, or with
@@ -82,6 +84,12 @@ class IoEngine {
 
   // False in a forked child, which has neither the threads nor a ring of its own.
   bool is_ours() const { return getpid() == process_; }
+
+  // Whether a device did not answer in time: what it may still write to is never given back.
+  bool gave_up() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return given_up_ > 0;
+  }
 
   const char* backend_name() const { return backend_->name(); }
   std::vector<std::string> notes() const {
@@ -95,6 +103,7 @@ class IoEngine {
   struct InFlight {
     Piece piece;
     TicketPtr ticket;
+    std::shared_ptr<void> memory;
     int stalled = 0;       // results in a row that moved nothing usable
     double started = 0;    // by clock_; reached the kernel, or may have
     bool given_up = false;  // its ticket was told; the slot waits for the device

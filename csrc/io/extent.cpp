@@ -20,9 +20,47 @@ Extent Extent::in_file(int file, std::uint64_t offset, std::size_t nbytes) {
   return extent;
 }
 
-Request Extent::request(Op op, std::size_t at, Span span) const {
+Request Extent::request(Op op, std::size_t at, Span span, std::shared_ptr<void> memory) const {
   check(at, span.nbytes);
-  return {op, file_, offset_ + at, span};
+  return {op, file_, offset_ + at, span, std::move(memory)};
+}
+
+std::vector<TicketPtr> Extent::writes_over(std::size_t at, std::size_t nbytes) const {
+  std::lock_guard<std::mutex> lock(writes_->mutex);
+  auto& writes = writes_->under_way;
+  writes.erase(std::remove_if(writes.begin(), writes.end(), [](const Write& write) { return write.ticket->succeeded(); }),
+               writes.end());
+  std::vector<TicketPtr> found;
+  for (const Write& write : writes)
+    if (write.at < at + nbytes && at < write.at + write.nbytes) found.push_back(write.ticket);
+  return found;
+}
+
+TicketPtr Extent::read(IoEngine& engine, std::size_t at, Span span, const TicketPtr& after,
+                       std::shared_ptr<void> memory) const {
+  const Request wanted = request(Op::kRead, at, span, std::move(memory));
+  std::vector<TicketPtr> before = writes_over(at, span.nbytes);
+  if (after) before.push_back(after);
+  return engine.submit({wanted}, joined(before));
+}
+
+TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span, std::shared_ptr<void> memory, bool checksum) {
+  const Request wanted = request(Op::kWrite, at, span, std::move(memory));
+  engine.validate(wanted);
+  std::vector<TicketPtr> before = writes_over(at, span.nbytes);
+  // One that failed is made good by this one.
+  before.erase(std::remove_if(before.begin(), before.end(), [](const TicketPtr& ticket) { return ticket->done(); }),
+               before.end());
+  if (checksum) remember(at, span);
+  const TicketPtr ticket = engine.submit({wanted}, joined(before));
+  std::lock_guard<std::mutex> lock(writes_->mutex);
+  auto& writes = writes_->under_way;
+  const auto made_good = [&](const Write& write) {
+    return write.ticket->done() && at <= write.at && write.at + write.nbytes <= at + span.nbytes;
+  };
+  writes.erase(std::remove_if(writes.begin(), writes.end(), made_good), writes.end());
+  writes.push_back({at, span.nbytes, ticket});
+  return ticket;
 }
 
 void Extent::remember(std::size_t at, Span span) {

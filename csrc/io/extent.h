@@ -3,9 +3,13 @@
 //   version     the step that wrote the bytes; several extents of one array may carry different ones later
 //   checksums   of file extents only, one CRC-32C per kChecksumNbytes, kept in memory: what the disk returns is
 //               held against what was sent, so a lost, stale, torn or flipped block is met at the next read
+//   under way   writes that are not over yet, or failed. What overlaps one starts when it is over, whoever still has its
+//               ticket: the disk may do two transfers of one place in either order. A read behind a failed one fails too
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <vector>
 
 #include "base/span.h"
@@ -15,10 +19,12 @@ namespace infinity {
 
 class Extent {
  public:
-  static Extent in_memory(Span span) {
+  // `owner` keeps the memory for as long as anything refers to the extent.
+  static Extent in_memory(Span span, std::shared_ptr<void> owner = nullptr) {
     Extent extent;
     extent.memory_ = span;
     extent.nbytes_ = span.nbytes;
+    extent.owner_ = std::move(owner);
     return extent;
   }
   // A file extent starts as zeros: what reserved space reads as before its first write.
@@ -30,7 +36,17 @@ class Extent {
   std::uint64_t offset() const { return offset_; }
   std::byte* memory() const { return memory_.data; }
 
-  Request request(Op op, std::size_t at, Span span) const;
+  Request request(Op op, std::size_t at, Span span, std::shared_ptr<void> memory = nullptr) const;
+
+  // Reads or writes `span` once the writes under way that overlap it, and `after`, are over without error. A write takes
+  // the checksums of the bytes, which must be there already, unless `checksum` is false.
+  TicketPtr read(IoEngine& engine, std::size_t at, Span span, const TicketPtr& after = nullptr,
+                 std::shared_ptr<void> memory = nullptr) const;
+  TicketPtr write(IoEngine& engine, std::size_t at, Span span, std::shared_ptr<void> memory = nullptr,
+                  bool checksum = true);
+
+  // The writes under way, as one ticket; null when there are none.
+  TicketPtr writes_under_way() const { return joined(writes_over(0, nbytes_)); }
 
   // Keeps the checksums of bytes about to be written at `at` (a multiple of kChecksumNbytes).
   void remember(std::size_t at, Span span);
@@ -40,13 +56,25 @@ class Extent {
   std::uint64_t version = 0;
 
  private:
+  struct Write {
+    std::size_t at, nbytes;
+    TicketPtr ticket;
+  };
+  struct Writes {  // apart, so that an extent can be copied before it is used
+    std::mutex mutex;
+    std::vector<Write> under_way;
+  };
+
   void check(std::size_t at, std::size_t nbytes) const;
+  std::vector<TicketPtr> writes_over(std::size_t at, std::size_t nbytes) const;
 
   Span memory_;
+  std::shared_ptr<void> owner_;
   int file_ = -1;
   std::uint64_t offset_ = 0;
   std::size_t nbytes_ = 0;
   std::vector<std::uint32_t> checksums_;
+  std::shared_ptr<Writes> writes_ = std::make_shared<Writes>();
 };
 
 }  // namespace infinity

@@ -9,6 +9,8 @@
 #include <mutex>
 #include <thread>
 
+#include "base/check.h"
+#include "base/spawn.h"
 #include "io/backend.h"
 
 namespace infinity {
@@ -17,7 +19,10 @@ namespace {
 class ThreadsBackend final : public Backend {
  public:
   explicit ThreadsBackend(int thread_count) {
-    for (int i = 0; i < thread_count; ++i) add_thread();
+    for (int i = 0; i < thread_count; ++i)
+      if (!add_thread()) break;  // with fewer, pieces wait for each other
+    if (threads_.empty())
+      throw StorageError(EAGAIN, "", "the system refuses a thread for I/O (a limit on processes: `ulimit -u`, or the container's pids)");
   }
 
   ~ThreadsBackend() override {
@@ -55,7 +60,7 @@ class ThreadsBackend final : public Backend {
   }
 
   // Its thread may wait for ever: another takes its place, so that other disks go on.
-  void give_up(std::uint32_t) override { add_thread(); }
+  void give_up(std::uint32_t) override { (void)add_thread(); }
 
   void abandon() override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -88,8 +93,8 @@ class ThreadsBackend final : public Backend {
     int descriptor;
   };
 
-  void add_thread() {
-    threads_.emplace_back([this] { work(); });
+  bool add_thread() {
+    return try_spawn(threads_, [this] { work(); });
   }
 
   void work() {

@@ -56,6 +56,11 @@ class Ticket {
     return remaining_ == 0;
   }
 
+  bool succeeded() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return remaining_ == 0 && !error_;
+  }
+
   // True when finished within `seconds`; never throws the error.
   bool wait_for(double seconds) const {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -109,5 +114,15 @@ class Ticket {
 };
 
 using TicketPtr = std::shared_ptr<Ticket>;
+
+// One ticket that finishes with all of `tickets`; null for none.
+inline TicketPtr joined(const std::vector<TicketPtr>& tickets) {
+  if (tickets.empty()) return nullptr;
+  if (tickets.size() == 1) return tickets.front();
+  auto all = std::make_shared<Ticket>(tickets.size());
+  for (const TicketPtr& ticket : tickets)
+    ticket->on_done([all](std::exception_ptr error) { all->part_done(std::move(error)); });
+  return all;
+}
 
 }  // namespace infinity

@@ -1,23 +1,27 @@
 #include "memory/pool.h"
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "base/check.h"
 
 namespace infinity {
 
-Lease& Lease::operator=(Lease&& other) noexcept {
-  if (this != &other) {
-    release();
-    pool_ = std::move(other.pool_);
-    span_ = std::exchange(other.span_, Span{});
-  }
-  return *this;
-}
+Claim::~Claim() { pool_->give_back(span_, round_); }
 
-void Lease::release() {
-  if (auto pool = std::exchange(pool_, nullptr)) pool->give_back(std::exchange(span_, Span{}));
+std::shared_ptr<void> Lease::hold() const {
+  if (!claim_) return nullptr;
+  {
+    std::lock_guard<std::mutex> lock(claim_->pool()->mutex_);
+    ++claim_->pool()->transfers_;
+  }
+  // The claim goes before the transfer is counted out: whoever waits for that finds the memory free.
+  return std::shared_ptr<void>(claim_.get(), [claim = claim_](void*) mutable {
+    const std::shared_ptr<PinnedPool> pool = claim->pool();
+    claim.reset();
+    pool->end_transfer();
+  });
 }
 
 PinnedPool::PinnedPool(std::shared_ptr<Region> region) : region_(std::move(region)) {
@@ -30,7 +34,7 @@ Lease PinnedPool::try_lease(std::size_t nbytes) {
   INFINITY_REQUIRE(nbytes <= capacity_nbytes(), "a lease of ", nbytes, " bytes can never fit a pool of ",
                    capacity_nbytes(), " bytes");
   const std::size_t wanted = round_up(nbytes, kBlockNbytes);
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   for (auto it = free_.begin(); it != free_.end(); ++it) {
     const auto [offset, size] = *it;
     if (size < wanted) continue;
@@ -38,13 +42,44 @@ Lease PinnedPool::try_lease(std::size_t nbytes) {
     if (size > wanted) free_.emplace(offset + wanted, size - wanted);
     leased_nbytes_ += wanted;
     peak_nbytes_ = std::max(peak_nbytes_, leased_nbytes_);
-    return Lease(shared_from_this(), Span{region_->data() + offset, wanted});
+    const std::uint64_t round = round_;
+    lock.unlock();
+    return Lease(std::make_shared<Claim>(shared_from_this(), Span{region_->data() + offset, wanted}, round));
   }
   return Lease();
 }
 
-void PinnedPool::give_back(Span span) {
+bool PinnedPool::wait_for_transfer(double seconds) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (transfers_ == 0) return false;
+  const std::uint64_t before = ended_;
+  came_back_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return ended_ != before; });
+  return true;
+}
+
+void PinnedPool::take_back_all() {
   std::lock_guard<std::mutex> lock(mutex_);
+  INFINITY_CHECK(transfers_ == 0, "leases taken back while ", transfers_, " transfers use them");
+  ++round_;
+  leased_nbytes_ = 0;
+  free_.clear();
+  free_.emplace(0, region_->nbytes());
+}
+
+void PinnedPool::end_transfer() {
+  if (process_ != getpid()) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    --transfers_;
+    ++ended_;
+  }
+  came_back_.notify_all();
+}
+
+void PinnedPool::give_back(Span span, std::uint64_t round) {
+  if (process_ != getpid()) return;  // a forked child: the lock may be held by a thread that it does not have
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (round != round_) return;
   leased_nbytes_ -= span.nbytes;
   std::size_t offset = span.data - region_->data();
   std::size_t size = span.nbytes;

@@ -7,6 +7,7 @@
 #include <cerrno>
 
 #include "base/check.h"
+#include "base/spawn.h"
 #include "base/thread_pool.h"
 #include "memory/driver.h"
 
@@ -45,6 +46,8 @@ Region::Region(std::size_t nbytes, bool huge_pages, int touch_threads) : nbytes_
     data_ = start;
     huge_pages_ = madvise(data_, nbytes_, MADV_HUGEPAGE) == 0;
   }
+  // A fork would copy every page that is registered with a ring or a driver, for a child that has no use for any.
+  madvise(data_, nbytes_, MADV_DONTFORK);
   if (touch_threads > 0) populate(touch_threads);
 }
 
@@ -54,25 +57,53 @@ void Region::pin(int device) {
   Driver* driver = Driver::find(&refusal);
   INFINITY_REQUIRE(driver, refusal);
   driver->register_host(data_, nbytes_, device);
-  // A fork would copy every registered page for the child, which has no use for any: a data loader's workers, say.
-  madvise(data_, nbytes_, MADV_DONTFORK);
-  process_ = getpid();
   device_ = device;
   driver_ = driver;
 }
 
 Region::~Region() {
-  if (driver_ && process_ == getpid()) driver_->unregister_host(data_, device_);
+  if (process_ != getpid()) return;  // what lies at that address in a child is not ours
+  if (driver_) driver_->unregister_host(data_, device_);
   if (data_) munmap(data_, nbytes_);
 }
 
-void Region::populate(int threads) {
+void Region::populate(int threads, const std::atomic<bool>* stopped) {
   ThreadPool pool(threads);
-  pool.for_range(0, nbytes_, kHugeNbytes, [this](std::size_t begin, std::size_t end) {
+  pool.for_range(0, nbytes_, kHugeNbytes, [&](std::size_t begin, std::size_t end) {
     // Huge page by huge page: each call holds the lock that mapping and unmapping anything in this process needs.
-    for (std::size_t at = begin; at < end; at += kHugeNbytes)
+    for (std::size_t at = begin; at < end && !(stopped && *stopped); at += kHugeNbytes)
       fault_in(data_ + at, std::min(kHugeNbytes, end - at));
   });
+}
+
+Pages::Pages(std::vector<std::shared_ptr<Region>> regions, int threads) : regions_(std::move(regions)) {
+  if (!try_spawn(thread_, [this, threads] { run(threads); })) run(threads);
+}
+
+void Pages::run(int threads) {
+  try {
+    for (const auto& region : regions_) {
+      if (stopped_) break;
+      region->populate(threads, &stopped_);
+    }
+  } catch (...) {
+    error_ = std::current_exception();
+  }
+  done_ = true;
+}
+
+void Pages::wait() {
+  std::lock_guard<std::mutex> lock(joining_);
+  for (std::thread& thread : thread_) thread.join();
+  thread_.clear();
+  if (error_) std::rethrow_exception(error_);
+}
+
+void Pages::stop() {
+  stopped_ = true;
+  std::lock_guard<std::mutex> lock(joining_);
+  for (std::thread& thread : thread_) thread.join();
+  thread_.clear();
 }
 
 }  // namespace infinity

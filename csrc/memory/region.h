@@ -1,7 +1,18 @@
 // Region: page-aligned memory straight from the kernel, given back when the Region dies.
+//
+// It is the process's alone: a forked child (every worker of a data loader is one) gets neither a copy nor the address
+// range, and what it drops of ours is not given back there. Pages: has the kernel make a list of regions present, behind.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <unistd.h>
 
 #include "base/span.h"
 
@@ -24,8 +35,8 @@ class Region {
   bool pinned() const { return driver_ != nullptr; }
 
   // `threads` threads fault every page in before this returns. What is in the memory stays, and so does what somebody
-  // writes to it meanwhile.
-  void populate(int threads);
+  // writes to it meanwhile. Ends early once `stopped` is set.
+  void populate(int threads, const std::atomic<bool>* stopped = nullptr);
 
   std::byte* data() const { return data_; }
   std::size_t nbytes() const { return nbytes_; }
@@ -37,7 +48,34 @@ class Region {
   bool huge_pages_ = false;
   Driver* driver_ = nullptr;  // that it is registered with
   int device_ = 0;
-  int process_ = 0;
+  const int process_ = getpid();
+};
+
+// A thread that makes every page of some regions present. No Python runs in it: it may outlive the interpreter's will.
+class Pages {
+ public:
+  // Where the system refuses a thread, all is done when this returns.
+  Pages(std::vector<std::shared_ptr<Region>> regions, int threads);
+  ~Pages() { stop(); }
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+
+  bool is_ours() const { return process_ == getpid(); }
+  bool done() const { return done_; }
+  // Returns when every page is there. Throws what went wrong.
+  void wait();
+  // Returns when it does nothing any more.
+  void stop();
+
+ private:
+  void run(int threads);
+
+  const int process_ = getpid();
+  const std::vector<std::shared_ptr<Region>> regions_;
+  std::atomic<bool> stopped_{false}, done_{false};
+  std::exception_ptr error_;
+  std::mutex joining_;
+  std::vector<std::thread> thread_;  // one, or none
 };
 
 }  // namespace infinity

@@ -11,9 +11,12 @@
 #include "base/crc32c.h"
 #include "io/engine.h"
 #include "io/extent.h"
+#include "io/folder_lock.h"
+#include "memory/account.h"
 #include "memory/driver.h"
 #include "memory/pool.h"
 #include "memory/region.h"
+#include "python/scopes.h"
 #include "update/updater.h"
 
 namespace py = pybind11;
@@ -40,15 +43,24 @@ void translate(std::exception_ptr pointer) {
     raise_python("CorruptionError", py::make_tuple(error.what()));
   } catch (const UsageError& error) {
     raise_python("UsageError", py::make_tuple(error.what()));
+  } catch (const CheckFailure& error) {
+    raise_python("InternalError", py::make_tuple(error.what()));
   }
 }
 
 // A forked child has a copy of the object without its threads: it is never destroyed there, since a lock or a condition
-// that a thread held or waited on at the fork stays so.
+// that a thread held or waited on at the fork stays so. Destruction waits for threads, and one of those may wait for Python:
+// the lock of the interpreter is not held meanwhile.
 template <class Object>
 std::shared_ptr<Object> kept_in_children(Object* object) {
   return {object, [](Object* mine) {
-            if (mine->is_ours()) delete mine;
+            if (!mine->is_ours()) return;
+            if (!Py_IsInitialized() || !PyGILState_Check()) {
+              delete mine;
+              return;
+            }
+            py::gil_scoped_release release;
+            delete mine;
           }};
 }
 
@@ -64,18 +76,29 @@ void wait_for_ticket(const Ticket& ticket) {
   ticket.wait();
 }
 
+// The transfer keeps `lease` until it is over, whatever becomes of the ticket.
+std::shared_ptr<void> held(const Lease* lease) { return lease ? lease->hold() : nullptr; }
+
 TicketPtr read(IoEngine& engine, const Extent& extent, std::size_t offset, Address address, std::size_t nbytes,
-               const TicketPtr& after) {
-  return engine.submit({extent.request(Op::kRead, offset, {at(address), nbytes})}, after);
+               const TicketPtr& after, const Lease* lease) {
+  return extent.read(engine, offset, {at(address), nbytes}, after, held(lease));
 }
 
 // The bytes must be there already: their checksums are taken here.
 TicketPtr write(IoEngine& engine, Extent& extent, std::size_t offset, Address address, std::size_t nbytes,
-                bool checksum) {
-  const Request request = extent.request(Op::kWrite, offset, {at(address), nbytes});
-  engine.validate(request);
-  if (checksum) extent.remember(offset, request.span);
-  return engine.submit({request});
+                bool checksum, const Lease* lease) {
+  return extent.write(engine, offset, {at(address), nbytes}, held(lease), checksum);
+}
+
+// Waits for memory that a transfer holds, looking up as above. False when no transfer holds any.
+bool wait_for_transfer(PinnedPool& pool) {
+  bool any;
+  {
+    py::gil_scoped_release release;
+    any = pool.wait_for_transfer(0.1);
+  }
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  return any;
 }
 
 template <class Held>
@@ -100,7 +123,8 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("huge_pages", &Region::huge_pages)
       .def("pin", &Region::pin, py::arg("device") = 0, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("pinned", &Region::pinned)
-      .def("populate", &Region::populate, py::arg("threads"), py::call_guard<py::gil_scoped_release>())
+      .def("populate", [](Region& region, int threads) { region.populate(threads); }, py::arg("threads"),
+           py::call_guard<py::gil_scoped_release>())
       .def_buffer([](Region& r) {
         return py::buffer_info(reinterpret_cast<unsigned char*>(r.data()), static_cast<py::ssize_t>(r.nbytes()));
       });
@@ -108,6 +132,23 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("address", [](const Lease& l) { return address_of(l.span().data); })
       .def_property_readonly("nbytes", [](const Lease& l) { return l.span().nbytes; })
       .def("release", &Lease::release);
+  py::class_<Pages, std::shared_ptr<Pages>>(m, "Pages")
+      .def(py::init([](std::vector<std::shared_ptr<Region>> regions, int threads) {
+             return kept_in_children(new Pages(std::move(regions), threads));
+           }),
+           py::arg("regions"), py::arg("threads"))
+      .def_property_readonly("done", &Pages::done)
+      .def("wait", &Pages::wait, py::call_guard<py::gil_scoped_release>())
+      .def("stop", &Pages::stop, py::call_guard<py::gil_scoped_release>());
+  shared_class<Charge>(m, "Charge").def_property_readonly("nbytes", &Charge::nbytes).def("release", &Charge::release);
+  shared_class<Account>(m, "Account")
+      .def(py::init<>())
+      .def("charge", &Account::charge, py::arg("nbytes"), py::arg("passing") = false)
+      .def("forget_passing", &Account::forget_passing)
+      .def_property_readonly("charged_nbytes", &Account::charged)
+      .def_property_readonly("peak_nbytes", &Account::peak)
+      .def_readwrite("planned_nbytes", &Account::planned)
+      .def_readwrite("budget_nbytes", &Account::budget);
   shared_class<PinnedPool>(m, "PinnedPool")
       .def(py::init<std::shared_ptr<Region>>(), py::arg("region"))
       .def("try_lease",
@@ -116,6 +157,8 @@ void bind_memory(py::module_& m) {
              return lease ? py::cast(std::move(lease)) : py::none();
            },
            py::arg("nbytes"))
+      .def("wait_for_transfer", &wait_for_transfer)
+      .def("take_back_all", &PinnedPool::take_back_all)
       .def_property_readonly("region", &PinnedPool::region)
       .def_property_readonly("capacity_nbytes", &PinnedPool::capacity_nbytes)
       .def_property_readonly("leased_nbytes", &PinnedPool::leased_nbytes)
@@ -124,6 +167,10 @@ void bind_memory(py::module_& m) {
 
 void bind_io(py::module_& m) {
   py::enum_<Op>(m, "Op").value("READ", Op::kRead).value("WRITE", Op::kWrite);
+  shared_class<FolderLock>(m, "FolderLock")
+      .def(py::init<std::string>(), py::arg("path"))
+      .def("try_lock", &FolderLock::try_lock)
+      .def("release", &FolderLock::release);
   py::class_<FaultPlan>(m, "FaultPlan")
       .def(py::init<>())
       .def_readwrite("seed", &FaultPlan::seed)
@@ -146,26 +193,19 @@ void bind_io(py::module_& m) {
       .def("wait", &wait_for_ticket)
       .def_property_readonly("done", &Ticket::done)
       .def_property_readonly("times", &Ticket::times);
-  m.def("joined",
-        [](const std::vector<TicketPtr>& tickets) {
-          if (tickets.size() == 1) return tickets.front();
-          auto all = std::make_shared<Ticket>(tickets.size());
-          for (const TicketPtr& ticket : tickets)
-            ticket->on_done([all](std::exception_ptr error) { all->part_done(std::move(error)); });
-          return all;
-        },
-        py::arg("tickets"), py::call_guard<py::gil_scoped_release>());
+  m.def("joined", &joined, py::arg("tickets"), py::call_guard<py::gil_scoped_release>());
   shared_class<Extent>(m, "Extent")
       .def_static("in_memory",
-                  [](Address address, std::size_t nbytes) {
-                    return std::make_shared<Extent>(Extent::in_memory({at(address), nbytes}));
+                  [](Address address, std::size_t nbytes, std::shared_ptr<Region> owner) {
+                    return std::make_shared<Extent>(Extent::in_memory({at(address), nbytes}, std::move(owner)));
                   },
-                  py::arg("address"), py::arg("nbytes"))
+                  py::arg("address"), py::arg("nbytes"), py::arg("owner") = nullptr)
       .def_static("in_file",
                   [](int file, std::uint64_t offset, std::size_t nbytes) {
                     return std::make_shared<Extent>(Extent::in_file(file, offset, nbytes));
                   },
                   py::arg("file"), py::arg("offset"), py::arg("nbytes"))
+      .def("writes_under_way", &Extent::writes_under_way)
       .def_readwrite("version", &Extent::version)
       .def_property_readonly("nbytes", &Extent::nbytes)
       .def_property_readonly("file", &Extent::file)
@@ -188,6 +228,7 @@ void bind_io(py::module_& m) {
            py::arg("kind") = "auto", py::arg("depth") = 64, py::arg("block_nbytes") = 1 << 20, py::arg("threads") = 8,
            py::arg("faults") = nullptr, py::arg("timeout_seconds") = 120.0)
       .def_property_readonly("backend", &IoEngine::backend_name)
+      .def_property_readonly("gave_up", &IoEngine::gave_up)
       .def_property_readonly("notes", &IoEngine::notes)
       .def("create_file", &IoEngine::create_file, py::arg("path"), py::arg("nbytes"),
            py::call_guard<py::gil_scoped_release>())
@@ -201,9 +242,9 @@ void bind_io(py::module_& m) {
            },
            py::arg("buffers"))
       .def("read", &read, py::arg("extent"), py::arg("offset"), py::arg("address"), py::arg("nbytes"),
-           py::arg("after") = nullptr, py::call_guard<py::gil_scoped_release>())
+           py::arg("after") = nullptr, py::arg("lease") = nullptr, py::call_guard<py::gil_scoped_release>())
       .def("write", &write, py::arg("extent"), py::arg("offset"), py::arg("address"), py::arg("nbytes"),
-           py::arg("checksum") = true, py::call_guard<py::gil_scoped_release>())
+           py::arg("checksum") = true, py::arg("lease") = nullptr, py::call_guard<py::gil_scoped_release>())
       .def("cancel", &IoEngine::cancel, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
       .def("verify",
            [](const IoEngine& engine, const Extent& extent, std::size_t offset, Address address, std::size_t nbytes) {
@@ -310,7 +351,7 @@ void bind_update(py::module_& m) {
            }),
            py::arg("weight") = nullptr, py::arg("master") = nullptr, py::arg("exp_avg") = nullptr,
            py::arg("exp_avg_sq") = nullptr, py::arg("exp_avg_scale") = nullptr, py::arg("exp_avg_sq_scale") = nullptr);
-  py::class_<UnitUpdate>(m, "UnitUpdate")
+  shared_class<UnitUpdate>(m, "UnitUpdate")
       .def(py::init([](Layout layout, std::size_t count, std::shared_ptr<Extent> weight,
                        std::shared_ptr<Extent> master, std::shared_ptr<Extent> exp_avg,
                        std::shared_ptr<Extent> exp_avg_sq, std::shared_ptr<Extent> grad, std::vector<Run> runs,
@@ -319,19 +360,23 @@ void bind_update(py::module_& m) {
              return UnitUpdate{layout, count, std::move(weight), std::move(master), std::move(exp_avg),
                                std::move(exp_avg_sq), std::move(grad), std::move(exp_avg_scale),
                                std::move(exp_avg_sq_scale), std::move(runs), version, std::move(after), label,
-                               std::move(draft)};
+                               std::move(draft), nullptr};
            }),
            py::arg("layout"), py::arg("count"), py::arg("weight"), py::arg("master"), py::arg("exp_avg"),
            py::arg("exp_avg_sq"), py::arg("grad"), py::arg("runs"), py::arg("version"), py::arg("after") = nullptr,
            py::arg("exp_avg_scale") = nullptr, py::arg("exp_avg_sq_scale") = nullptr, py::arg("label") = 0,
-           py::arg("draft") = Draft{});
+           py::arg("draft") = Draft{})
+      .def_readonly("ticket", &UnitUpdate::ticket);
   shared_class<Updater>(m, "Updater")
       .def(py::init([](std::shared_ptr<IoEngine> engine, Address address, std::size_t nbytes, int slot_count,
-                       int thread_count) {
-             return kept_in_children(new Updater(std::move(engine), Span{at(address), nbytes}, slot_count, thread_count));
+                       int thread_count, std::shared_ptr<Region> owner, bool checksums) {
+             return kept_in_children(new Updater(std::move(engine), Span{at(address), nbytes}, slot_count, thread_count,
+                                                 std::move(owner), checksums));
            }),
-           py::arg("engine"), py::arg("address"), py::arg("nbytes"), py::arg("slot_count"), py::arg("thread_count"))
+           py::arg("engine"), py::arg("address"), py::arg("nbytes"), py::arg("slot_count"), py::arg("thread_count"),
+           py::arg("owner") = nullptr, py::arg("checksums") = true)
       .def("submit", &Updater::submit, py::arg("update"), py::call_guard<py::gil_scoped_release>())
+      .def("submit_all", &Updater::submit_all, py::arg("updates"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("step_seconds", [](const Updater& u) { return u.totals().step_seconds; })
       .def_property_readonly("wait_seconds", [](const Updater& u) { return u.totals().wait_seconds; })
       .def("record_events", &Updater::record_events)
@@ -354,6 +399,22 @@ PYBIND11_MODULE(_C, m) {
   bind_io(m);
   bind_adam(m);
   bind_update(m);
+  shared_class<Scopes>(m, "Scopes")
+      .def(py::init<py::object, py::object>(), py::arg("push"), py::arg("pop"))
+      .def("push_hooks", &Scopes::push_hooks, py::arg("pack"), py::arg("unpack"))
+      .def("pop_hooks", &Scopes::pop_hooks, py::arg("count"))
+      .def_property_readonly("hooks", &Scopes::hooks)
+      .def_readwrite("running", &Scopes::running)
+      .def_readwrite("interrupted", &Scopes::interrupted)
+      .def("scope",
+           [](const std::shared_ptr<Scopes>& scopes, py::object pack, py::object unpack) {
+             return std::make_shared<Scope>(scopes, std::move(pack), std::move(unpack));
+           },
+           py::arg("pack") = py::none(), py::arg("unpack") = py::none());
+  m.def("insist", &insist, py::arg("work"), py::arg("tries") = 4);
+  shared_class<Scope>(m, "Scope")
+      .def("__enter__", &Scope::enter)
+      .def("__exit__", [](Scope& scope, const py::object& kind, const py::object&, const py::object&) { scope.leave(kind); });
   m.def("uring_refusal", [] {
     std::string why;
     make_uring_backend(8, why);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
 #include "base/check.h"
@@ -106,17 +107,24 @@ void check_update(const UnitUpdate& update) {
 
 }  // namespace
 
-Updater::Updater(std::shared_ptr<IoEngine> engine, Span slots, int slot_count, int thread_count)
+Updater::Updater(std::shared_ptr<IoEngine> engine, Span slots, int slot_count, int thread_count,
+                 std::shared_ptr<void> owner, bool checksums)
     : engine_(std::move(engine)),
       slots_(slots),
       slot_nbytes_(slot_count ? round_down(slots.nbytes / slot_count, kBlockNbytes) : 0),
+      owner_(std::move(owner)),
+      checksums_(checksums),
       slot_saves_(slot_count),
       slot_taken_(slot_count),
       pool_(thread_count) {
   INFINITY_REQUIRE(engine_, "an updater needs an I/O engine");
   INFINITY_REQUIRE(slot_count == 0 || is_aligned(slots.data, kBlockNbytes), "the slots are not aligned to ",
                    kBlockNbytes, " bytes");
-  thread_ = std::thread([this] { run(); });
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (const std::system_error& error) {
+    throw StorageError(error.code().value(), "", "the system refuses a thread for the optimizer (a limit on processes: `ulimit -u`, or the container's pids)");
+  }
 }
 
 Updater::~Updater() {
@@ -124,7 +132,7 @@ Updater::~Updater() {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
   }
-  work_.notify_all();
+  signal_->tell();
   thread_.join();
   // Not the slots' saves: those are done a moment before the updates that they end.
   for (const auto& job : unfinished_)
@@ -143,23 +151,54 @@ std::size_t Updater::chunk_elements(const UnitUpdate& update, std::size_t slot_n
   return whole >= update.count ? update.count : round_down(whole, chunk_grain(update.layout));
 }
 
-TicketPtr Updater::submit(UnitUpdate update) {
-  INFINITY_REQUIRE(is_ours(), "an updater of process ", process_, " was used in its forked child ", getpid());
+std::shared_ptr<Updater::Job> Updater::make_job(const UnitUpdate& update) const {
   check_update(update);
   auto job = std::make_shared<Job>();
   job->kernel = find_kernel(update.layout);
   job->chunk = chunk_elements(update, slot_nbytes_);
   INFINITY_REQUIRE(job->chunk > 0, "a slot of ", slot_nbytes_, " bytes is too small for ", chunk_grain(update.layout), " elements");
   job->ticket = std::make_shared<Ticket>((update.count + job->chunk - 1) / job->chunk);
-  job->update = std::move(update);
-  const TicketPtr ticket = job->ticket;
+  job->update = update;
+  std::vector<TicketPtr> before;  // what is still on its way to the arrays
+  if (update.after) before.push_back(update.after);
+  for (const Role& role : kRoles)
+    if (const auto& extent = update.*role.extent; extent && extent->is_file())
+      if (TicketPtr writes = extent->writes_under_way()) before.push_back(std::move(writes));
+  job->update.after = joined(before);
+  job->ticket->on_done([signal = signal_](std::exception_ptr) { signal->tell(); });  // another update may wait for it
+  return job;
+}
+
+TicketPtr Updater::submit(UnitUpdate update) {
+  const auto shared = std::make_shared<UnitUpdate>(std::move(update));
+  shared->ticket = nullptr;
+  submit_all({shared});
+  return shared->ticket;
+}
+
+void Updater::submit_all(const std::vector<std::shared_ptr<UnitUpdate>>& updates) {
+  INFINITY_REQUIRE(is_ours(), "an updater of process ", process_, " was used in its forked child ", getpid());
+  std::deque<std::shared_ptr<Job>> jobs;
+  std::vector<UnitUpdate*> waiting;
+  for (const auto& update : updates) {
+    if (update->ticket) continue;
+    jobs.push_back(make_job(*update));
+    waiting.push_back(update.get());
+  }
   if (const auto error = failure_->get()) std::rethrow_exception(error);
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    jobs_.push_back(std::move(job));
+    // From here on nothing throws but for want of memory, and then nothing has been started: the thread needs the lock.
+    const std::size_t before = jobs_.size();
+    try {
+      jobs_.insert(jobs_.end(), jobs.begin(), jobs.end());
+    } catch (...) {
+      jobs_.resize(std::min(jobs_.size(), before));
+      throw;
+    }
+    for (std::size_t i = 0; i < waiting.size(); ++i) waiting[i]->ticket = jobs[i]->ticket;
   }
-  work_.notify_one();
-  return ticket;
+  signal_->tell();
 }
 
 UpdaterTotals Updater::totals() const {
@@ -182,30 +221,58 @@ void Updater::run() {
   use_default_rounding();
   std::deque<Chunk> loading;
   for (;;) {
+    try {
+      serve(loading);
+      return;
+    } catch (...) {  // no memory for the books, say: nobody is left waiting
+      end_all(std::current_exception(), loading);
+    }
+  }
+}
+
+// Starts what has a slot and steps what is loaded, in whatever order that comes; else sleeps until something is over.
+void Updater::serve(std::deque<Chunk>& loading) {
+  for (;;) {
+    std::uint64_t seen;
+    {
+      std::lock_guard<std::mutex> lock(signal_->mutex);
+      seen = signal_->count;
+    }
     for (int slot = free_slot(); slot != -2 && start_next(loading, slot); slot = free_slot()) {
     }
-    if (!loading.empty()) {
-      Chunk chunk = std::move(loading.front());
-      loading.pop_front();
+    const auto loaded = std::find_if(loading.begin(), loading.end(),
+                                     [](const Chunk& chunk) { return !chunk.loads || chunk.loads->done(); });
+    if (loaded != loading.end()) {
+      Chunk chunk = std::move(*loaded);
+      loading.erase(loaded);
       finish(chunk);
       continue;
     }
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (!jobs_.empty()) {  // every slot is saving, or what the next update needs is
-      lock.unlock();
-      const auto start = Clock::now();
-      for (const TicketPtr& saves : slot_saves_)
-        if (saves && !saves->done()) {
-          saves->wait_for(0.05);
-          break;
-        }
-      lock.lock();
-      totals_.wait_seconds += seconds_since(start);
-      continue;
+    bool waiting = !loading.empty();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      waiting |= !jobs_.empty();
+      if (!waiting && stopping_) return;
     }
-    if (stopping_) return;
-    work_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+    const auto start = Clock::now();
+    {
+      std::unique_lock<std::mutex> lock(signal_->mutex);
+      signal_->told.wait(lock, [&] { return signal_->count != seen; });
+    }
+    if (waiting) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      totals_.wait_seconds += seconds_since(start);
+    }
   }
+}
+
+void Updater::end_all(const std::exception_ptr& error, std::deque<Chunk>& loading) {
+  failure_->set(error);
+  for (Chunk& chunk : loading) {
+    if (chunk.slot >= 0) slot_taken_[chunk.slot] = false;
+    chunk.job->ticket->part_done(error);
+  }
+  loading.clear();
 }
 
 // A slot that nothing loads into or saves from; -1 when there are no slots at all; -2 when all are busy.
@@ -248,12 +315,16 @@ bool Updater::start_next(std::deque<Chunk>& loading, int slot) {
   }
   try {
     load(chunk, slot);
+    loading.push_back(std::move(chunk));
   } catch (...) {
-    failure_->set(std::current_exception());
-    job->ticket->part_done(std::current_exception());
-    return true;
+    const std::exception_ptr failed = std::current_exception();
+    failure_->set(failed);
+    if (chunk.loads)
+      while (!chunk.loads->wait_for(1.0)) {  // nothing is to be read into a slot that others get
+      }
+    if (chunk.slot >= 0) slot_taken_[chunk.slot] = false;
+    job->ticket->part_done(failed);
   }
-  loading.push_back(std::move(chunk));
   return true;
 }
 
@@ -290,7 +361,7 @@ void Updater::load(Chunk& chunk, int slot) {
     INFINITY_CHECK(used + span.nbytes <= slot_nbytes_, "a chunk outgrew its slot");
     used += span.nbytes;
     chunk.parts.push_back({extent.get(), target, chunk.begin * size, span});
-    requests.push_back(extent->request(Op::kRead, chunk.begin * size, span));
+    requests.push_back(extent->request(Op::kRead, chunk.begin * size, span, owner_));
     addresses[role] = span.data - chunk.begin * size;
   }
   std::uint8_t* scales[2] = {};
@@ -304,27 +375,24 @@ void Updater::load(Chunk& chunk, int slot) {
   chunk.arrays = {addresses[0], addresses[1], addresses[2], addresses[3], addresses[4], scales[0], scales[1]};
   if (requests.empty()) {
     chunk.loads = job.update.after;
+    if (chunk.loads) chunk.loads->on_done([signal = signal_](std::exception_ptr) { signal->tell(); });
     return;
   }
   const auto start = Clock::now();
   chunk.loads = engine_->submit(requests, job.update.after);
-  chunk.loads->on_done([recorder = recorder_, label = job.update.label, slot, start](std::exception_ptr) {
-    recorder->add("load", label, slot, start);
-  });
   chunk.slot = slot;
   slot_taken_[slot] = true;
+  chunk.loads->on_done([recorder = recorder_, signal = signal_, label = job.update.label, slot, start](std::exception_ptr) {
+    recorder->add("load", label, slot, start);
+    signal->tell();
+  });
 }
 
 void Updater::finish(Chunk& chunk) {
   TicketPtr saves;
   try {
-    const auto start = Clock::now();
-    if (chunk.loads) chunk.loads->wait();
+    if (chunk.loads) chunk.loads->wait();  // over already: this throws what went wrong
     const auto loaded = Clock::now();
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      totals_.wait_seconds += std::chrono::duration<double>(loaded - start).count();
-    }
     if (const auto error = failure_->get()) std::rethrow_exception(error);
     step(chunk);
     const int label = chunk.job->update.label;
@@ -336,12 +404,13 @@ void Updater::finish(Chunk& chunk) {
     }
     std::vector<Request> requests;
     for (const Part& part : chunk.parts)
-      if (part.target != nullptr) requests.push_back(part.target->request(Op::kWrite, part.at, part.span));
+      if (part.target != nullptr) requests.push_back(part.target->request(Op::kWrite, part.at, part.span, owner_));
     if (!requests.empty()) {
       const auto saving = Clock::now();
       saves = engine_->submit(requests);
-      saves->on_done([recorder = recorder_, label, slot = chunk.slot, saving](std::exception_ptr) {
+      saves->on_done([recorder = recorder_, signal = signal_, label, slot = chunk.slot, saving](std::exception_ptr) {
         recorder->add("save", label, slot, saving);
+        signal->tell();  // the slot is free
       });
     }
   } catch (...) {
@@ -392,7 +461,7 @@ void Updater::step_tile(Chunk& chunk, const std::vector<Constants>& constants, s
   };
   for (const Part& part : chunk.parts) {
     const auto [at, span] = part_of(part);
-    part.extent->verify(at, span, *engine_);
+    if (checksums_) part.extent->verify(at, span, *engine_);
   }
   for (const Copy& copy : chunk.copies) {
     const auto bytes_before = [&](std::size_t element) {
@@ -407,7 +476,7 @@ void Updater::step_tile(Chunk& chunk, const std::vector<Constants>& constants, s
     if (first < last) chunk.job->kernel(chunk.arrays, first, last, constants[i]);
   }
   for (const Part& part : chunk.parts) {
-    if (part.target == nullptr) continue;
+    if (part.target == nullptr || !checksums_) continue;
     const auto [at, span] = part_of(part);
     part.target->remember(at, span);
   }

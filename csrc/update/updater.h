@@ -45,6 +45,7 @@ struct UnitUpdate {
   TicketPtr after;            // the gradient's landing, or null
   int label = 0;              // whose it is, for a timeline
   Draft draft;                // empty: in place
+  TicketPtr ticket;           // once it was submitted
   bool is_draft() const { return draft.weight != nullptr; }
 };
 
@@ -64,8 +65,10 @@ struct UpdaterEvent {
 
 class Updater {
  public:
-  // `slots` is slot_count equal parts of staging memory, empty when every home is memory.
-  Updater(std::shared_ptr<IoEngine> engine, Span slots, int slot_count, int thread_count);
+  // `slots` is slot_count equal parts of staging memory, empty when every home is memory; `owner` keeps that memory.
+  // Without `checksums` what is loaded is not verified, and what is saved not summed.
+  Updater(std::shared_ptr<IoEngine> engine, Span slots, int slot_count, int thread_count,
+          std::shared_ptr<void> owner = nullptr, bool checksums = true);
   ~Updater();  // finishes what was submitted
   Updater(const Updater&) = delete;
   Updater& operator=(const Updater&) = delete;
@@ -74,6 +77,9 @@ class Updater {
   // The ticket finishes when the new values are at home. After a failed one
   // every later one fails with the same error: a half-updated state must not train on.
   TicketPtr submit(UnitUpdate update);
+
+  // Submits those that have no ticket yet, in order, and gives each its ticket: all of them, or, when one is refused, none.
+  void submit_all(const std::vector<std::shared_ptr<UnitUpdate>>& updates);
 
   bool is_ours() const { return getpid() == process_; }  // false in a forked child, which has no threads
 
@@ -141,7 +147,25 @@ class Updater {
     TicketPtr loads;
   };
 
+  // Told of everything that the thread may wait for: a load, a save or an update that is over. Shared with their
+  // completions, which may come in after the updater is gone.
+  struct Signal {
+    std::mutex mutex;
+    std::condition_variable told;
+    std::uint64_t count = 0;
+    void tell() {
+      {
+        std::lock_guard<std::mutex> lock(mutex);
+        ++count;
+      }
+      told.notify_all();
+    }
+  };
+
+  std::shared_ptr<Job> make_job(const UnitUpdate& update) const;
   void run();
+  void serve(std::deque<Chunk>& loading);
+  void end_all(const std::exception_ptr& error, std::deque<Chunk>& loading);
   bool touched(const Job& job, std::size_t begin, std::size_t end) const;
   bool start_next(std::deque<Chunk>& loading, int slot);
   bool conflicts(const Job& job);
@@ -154,6 +178,8 @@ class Updater {
   const std::shared_ptr<IoEngine> engine_;
   const Span slots_;
   const std::size_t slot_nbytes_;
+  const std::shared_ptr<void> owner_;  // of the slots' memory
+  const bool checksums_;
   std::vector<TicketPtr> slot_saves_;
   std::vector<bool> slot_taken_;
   std::vector<std::shared_ptr<Job>> unfinished_;  // started, not at home yet
@@ -161,7 +187,7 @@ class Updater {
   const int process_ = getpid();
 
   mutable std::mutex mutex_;
-  std::condition_variable work_;
+  const std::shared_ptr<Signal> signal_ = std::make_shared<Signal>();
   std::deque<std::shared_ptr<Job>> jobs_;
   const std::shared_ptr<Failure> failure_ = std::make_shared<Failure>();
   const std::shared_ptr<Recorder> recorder_ = std::make_shared<Recorder>();

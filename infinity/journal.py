@@ -1,0 +1,43 @@
+"""Journal: changes that must be whole, written down before they begin and struck out when they are done.
+
+A change is a function that may be called again from the start, however far it came before: it sets things to what they are to
+be, and never by how much. Whatever interrupts one (Ctrl-C at any line, memory that runs out), the next use of the engine
+carries it out to its end before it does anything else (:mod:`infinity.recovery`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Change = Callable[[], None]
+
+
+class Journal:
+    """The changes of one engine that have begun."""
+
+    def __init__(self) -> None:
+        self._begun: list[Change] = []
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether nothing was left half done."""
+        return not self._begun
+
+    def carry_out(self, change: Change) -> None:
+        """Makes ``change``. What was left half done before it comes first, as it may be of the same place."""
+        self.begin(change)
+        self.finish()
+
+    def begin(self, change: Change) -> None:
+        """Writes down a change that :meth:`finish` will make."""
+        self._begun.append(change)
+
+    def finish(self) -> None:
+        """Makes every change that stands here, in order. One that raises stays, and is made anew next time."""
+        while self._begun:
+            self._begun[0]()
+            self._begun.pop(0)
+
+    def forget(self) -> None:
+        """Strikes everything out: all of the state is about to be set anew."""
+        self._begun.clear()
