@@ -245,23 +245,24 @@ class Engine:
         if not (self.scopes.interrupted or self.passes.is_cut_short or not self.journal.is_clear) or not self._finalizer.alive:
             return
         self.store.check_process()
-        with self.store.guarding():
-            self.device.drain()
-            self.passes.rebuild()
-            if self.reducer is not None:
-                self.reducer.abandon()
-            self.prefetcher.rebuild()
-            self.gradients.rebuild()
-            for handle in self.group_of:
-                set_raw_grad(handle.param, None)
-            if self.activations is not None:
-                self.activations.rebuild()
-            self.store.rebuild()
-            self.ledger.forget_passing()
-            for unit in self.units:
-                for shard in unit.shards:
-                    shard.drop_draft()
-            self.journal.finish()
+        self.device.drain()
+        self.passes.rebuild()
+        if self.reducer is not None:
+            self.reducer.abandon()
+        self.prefetcher.rebuild()
+        self.ledger.forget_passing()
+        for handle in self.group_of:
+            set_raw_grad(handle.param, None)
+        if self.store.failure is None:  # else nothing more goes to or comes from the disk
+            with self.store.guarding():
+                self.gradients.rebuild()
+                if self.activations is not None:
+                    self.activations.rebuild()
+                self.store.rebuild()
+                self.journal.finish()  # a step may make drafts the state
+                for unit in self.units:
+                    for shard in unit.shards:
+                        shard.drop_draft()
         if self.streams_step and any(handle.grad.state is GradState.CONSUMED for handle in self.group_of):
             self.halt("an exception inside step_in_backward left part of a step done")
         if self.streams_step:

@@ -3,7 +3,7 @@
     ABSENT     None in torch's words; the next gradient is copied
     LANDED     at home: the next gradient is added, the next step applies it
     CONSUMED   applied by a step; only reading and zeroing are left
-    TORN       a backward failed after it had begun to change this gradient; only zeroing is left
+    TORN       a backward failed after it had begun to change this gradient; only zeroing is left, what lands is dropped
 
 opened     a shard's gradients lie in memory: always where their home is memory, in a slot of the gradient staging pool
            while one from disk is being written or read
@@ -151,7 +151,8 @@ class GradientBank:
     def rebuild(self) -> None:
         """After an exception, with nothing in flight: what somebody had begun to change is torn, what is in memory goes home."""
         for handle in self._changing:
-            handle.grad = GradRecord(GradState.TORN)
+            if handle.grad.state is not GradState.CONSUMED:
+                handle.grad = GradRecord(GradState.TORN)
         self._changing = set()
         self._landing.clear()
         self._borrowed = self._borrowed.emptied()
@@ -168,6 +169,8 @@ class GradientBank:
         self.change(handle)
         if self.reducer is not None and not self.peers.keeps_gradients:
             self.reducer.add(handle, grad)
+            return
+        if record.state is GradState.TORN:
             return
         if record.averaged:
             raise UsageError(
@@ -253,6 +256,8 @@ class GradientBank:
         if not self.peers.keeps_gradients:
             self._refuse_consumed(handle)
         record, shard = handle.grad, handle.shard
+        if record.state is GradState.TORN:
+            return
         average = average.to(shard.spec.grad_dtype)
         if self._is_remote(handle):
             shard.settle()
@@ -277,7 +282,6 @@ class GradientBank:
 
     @staticmethod
     def _refuse_consumed(handle: ParamHandle) -> None:
-        refuse_torn(handle)
         if handle.grad.state is GradState.CONSUMED:
             raise UsageError(
                 f"a second backward through {handle.name} after optimizer.step(): its gradient was consumed by the "
@@ -293,6 +297,9 @@ class GradientBank:
             yield lambda begin, end, compute: None
             return
         self._refuse_consumed(handle)
+        if record.state is GradState.TORN:
+            yield lambda begin, end, compute: None
+            return
         self.change(handle)
         first = record.state is GradState.ABSENT
 

@@ -258,7 +258,7 @@ class Passes:
     def hold_for_backward(self, unit: ParamUnit) -> None:
         """The running backward needs ``unit``."""
         self.engine.check_open()
-        self._join_task()
+        self.join_task()
         if unit in self.awaited:
             self.awaited[unit] = self.awaited.pop(unit)  # the last one used
             return
@@ -280,7 +280,7 @@ class Passes:
     def landed(self, param: torch.Tensor) -> None:
         """Autograd accumulated a gradient of ``param``: it goes home."""
         handle = handle_of(param)
-        self._join_task()
+        self.join_task()
         grad = raw_grad(param)
         if grad is None:
             return  # of a weight that runs in tiles: it has landed
@@ -327,7 +327,7 @@ class Passes:
                 return True
         return False
 
-    def _join_task(self) -> None:
+    def join_task(self) -> None:
         """Asks autograd to call when the task that is running ends."""
         task = torch._C._current_graph_task_id()
         if task == -1 or task in self.tasks:

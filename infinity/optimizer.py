@@ -175,6 +175,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         order = list(engine.schedule.first())
         order += [unit.index for unit in engine.units if unit.index not in set(order)]
         steps: list[ShardStep] = []
+        backwards = engine.backwards
         with engine.store.guarding():
             for index in order:
                 steps += self._plan(engine.units[index], version, clip)
@@ -184,7 +185,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 for shard in self._shards():  # of what this step does not step
                     shard.drop_draft()
                 kept = sum(step.draft is not None for step in steps)
-                engine.speculation.end_step(made=self._drafted, kept=kept, backwards=engine.backwards)
+                engine.speculation.end_step(made=self._drafted, kept=kept, backwards=backwards)
                 self._drafted = 0
         engine.end_step()
 

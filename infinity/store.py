@@ -351,20 +351,27 @@ class ShardStore:
         else:
             if self._behind is not None:
                 self._behind.flush()
-            tickets: list[native.Ticket] = []
+            tickets: deque[native.Ticket] = deque()
+
+            def finish_first() -> bool:
+                if tickets:
+                    tickets[0].wait()
+                    tickets.popleft()
+                    return True
+                return False
+
             with self.guarding():
                 for offset, nbytes, inner, outer in self._blocks(array, begin, end, parts=WRITES_AT_ONCE):
-                    with self.borrow(nbytes) as lease:
-                        if inner.stop - inner.start < nbytes // array.dtype.itemsize:
-                            block = self.read_block(array, offset, lease, nbytes)
-                        else:
-                            block = bytes_of(self._service, lease, nbytes)
-                        block.view(array.dtype)[inner] = source[outer]
-                        tickets.append(self.engine.write(array.extent, offset, lease.address, nbytes, lease=lease))
-                    while tickets and tickets[0].done:
-                        tickets.pop(0).wait()
-                for ticket in tickets:
-                    ticket.wait()
+                    lease = self.take_lease(self._service, nbytes, finish_first)
+                    if inner.stop - inner.start < nbytes // array.dtype.itemsize:
+                        block = self.read_block(array, offset, lease, nbytes)
+                    else:
+                        block = bytes_of(self._service, lease, nbytes)
+                    block.view(array.dtype)[inner] = source[outer]
+                    tickets.append(self.engine.write(array.extent, offset, lease.address, nbytes, lease=lease))
+                    del lease, block  # the disk has it now
+                while finish_first():
+                    pass
         array.extent.version = version
 
     def read_block(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> torch.Tensor:
@@ -392,7 +399,11 @@ class ShardStore:
         says whether it did. Raises InternalError when there is nothing left to wait for."""
         while (lease := pool.try_lease(nbytes)) is None:
             self._refuse_hung()
-            if not pool.wait_for_transfer() and not give_up():
+            if pool.wait_for_transfer():
+                continue
+            if (lease := pool.try_lease(nbytes)) is not None:  # the last transfer ended between the two looks
+                return lease
+            if not give_up():
                 capacity = format_nbytes(pool.capacity_nbytes)
                 raise InternalError(f"{format_nbytes(nbytes)} of a staging buffer of {capacity} are wanted, and it is in use")
         return lease

@@ -112,8 +112,9 @@ class Tiles:
         return self.handle.grad is not None and accumulate is not None and torch._C._will_engine_execute_node(accumulate)
 
     def check(self, handle: ParamHandle, version: int | None) -> None:
-        """Raises UsageError when this backward cannot be right. ``handle``: the weight's in its forward; ``version``: of its
-        values there, if they matter."""
+        """A backward comes to the layer. Raises UsageError when it cannot be right. ``handle``: the weight's in its forward;
+        ``version``: of its values there, if they matter."""
+        self.engine.passes.join_task()
         if self.handle is not handle:
             raise UsageError("this backward needs a weight that ran in tiles, and its model was unwrapped since")
         if torch.is_grad_enabled():

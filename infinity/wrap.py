@@ -332,7 +332,7 @@ class Before:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
         self.materialized: Materialized | None = None  # what else has to be undone
         self._modules = [
-            (module, dict(module.__dict__), {name: type(hooks)(hooks) for name in self.HOOKS if (hooks := getattr(module, name, None))})
+            (module, _attributes_of(module), {name: type(hooks)(hooks) for name in self.HOOKS if (hooks := getattr(module, name, None))})
             for module in model.modules()
         ]
         self._params = [_ParamBefore(param) for param in model.parameters()]
@@ -343,7 +343,7 @@ class Before:
 
     def restore(self) -> None:
         for module, attributes, hooks_of in self._modules:
-            for name in module.__dict__.keys() - attributes.keys():
+            for name in _attributes_of(module).keys() - attributes.keys():
                 del module.__dict__[name]
             module.__dict__.update(attributes)
             for name in self.HOOKS:
@@ -360,6 +360,11 @@ class Before:
         if self._optimizer is not None:
             self._optimizer.__dict__.update(self._attributes)
             self._optimizer.state.update(self._state)
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Its own attributes, but weak references to its weights: while there is one, torch does not let their contents be swapped."""
+    return {name: value for name, value in module.__dict__.items() if name != "_flat_weight_refs"}
 
 
 class _ParamBefore:

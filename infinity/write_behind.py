@@ -44,17 +44,13 @@ class WriteBehind:
     """Reads and writes arrays as the store does, but that a write to disk returns before its bytes are at home."""
 
     def __init__(self, store: ShardStore, service: native.PinnedPool):
-        self._store = store
+        self._store, self._service = store, service
         blocks = service.capacity_nbytes // native.CHECKSUM_NBYTES
-        count = min(PARTS, blocks - 1)  # the last block is for reading
-        self._part_nbytes = (blocks - 1) // count * native.CHECKSUM_NBYTES if count > 0 else 0
+        self._count = max(0, min(PARTS, blocks - 1))  # the last block is for reading
+        self._part_nbytes = (blocks - 1) // self._count * native.CHECKSUM_NBYTES if self._count else 0
         self._free: list[Part] = []
-        for _ in range(count):
-            lease = service.try_lease(self._part_nbytes)
-            self._free.append(Part(lease, native.tensor_at(service.region, lease.address, self._part_nbytes, torch.uint8)))
         self._open: dict[StateArray, Part] = {}
         self._under_way: list[Part] = []
-        self._gathers = count > 0
 
     def guarding(self) -> AbstractContextManager[None]:
         """As the store's."""
@@ -66,7 +62,7 @@ class WriteBehind:
 
     def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
         """As the store's. Raises UsageError for more than the array has room for."""
-        if array.tier is not Tier.NVME or not self._gathers:
+        if array.tier is not Tier.NVME or not self._count:
             self._store.write(array, begin, source, version=version)
             return
         self._store.check_process()
@@ -85,12 +81,13 @@ class WriteBehind:
         array.extent.version = version
 
     def flush(self) -> None:
-        """Returns when everything is at home."""
+        """Returns when everything is at home. The service buffer is the store's again."""
         with self.guarding():
             for part in list(self._open.values()):
                 self._submit(part)
             while self._under_way:
                 self._finish(self._under_way[0])
+            self._let_go()
 
     def close(self) -> None:
         """Returns when nothing is under way, after an error too; what is open is dropped."""
@@ -101,8 +98,13 @@ class WriteBehind:
                 with suppress(InfinityError), self.guarding():
                     raise error
         self._under_way.clear()
+        self._let_go()
+
+    def _let_go(self) -> None:
         for part in (*self._free, *self._open.values()):
             part.lease.release()
+        self._free.clear()
+        self._open.clear()
 
     def _part_for(self, array: StateArray, at: int) -> Part:
         """The open part that goes on at byte ``at`` of the array."""
@@ -121,6 +123,9 @@ class WriteBehind:
         return part
 
     def _take(self) -> Part:
+        if not self._free and len(self._open) + len(self._under_way) < self._count:
+            lease = self._store.take_lease(self._service, self._part_nbytes)
+            self._free.append(Part(lease, native.tensor_at(self._service.region, lease.address, self._part_nbytes, torch.uint8)))
         if not self._free:
             if not self._under_way:
                 self._submit(next(iter(self._open.values())))

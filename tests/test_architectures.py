@@ -42,7 +42,7 @@ LR = 1e-3
 STEPS = (0, 1, 0)  # the batch of each step, so that the third sees what the first saw
 CLIP_STEPS = (0, 2)
 # Quantised: an ulp of a weight can become a whole step of an integer, so most of its gradients are noise.
-LEAST_SHARE = {"ibert": 0.25}
+LEAST_SHARE = {"ibert": 0.25, "wav2vec2": 0.7}  # the rest is where a processor's own rounding decides
 MIXED_HOMES = [("host", "host"), ("device", "nvme"), ("nvme", "host"), ("auto", "auto")]
 
 every_architecture = pytest.mark.parametrize("name", ZOO)

@@ -652,9 +652,9 @@ LEAKED: list[Disk] = []  # never closed: closing one whose transfers cannot end 
 def test_a_forked_child_that_drops_the_engine_leaves_the_parents_alone(tmp_path, kind):
     """Forks, as a data loader's worker does; the child drops its copy and ends, then the parent reads. All of it runs
     in a child of its own with a time limit, since what may be wrong is a hang."""
-    staging = Staging(CHECKED)
 
     def call() -> str:
+        staging = Staging(CHECKED)
         disk = Disk(tmp_path, kind)
         LEAKED.append(disk)
         extent = disk.extent(CHECKED)

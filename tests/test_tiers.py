@@ -134,9 +134,8 @@ def test_a_budget_is_met_to_the_byte():
 def test_tiers_are_charged_apart_and_without_a_budget_freely():
     """Fills one tier; the others take what they are given, and remember their peaks."""
     ledger = ledger_of(device=10)
-    ledger.reserve(Tier.DEVICE, 10, "a")
+    held = [ledger.reserve(Tier.DEVICE, 10, "a"), ledger.reserve(Tier.NVME, 7, "c")]
     ledger.reserve(Tier.HOST, 10**15, "b").release()
-    ledger.reserve(Tier.NVME, 7, "c")
     assert charged(ledger) == {"device": 10, "host": 0, "nvme": 7}
     assert ledger.accounts[Tier.HOST].peak_nbytes == 10**15
 
@@ -156,7 +155,7 @@ def test_releasing_a_reservation_twice_gives_back_once():
 def test_a_refusal_says_what_how_much_and_which_setting(tier):
     """Goes 5 MiB over the budget of each tier: the setting that the message names must be one of Config's."""
     ledger = ledger_of(**{tier: 10 * 1024**2})
-    ledger.reserve(tier, 8 * 1024**2, "weights")
+    held = ledger.reserve(tier, 8 * 1024**2, "weights")
     with pytest.raises(CapacityError, match="optimizer state") as caught:
         ledger.reserve(tier, 7 * 1024**2, "optimizer state")
     message = str(caught.value)

@@ -230,7 +230,8 @@ void Updater::run() {
   }
 }
 
-// Starts what has a slot and steps what is loaded, in whatever order that comes; else sleeps until something is over.
+// Starts what has a slot, and steps what is loaded in the order of submission: behind a chunk that fails nothing is stepped.
+// Else sleeps until something is over, whatever that is.
 void Updater::serve(std::deque<Chunk>& loading) {
   for (;;) {
     std::uint64_t seen;
@@ -240,11 +241,9 @@ void Updater::serve(std::deque<Chunk>& loading) {
     }
     for (int slot = free_slot(); slot != -2 && start_next(loading, slot); slot = free_slot()) {
     }
-    const auto loaded = std::find_if(loading.begin(), loading.end(),
-                                     [](const Chunk& chunk) { return !chunk.loads || chunk.loads->done(); });
-    if (loaded != loading.end()) {
-      Chunk chunk = std::move(*loaded);
-      loading.erase(loaded);
+    if (!loading.empty() && (!loading.front().loads || loading.front().loads->done())) {
+      Chunk chunk = std::move(loading.front());
+      loading.pop_front();
       finish(chunk);
       continue;
     }
