@@ -37,7 +37,8 @@ from .shard import ParamShard
 from .speculation import Speculation
 from .stepper import DeviceStepper
 from .store import ShardStore
-from .tiers import Ledger, Tier
+from .ledger import Ledger
+from .tiers import Tier
 from .trace import Timeline, Traffic
 from .unit import ParamUnit
 

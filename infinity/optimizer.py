@@ -116,6 +116,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self._ready = False
         self._finished = -1  # the last step that was carried to its end, until it is known to the caller
         self._drafted = 0  # drafts since the last step
+        self.is_unwrapped = False  # by an unwrap_model that raised, for it was interrupted
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
         self._ready = True
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):

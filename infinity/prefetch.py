@@ -20,7 +20,8 @@ from .journal import Journal
 from .lookahead import LookAhead
 from .schedule import Schedule
 from .store import ShardStore
-from .tiers import Ledger, Tier, format_nbytes
+from .ledger import Ledger
+from .tiers import Tier, format_nbytes
 from .unit import ParamUnit, Residency
 
 

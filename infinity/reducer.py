@@ -23,7 +23,8 @@ from .gradients import GradientBank, GradState
 from .parameter import ParamHandle
 from .schedule import Schedule
 from .shard import ParamShard
-from .tiers import Ledger, Tier
+from .ledger import Ledger
+from .tiers import Tier
 from .unit import ParamUnit
 
 

@@ -31,7 +31,8 @@ from . import disks, native, processors
 from .device import Device, Moment
 from .errors import CapacityError, ConfigError, CorruptionError, InfinityError, InternalError, StorageError, UsageError
 from .layout import round_up
-from .tiers import Ledger, Tier, format_nbytes
+from .ledger import Ledger
+from .tiers import Tier, format_nbytes
 from .trace import Traffic
 from .write_behind import WriteBehind
 

@@ -32,7 +32,8 @@ from .journal import Journal
 from .parameter import ParamHandle, ResidentParameter, StoredParameter, own_bytes
 from .shard import ParamShard
 from .store import ShardStore
-from .tiers import Ledger, Tier
+from .ledger import Ledger
+from .tiers import Tier
 from .trace import Traffic
 
 

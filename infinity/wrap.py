@@ -747,6 +747,8 @@ def unwrap_model(
 
     Raises UsageError when ``model`` is not wrapped, or its optimizer is not given.
     """
+    if isinstance(optimizer, InfinityOptimizer) and optimizer.is_unwrapped and RECORD not in model.__dict__:
+        return model, optimizer.wrapped  # an exception struck, and the unwrap came to its end all the same
     record = wrapped(model)
     engine = record.engine
     managed = optimizer if optimizer is not None else record.optimizer
@@ -758,7 +760,12 @@ def unwrap_model(
             change = _plan_unwrap(model, record, managed)
         engine.halted = partial(UsageError, "unwrap_model was cut short by an exception: call it again, with the same model")
         record.unwrapping = change
-    native.insist(record.unwrapping)
+    try:
+        native.insist(record.unwrapping)
+    except BaseException:
+        if managed is not None:
+            managed.is_unwrapped = True
+        raise
     return model, plain
 
 

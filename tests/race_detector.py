@@ -260,8 +260,9 @@ def detecting(monkeypatch, kernels=None):
 def _watch_updates(monkeypatch, detector_of) -> None:
     """Has the processor's updates counted as accesses, behind what they were told to come after."""
     real_update, real_joined, real_settle = native.UnitUpdate, native.joined, ParamShard.settle
-    submit = optimizer.InfinityOptimizer._submit_to_processor
+    plan_update = optimizer.InfinityOptimizer._processor_update
     told: dict = {}
+    planned: list = []  # updates, and when each is over
 
     def joined(tickets):
         found, detector = real_joined(tickets), detector_of()
@@ -275,8 +276,8 @@ def _watch_updates(monkeypatch, detector_of) -> None:
         told.update(given)
         return real_update(**given)
 
-    def submit_to_processor(self, shard, spans, after, **how):
-        ticket, detector = submit(self, shard, spans, after, **how), detector_of()
+    def processor_update(self, shard, spans, after, **how):
+        planned_update, detector = plan_update(self, shard, spans, after, **how), detector_of()
         detector.tick("updater")
         detector.join("updater", detector.clocks["host"])
         if told["after"] is not None:
@@ -288,16 +289,17 @@ def _watch_updates(monkeypatch, detector_of) -> None:
                 each = native.MOMENT_BLOCK if name.endswith("_scale") else 1
                 begin, end = (at // each * array.dtype.itemsize for at in (first, last))
                 detector.use_host(array.extent.address + begin, max(1, end - begin), "updater", write=name != "grad", what="a step")
-        detector.tickets[ticket] = dict(detector.clocks["updater"])
-        return ticket
+        planned.append((planned_update, dict(detector.clocks["updater"])))
+        return planned_update
 
     def settle(self):
         ticket = getattr(self.update, "ticket", self.update)
         real_settle(self)
-        if ticket in (detector := detector_of()).tickets:
-            detector.join("host", detector.tickets[ticket])
+        for each, over in planned:
+            if ticket is not None and each.ticket is ticket:
+                detector_of().join("host", over)
 
     monkeypatch.setattr(native, "UnitUpdate", update)
     monkeypatch.setattr(native, "joined", joined)
-    monkeypatch.setattr(optimizer.InfinityOptimizer, "_submit_to_processor", submit_to_processor)
+    monkeypatch.setattr(optimizer.InfinityOptimizer, "_processor_update", processor_update)
     monkeypatch.setattr(ParamShard, "settle", settle)

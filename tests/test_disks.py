@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from infinity import disks, native
 from infinity.store import ShardStore
-from infinity.tiers import Ledger, Tier
+from infinity.ledger import Ledger
+from infinity.tiers import Tier
 from infinity.trace import Traffic
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from infinity.config import Config
 from infinity.errors import CapacityError, ConfigError
-from infinity.tiers import Ledger, Tier, format_nbytes, parse_nbytes
+from infinity.ledger import Ledger
+from infinity.tiers import Tier, format_nbytes, parse_nbytes
 
 GIB = 1024**3
 

@@ -17,7 +17,8 @@ from infinity.errors import CorruptionError, InfinityError, StorageError, UsageE
 from infinity.parameter import ResidentParameter, StoredParameter
 from infinity.shard import ParamShard, ShardSpec
 from infinity.store import SWAP_NAME, ShardStore
-from infinity.tiers import Ledger, Tier
+from infinity.ledger import Ledger
+from infinity.tiers import Tier
 from infinity.trace import Traffic
 from infinity.unit import MOVES, ParamUnit, Piece, Residency
 

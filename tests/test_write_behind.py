@@ -33,7 +33,8 @@ from homes import ENGINES, MIB, fault_plan, same_bits
 from infinity import native
 from infinity.errors import CorruptionError, InfinityError, StorageError, UsageError
 from infinity.store import ShardStore, StateArray
-from infinity.tiers import Ledger, Tier
+from infinity.ledger import Ledger
+from infinity.tiers import Tier
 from infinity.trace import Traffic
 from infinity.write_behind import PARTS, Part, WriteBehind
 from models import (

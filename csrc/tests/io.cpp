@@ -664,5 +664,70 @@ TEST(io, extent_parts_are_whole_checksum_blocks_inside_it) {
   said_by<UsageError>([&] { Extent::in_file(0, 512, kBlockNbytes); });
 }
 
+TEST_OF_BACKENDS(io, transfers_keep_their_memory_though_everybody_forgot_them) {
+  // Late reads and writes whose tickets and memory are dropped at once; each owner goes when its transfer is over, not before.
+  FaultPlan faults = fault_plan(52);
+  faults.delay = 1;
+  faults.delay_seconds = 0.05;
+  const Disk disk(kind, &faults);
+  std::vector<std::weak_ptr<void>> owners;
+  for (Op op : {Op::kWrite, Op::kRead, Op::kRead}) {
+    auto memory = std::make_shared<Memory>(kBlockNbytes);
+    disk.engine->submit({{op, disk.file, 0, memory->span, memory}});
+    owners.push_back(memory);
+  }
+  for (const auto& owner : owners) CHECK(!owner.expired(), "memory went before its transfer was over");
+  for (const auto& owner : owners)
+    for (int i = 0; i < 6000 && !owner.expired(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  for (const auto& owner : owners) CHECK(owner.expired(), "memory stayed");
+}
+
+TEST_OF_BACKENDS(io, transfers_of_one_place_keep_their_order_though_nobody_waits) {
+  // Sixty writes and reads of overlapping blocks, asked for at once, of a disk that answers late and in another order.
+  FaultPlan faults = fault_plan(53);
+  faults.delay = faults.reorder = 0.5;
+  faults.delay_seconds = 0.002;
+  const Disk disk(kind, &faults);
+  Extent extent = Extent::in_file(disk.file, 0, 4 * kChecksumNbytes);
+  struct Wanted {
+    std::shared_ptr<Memory> memory;
+    std::size_t at;
+    std::byte value;
+  };
+  std::vector<Wanted> wanted;
+  std::vector<TicketPtr> reads;
+  Random random(54);
+  std::byte last[4] = {};
+  for (int i = 1; i <= 60; ++i) {
+    const std::size_t block = random.below(4), count = 1 + random.below(4 - block);
+    const auto memory = std::make_shared<Memory>(count * kChecksumNbytes);
+    if (random.below(2) == 0) {
+      std::fill_n(memory->span.data, memory->span.nbytes, static_cast<std::byte>(i));
+      std::fill_n(last + block, count, static_cast<std::byte>(i));
+      extent.write(*disk.engine, block * kChecksumNbytes, memory->span, memory);
+    } else {
+      reads.push_back(extent.read(*disk.engine, block * kChecksumNbytes, memory->span, nullptr, memory));
+      for (std::size_t each = 0; each < count; ++each) wanted.push_back({memory, each * kChecksumNbytes, last[block + each]});
+    }
+  }
+  for (const TicketPtr& read : reads) wait(read);
+  CHECK(wanted.size() > 20);
+  for (const Wanted& each : wanted) CHECK(each.memory->span.data[each.at] == each.value, "a read met another write's bytes");
+}
+
+TEST_OF_BACKENDS(io, reads_behind_a_write_that_failed_fail_until_the_place_is_written_anew) {
+  // The first write meets EIO and nobody looks; a read behind it says so, and one behind the next write is served.
+  FaultPlan faults = fault_plan(55);
+  faults.eio = 1;
+  Disk failing(kind, &faults);
+  Extent extent = Extent::in_file(failing.file, 0, kChecksumNbytes);
+  const auto memory = std::make_shared<Memory>(kChecksumNbytes);
+  const TicketPtr lost = extent.write(*failing.engine, 0, memory->span, memory);
+  CHECK(said_by<StorageError>([&] { wait(extent.read(*failing.engine, 0, memory->span)); }).find("write of") != std::string::npos);
+  Disk healthy(kind);
+  extent.write(*healthy.engine, 0, memory->span, memory);
+  wait(extent.read(*healthy.engine, 0, memory->span));
+}
+
 }  // namespace
 }  // namespace infinity::tests

@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "memory/account.h"
 #include "memory/pool.h"
 #include "memory/region.h"
 #include "tests/random.h"
@@ -153,6 +154,67 @@ TEST(memory, lease_keeps_its_memory_alive) {
   std::fill_n(lease.span().data, lease.span().nbytes, std::byte{5});
   lease.release();
   CHECK(region.expired());
+}
+
+TEST(memory, lease_that_is_dropped_while_a_transfer_has_it_is_given_to_nobody) {
+  // Drops the lease, then the transfer's hold; the twin is a lease without a transfer.
+  auto pool = pool_of(2);
+  Lease lease = pool->try_lease(2 * kBlockNbytes);
+  std::shared_ptr<void> transfer = lease.hold();
+  lease.release();
+  CHECK(!lease.hold() && !pool->try_lease(kBlockNbytes), "memory that a transfer uses was given away");
+  CHECK(pool->wait_for_transfer(0.001), "nobody knows of the transfer");
+  std::thread ending([&] { transfer.reset(); });
+  while (pool->wait_for_transfer(10)) {
+  }
+  CHECK(pool->try_lease(2 * kBlockNbytes), "the transfer is over");
+  ending.join();
+  pool->try_lease(kBlockNbytes);
+  CHECK(pool->leased_nbytes() == 0 && !pool->wait_for_transfer(10));
+}
+
+TEST(memory, leases_that_were_taken_back_give_nothing_back) {
+  // Takes all leases back, leases anew, then drops the old ones; while a transfer has one it is refused.
+  auto pool = pool_of(4);
+  Lease old = pool->try_lease(3 * kBlockNbytes);
+  {
+    const std::shared_ptr<void> transfer = old.hold();
+    said_by<CheckFailure>([&] { pool->take_back_all(); });
+  }
+  pool->take_back_all();
+  Lease anew = pool->try_lease(4 * kBlockNbytes);
+  CHECK(anew && pool->leased_nbytes() == 4 * kBlockNbytes);
+  old.release();
+  CHECK(pool->leased_nbytes() == 4 * kBlockNbytes && !pool->try_lease(1), "an old lease gave away what a new one has");
+}
+
+TEST(memory, charges_of_a_pass_are_forgotten_together) {
+  // Charges for good and for a pass, forgets the pass, then drops its charges late.
+  auto account = std::make_shared<Account>();
+  account->budget = 10;
+  auto home = account->charge(4, false), passing = account->charge(5, true);
+  CHECK(!account->charge(2, false) && account->charged() == 9 && account->peak() == 9);
+  account->forget_passing();
+  CHECK(account->charged() == 4);
+  auto next = account->charge(6, true);
+  CHECK(next && account->charged() == 10);
+  passing.reset();
+  CHECK(account->charged() == 10, "a charge that was forgotten was given back");
+  home->release();
+  home->release();
+  next.reset();
+  CHECK(account->charged() == 0 && account->peak() == 10);
+}
+
+TEST(memory, pages_are_there_when_they_were_waited_for_and_stopping_ends_it) {
+  // Has three regions made present behind; then drops a maker that has only begun.
+  std::vector<std::shared_ptr<Region>> regions;
+  for (int i = 0; i < 3; ++i) regions.push_back(std::make_shared<Region>(8 * kMib, i % 2 == 0, 0));
+  Pages pages(regions, 2);
+  pages.wait();
+  pages.wait();
+  CHECK(pages.done());
+  for (int i = 0; i < 20; ++i) Pages dropped({std::make_shared<Region>(64 * kMib, false, 0)}, 2);
 }
 
 TEST(memory, leases_of_several_threads_never_overlap) {
