@@ -15,16 +15,19 @@ from __future__ import annotations
 import argparse
 import collections
 import dis
+import faulthandler
 import gc
 import hashlib
 import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -587,7 +590,7 @@ def play(operation: Operation, user: User, known: Known, striker: Striker, n: in
             if now not in accepted:
                 return "wrong", f"the state after {now} steps, not {sorted(accepted)}"
             user.steps = now
-        if left := left_behind(user):
+        if left := left_behind(user, known):
             return "leak", ", ".join(left)
         return ("typed", str(error)) if typed else ("same", "")
     except infinity.InfinityError as said:
@@ -638,27 +641,60 @@ def run_cases(operation: str, home: str, exception: str, events: str, points: in
 # --- the campaign ---
 
 
-def play_apart(operation: str, home: str, exception: str, events: str, points: int, seed: int) -> dict[str, Any]:
-    """The same in a process of its own: outcomes, and what was bad."""
-    arguments = ["--case", operation, home, exception, events, str(points), str(seed)]
+def play_apart(operation: str, home: str, exception: str, events: str, points: int, seed: int, *, forks: bool = False) -> dict[str, Any]:
+    """The same in a process of its own: outcomes, and what was bad. ``forks``: a child of this one, which comes at once."""
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-        command = [sys.executable, __file__, *arguments, folder]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120 + points)
-            lines, error, status = done.stdout.splitlines(), done.stderr, done.returncode
-        except subprocess.TimeoutExpired as expired:
-            lines, error, status = (expired.stdout or b"").decode().splitlines(), (expired.stderr or b"").decode(), "hang"
-    told = [json.loads(line) for line in lines]
+        out, err = Path(folder, "out"), Path(folder, "err")
+        given = (operation, home, exception, events)
+        if forks:
+            pid = _forked(lambda: run_cases(*given, points, Path(folder), seed), out, err)
+        else:
+            command = [sys.executable, __file__, "--case", *given, str(points), str(seed), folder]
+            with open(out, "w") as told, open(err, "w") as errors:
+                pid = subprocess.Popen(command, stdout=told, stderr=errors, env=os.environ | {"OMP_NUM_THREADS": "1"}).pid
+        status = _status(pid, 120 + points)
+        told = [json.loads(line) for line in out.read_text().splitlines()]
+        error = err.read_text()
     cases = [case for case in told if "outcome" in case and case["outcome"] != "end"]
     outcomes = collections.Counter(case["outcome"] for case in cases)
     bad = [case for case in cases if case["outcome"] not in ("same", "typed")]
     if status:
-        outcomes["hang" if status == "hang" else "crash"] += 1
-        bad.append({"outcome": "hang" if status == "hang" else "crash", "place": "?", "said": error[-2000:]})
+        outcomes[status] += 1
+        bad.append({"outcome": status, "place": "?", "said": error[-2000:]})
     total = next((each["total"] for each in told if "total" in each), 0)
     return {"operation": operation, "home": home, "exception": exception, "events": events, "points": total,
             "outcomes": dict(outcomes), "bad": bad}  # fmt: skip
+
+
+def _forked(work: Callable[[], None], out: Path, err: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        for number, path in ((1, out), (2, err)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+        faulthandler.enable()
+        work()
+        status = 0
+    except BaseException:  # noqa: BLE001 - told by the status
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _status(pid: int, seconds: float) -> str:
+    """What is wrong with how a child ended: nothing, a crash or a hang."""
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return "crash" if status else ""
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "hang"
 
 
 def selection(operations: list[str], homes: list[str], exceptions: list[str]) -> list[tuple[str, str, str]]:
@@ -674,6 +710,7 @@ def main() -> int:
     parser.add_argument("--events", default="line,signal", help="line, signal, or both in turns")
     parser.add_argument("--points", type=int, default=40, help="of each operation, home and exception")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th combination, so that several processes share a campaign")
     parser.add_argument("--json")
     parser.add_argument("--case", nargs=7, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -681,10 +718,12 @@ def main() -> int:
         operation, home, exception, events, points, seed, folder = args.case
         run_cases(operation, home, exception, events, int(points), Path(folder), int(seed))
         return 0
-    events = itertools.cycle(args.events.split(","))
+    part, parts = map(int, args.part.split("/"))
     found = []
-    for chosen in selection(args.operations.split(","), args.homes.split(","), args.exceptions.split(",")):
-        found.append(play_apart(*chosen, next(events), args.points, args.seed))
+    chosen_ones = selection(args.operations.split(","), args.homes.split(","), args.exceptions.split(","))
+    for chosen in chosen_ones[part::parts]:
+        events = random.Random(f"{chosen} {args.seed}").choice(args.events.split(","))
+        found.append(play_apart(*chosen, events, args.points, args.seed, forks=True))
         print(*chosen, found[-1]["events"], found[-1]["outcomes"], flush=True)
         for case in found[-1]["bad"][:3]:
             print("   ", case["outcome"], case["place"], case["said"][-300:], flush=True)

@@ -5,6 +5,8 @@ Every round is decided by its seed. ``INFINITY_SOAK_STEPS`` sets how many optimi
 **round**: one model trained twice by the same script, with everything on the device, and by a random configuration.
 **script**: what happens in each step: micro-batches, clipping, an evaluation, a checkpoint taken and loaded, ...
 **mild fault**: one that a transfer survives; **hard fault**: one that must end in a typed error, never in other numbers.
+**strike**: a real signal whose handler raises KeyboardInterrupt at a random moment of a forward or backward, after which the script
+goes on with zero_grad; **fork**: a child like a data loader's worker, which drops what it has and ends. Neither changes a bit.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +55,47 @@ def random_config(rng: random.Random, folder: Path) -> dict[str, Any]:
 def random_script(rng: random.Random) -> list[dict[str, Any]]:
     return [
         {"seed": rng.randrange(4), "micro": rng.choice([1, 1, 2]), "clip": rng.choice([None, 0.5, 1e6]),
-         "eval": rng.random() < 0.2, "reload": rng.random() < 0.15, "keep": rng.random() < 0.2, "look": rng.random() < 0.2}
+         "eval": rng.random() < 0.2, "reload": rng.random() < 0.15, "keep": rng.random() < 0.2, "look": rng.random() < 0.2,
+         "strike": rng.uniform(1e-4, 0.08) if rng.random() < 0.3 else None, "fork": rng.random() < 0.1}
         for _ in range(rng.randrange(2, 7))
     ]  # fmt: skip
 
+def strike(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seconds: float, work: Callable[[], None]) -> None:
+    """Has a signal end ``work`` after so many seconds, or at its end; then goes on as people do."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            work()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    for name, buffer in model.named_buffers():  # a forward changes them, in plain torch too
+        buffer.copy_(buffers[name])
+    optimizer.zero_grad()
 
 
-def play(name: str, script: list[dict[str, Any]], config: dict[str, Any], folder: Path) -> tuple[list, dict, dict]:
-    """Trains one model by the script. Returns losses and norms, the state dict, the moments."""
+def fork() -> None:
+    """A child that drops what it has."""
+    pid = os.fork()
+    if pid == 0:
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def play(
+    name: str, script: list[dict[str, Any]], config: dict[str, Any], folder: Path, *, disturbed: bool = False
+) -> tuple[list, dict, dict]:
+    """Trains one model by the script, ``disturbed`` by strikes and forks. Returns losses and norms, the state dict, the moments."""
     entry = ZOO[name]
     model = make_model(entry, 5).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1)
@@ -70,6 +107,10 @@ def play(name: str, script: list[dict[str, Any]], config: dict[str, Any], folder
                 seed_everything(77)
                 seen.append(model.eval()(**make_batch(entry, 9)).loss.clone())
             model.train()
+        if disturbed and step["strike"] and not (number and script[number - 1]["keep"]):
+            strike(model, optimizer, step["strike"], lambda: model(**make_batch(entry, 3)).loss.backward())
+        if disturbed and step["fork"]:
+            fork()
         for micro in range(step["micro"]):
             seed_everything(100 * number + micro)
             loss = model(**make_batch(entry, step["seed"] + micro)).loss / step["micro"]
@@ -113,7 +154,7 @@ def soak(steps: int, folder: Path) -> None:
         expected = play(name, script, {"params": "device", "optimizer": "device"}, folder)
         try:
             with environment(INFINITY_FAULTS=faults and f"seed={seed},{faults}", INFINITY_IO=io):
-                found = play(name, script, config, folder)
+                found = play(name, script, config, folder, disturbed=not hard)
         except infinity.CapacityError:
             outcomes["refused"] += 1  # the budget is too small, and says so before anything changed
         except (infinity.StorageError, infinity.CorruptionError):
