@@ -558,7 +558,8 @@ def left_behind(user: User, known: Known) -> list[str]:
         told.append("torch's modes")
     if user.model is None or "_infinity" not in vars(user.model):
         for _ in range(5):
-            gc.collect()
+            if os.listdir(user.folder / "swap"):
+                gc.collect()
         told += [f"{name} on the disk" for name in os.listdir(user.folder / "swap")]
     else:
         told += [f"{n} bytes of {tier}" for tier, n in charged(user).items() if n > known.charged[tier]]
@@ -607,6 +608,8 @@ def play(operation: Operation, user: User, known: Known, striker: Striker, n: in
 def run_cases(operation: str, home: str, exception: str, events: str, points: int, folder: Path, seed: int) -> None:
     """Plays up to ``points`` cases and prints each as a line of JSON."""
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what was imported is looked through at every collection otherwise
     events = "user" if exception == "user" else events
     striker = Striker(EXCEPTIONS[exception], events)
     noisy = striker if exception == "user" else None
@@ -718,6 +721,9 @@ def main() -> int:
         operation, home, exception, events, points, seed, folder = args.case
         run_cases(operation, home, exception, events, int(points), Path(folder), int(seed))
         return 0
+    User.build()  # torch imports half of itself when the first optimizer is made: once, and not in every child
+    for name in infinity.__all__:
+        getattr(infinity, name)
     part, parts = map(int, args.part.split("/"))
     found = []
     chosen_ones = selection(args.operations.split(","), args.homes.split(","), args.exceptions.split(","))

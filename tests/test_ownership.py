@@ -9,6 +9,7 @@ import ctypes
 import errno
 import gc
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -105,6 +106,44 @@ def test_space_is_reserved_where_the_file_system_cannot(tmp_path):
         return "reserved"
 
     assert outcome_in_child(full, seconds=30) == "EFBIG, 0 files"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mkfs.btrfs"), reason="needs root and btrfs-progs")
+def test_reserved_space_serves_overwrites_on_a_copy_on_write_disk(tmp_path):
+    """Method: a btrfs of 400 MB in a file; a swap file of 85 % of it is overwritten four times. Twin: a file that was reserved without
+    the flag meets ENOSPC."""
+    image, place = tmp_path / "image", tmp_path / "mounted"
+    place.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(400 * 10**6)
+    subprocess.run(["mkfs.btrfs", "-q", image], check=True)
+    if subprocess.run(["mount", "-o", "loop", image, place]).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        nbytes = int(shutil.disk_usage(place).free * 0.85) // BLOCK * BLOCK
+        engine = native.IoEngine(kind="threads")
+        extent = native.Extent.in_file(engine.create_file(str(place / "swap"), nbytes), 0, nbytes)
+        staging, rng = Staging(4 * MIB), torch.Generator().manual_seed(6)
+        for _ in range(4):
+            staging.bytes.random_(generator=rng)
+            for at in range(0, nbytes - 4 * MIB, 4 * MIB):
+                engine.write(extent, at, staging.address, 4 * MIB).wait()
+            os.sync()
+        del engine
+        (place / "swap").unlink()
+        subprocess.run(["btrfs", "filesystem", "sync", place], check=True)
+        twin = os.open(place / "twin", os.O_RDWR | os.O_CREAT)
+        os.posix_fallocate(twin, 0, nbytes)
+        with pytest.raises(OSError) as full:
+            for _ in range(4):
+                for at in range(0, nbytes - 4 * MIB, 4 * MIB):
+                    os.pwrite(twin, os.urandom(4 * MIB), at)
+                os.sync()
+        os.close(twin)
+        assert full.value.errno == errno.ENOSPC
+    finally:
+        subprocess.run(["umount", place])
 
 
 def test_a_region_is_not_copied_into_children_nor_given_back_there():
