@@ -79,6 +79,7 @@ class Engine:
         self.halted: Callable[[], InfinityError] | None = None  # why nothing goes on but loading a checkpoint
         self.streams_step = False  # units are stepped as their gradients land, while the backward goes on
         self.step_begun = False  # so that the next step is the rest of one
+        self.finished_step = -1  # the last one, where it was cut short and nobody was told that it was made
         self.peers = peers or Peers()
         self.ledger = Ledger()
         self.traffic = self.peers.traffic
@@ -232,13 +233,21 @@ class Engine:
 
         Raises UsageError when that state is lost, for every use but a repairing one.
         """
+        self.store.check_process()
         if not self.scopes.running and torch._C._current_graph_task_id() == -1:
             if repairing:
                 self.journal.forget()
             self.recover()
             if self.halted is not None and not repairing:
-                raise self.halted()
+                error = self.halted()
+                self.store.on_failure(error)  # other ranks are not to wait for this one
+                raise error
         return self.scopes.scope()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the homes are there: until unwrap_model, or the end."""
+        return self._finalizer.alive
 
     def recover(self) -> None:
         """After an exception, whatever it struck: what only a running pass needs is given up and taken anew from what is at home,
@@ -349,6 +358,7 @@ class Engine:
 
     def count_backwards(self, count: int) -> None:
         """So many backwards have ended since the last step."""
+        self.finished_step = -1
         self.backwards = count
         self.peers.moment = f"(after {self.step_index} steps and {count} backwards)"
 

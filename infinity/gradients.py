@@ -144,6 +144,11 @@ class GradientBank:
         """The running backward is about to change the gradient of ``handle``."""
         self._changing.add(handle)
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether something has begun to change gradients, and is not done."""
+        return bool(self._changing)
+
     def end_backward(self) -> None:
         """The backward came to its end: what it changed is whole."""
         self._changing = set()

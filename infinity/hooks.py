@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -280,8 +280,8 @@ class Passes:
     def landed(self, param: torch.Tensor) -> None:
         """Autograd accumulated a gradient of ``param``: it goes home."""
         handle = handle_of(param)
+        grad = raw_grad(param)  # before anything is put right: this one is of the backward that runs
         self.join_task()
-        grad = raw_grad(param)
         if grad is None:
             return  # of a weight that runs in tiles: it has landed
         self.engine.gradients.change(handle)
@@ -346,6 +346,8 @@ class Passes:
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _leave_task(self, task: int) -> None:
+        for nested in [other for other, token in self.tasks.items() if other != task and token() is None]:
+            del self.tasks[nested]  # it failed inside this one, which went on all the same
         if len(self.tasks) == 1:
             self.sweep()
             # Everything is as it should be. A checkpoint ends its recomputations by an exception, say.
@@ -439,8 +441,13 @@ class ScopedCall:
 
 
 def _scoped(engine: Engine, call: Callable) -> Callable:
+    @torch.compiler.disable
+    def scope() -> AbstractContextManager:
+        # What was compiled meanwhile calls this after an unwrap too.
+        return engine.using() if engine.is_open else nullcontext()
+
     def scoped(*args: Any, **kwargs: Any) -> Any:
-        with engine.using():
+        with scope():
             return call(*args, **kwargs)
 
     return torch.compiler.disable(scoped, recursive=False)  # what it calls may well be compiled

@@ -24,13 +24,18 @@ class Journal:
         return not self._begun
 
     def carry_out(self, change: Change) -> None:
-        """Makes ``change``. What was left half done before it comes first, as it may be of the same place."""
+        """Makes ``change``."""
         self.begin(change)
-        self.finish()
+        self.end(change)
 
     def begin(self, change: Change) -> None:
         """Writes down a change that :meth:`finish` will make."""
         self._begun.append(change)
+
+    def end(self, change: Change) -> None:
+        """Makes a change that has begun, and strikes it out."""
+        change()
+        self._begun.remove(change)
 
     def finish(self) -> None:
         """Makes every change that stands here, in order. One that raises stays, and is made anew next time."""

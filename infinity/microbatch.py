@@ -205,4 +205,4 @@ def _unheard(block: nn.Module, journal: Journal) -> Iterator[None]:
     try:
         yield
     finally:
-        journal.finish()
+        journal.end(put_back)

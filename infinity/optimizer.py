@@ -114,7 +114,6 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: Engine, wrapped: torch.optim.Optimizer, rule: native.Rule):
         self._engine, self.wrapped, self._rule = engine, wrapped, rule
         self._ready = False
-        self._finished = -1  # the last step that was carried to its end, until it is known to the caller
         self._drafted = 0  # drafts since the last step
         self.is_unwrapped = False  # by an unwrap_model that raised, for it was interrupted
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
@@ -152,8 +151,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
         engine = self._engine
         engine.check_alive()
         with engine.using():
-            if self._finished == engine.step_index and self._is_consumed():
-                self._finished = -1  # this very step was cut short, and has been carried to its end since
+            if engine.finished_step == engine.step_index and self._is_consumed():
+                engine.finished_step = -1  # this very step was cut short, and has been carried to its end since
             else:
                 self._step()
         return loss
@@ -181,7 +180,6 @@ class InfinityOptimizer(torch.optim.Optimizer):
             for index in order:
                 steps += self._plan(engine.units[index], version, clip)
             engine.journal.carry_out(partial(self._finish, steps, version))
-            self._finished = -1
             if engine.speculation is not None:
                 for shard in self._shards():  # of what this step does not step
                     shard.drop_draft()
@@ -189,6 +187,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 engine.speculation.end_step(made=self._drafted, kept=kept, backwards=backwards)
                 self._drafted = 0
         engine.end_step()
+        engine.finished_step = -1  # the caller is told by the return
 
     def _clip_factor(self) -> float:
         """What ``max_grad_norm`` multiplies every gradient by: as torch.nn.utils.clip_grad_norm_ does, but nothing is changed, so
@@ -209,10 +208,13 @@ class InfinityOptimizer(torch.optim.Optimizer):
         for shard in landed:
             handles = [handle_of(param) for param in shard.params]
             shard.settle()
+            for handle in handles if clip != 1.0 else ():
+                if handle.grad.state is GradState.LANDED and len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
+                    engine.gradients.apply_factors(handle)  # there is no room for another
             after = engine.gradients.close_shard(shard)
             spans = list(self._spans(shard, handles, clip))
             step = ShardStep(shard, [(h, h.step + 1) for h in handles if h.grad.state is GradState.LANDED])
-            if shard.draft is not None and shard.draft.told == _told_of(spans):
+            if shard.draft is not None and shard.draft.ticket is not None and shard.draft.told == _told_of(spans):
                 step.draft = shard.draft
             elif spans:  # else other ranks have these parameters in their slices
                 self._plan_update(step, spans, after, label=unit.index, version=version)
@@ -248,8 +250,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def _finish(self, steps: list[ShardStep], version: int) -> None:
         self._carry_out(steps)
         engine = self._engine
-        engine.step_index, engine.step_begun, self._finished = version, False, version
         engine.count_backwards(0)
+        engine.step_index, engine.step_begun, engine.finished_step = version, False, version
 
     def _told(self, clip: float) -> str:
         """What a step does, in few words that differ where it does not do the same on another rank."""
@@ -283,7 +285,10 @@ class InfinityOptimizer(torch.optim.Optimizer):
             engine.step_index += 1
             engine.step_begun = engine.streams_step = True
             yield  # an exception leaves the marks, which the next use of the engine goes by
-            engine.streams_step = False
+            if engine.passes.is_cut_short or engine.gradients.is_changing:
+                engine.scopes.interrupted = True  # the backward failed, and somebody caught that inside the block
+            else:
+                engine.streams_step = False
 
     def unit_landed(self, unit: ParamUnit) -> None:
         """All of a unit's gradients have landed, and the backward is done with it."""
@@ -405,8 +410,6 @@ class InfinityOptimizer(torch.optim.Optimizer):
             low, high = shard.slice_part(handle.index)
             landed = record.state is GradState.LANDED and low < high
             group = self._engine.group_of[handle]
-            if landed and last and len(record.factors) == native.MAX_GRAD_FACTORS:
-                self._engine.gradients.apply_factors(handle)
             current = (group, handle.step + 1, (*record.factors, *last)) if landed else None
             if current != key:
                 if key is not None:

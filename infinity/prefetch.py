@@ -281,8 +281,10 @@ class Prefetcher:
         while (slots := self._try_slots(unit)) is None:
             if self._store.collect(wait=True):
                 continue
-            if not ahead and self._store.staging.wait_for_transfer():
-                continue  # a read that nobody waits for any more
+            if not ahead:
+                self._store.refuse_hung()
+                if self._store.staging.wait_for_transfer():
+                    continue  # a read that nobody waits for any more
             if not ahead:
                 raise CapacityError(
                     f"unit {unit.name} needs {format_nbytes(unit.weight_nbytes)} of staging memory, but the pool of "

@@ -208,8 +208,7 @@ class ParamShard:
     def slice_of_grad(self) -> native.Extent:
         """This rank's slice of a gradient that lies whole in memory."""
         size = self.spec.grad_dtype.itemsize
-        flat = self.arrays["grad"].flat
-        return native.Extent.in_memory(flat.data_ptr() + self.own_slice[0] * size, self.slice_numel * size)
+        return self.arrays["grad"].extent.part(self.own_slice[0] * size, self.slice_numel * size)
 
     # --- parameter values ---
 

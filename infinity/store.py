@@ -39,6 +39,7 @@ from .write_behind import WriteBehind
 JOB_PREFIX = ".infinity-"
 SWAP_NAME = "swap"
 MIB = 1024 * 1024
+LONGEST_LOCK_SECONDS = 120.0
 LOCK_SECONDS = 0.02  # between looks whether another job has let go
 WRITES_AT_ONCE = 4  # of a write outside the training loop
 GROWTH_NBYTES = 256 * MIB  # of a file that is added later, where there is room
@@ -68,6 +69,7 @@ class JobFolder:
         self._parent = parent
         self.path = Path(parent, f"{JOB_PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
         self._lock: native.FolderLock | None = None
+        self._parent_lock: native.FolderLock | None = None
 
     def make(self) -> None:
         """Raises ConfigError where there is no such folder, StorageError where it cannot be written."""
@@ -75,15 +77,21 @@ class JobFolder:
             raise ConfigError(f"nvme_paths: there is no folder {self._parent}. Create it, or name another.")
         try:
             # Held while leftovers are looked for and until our own folder is locked, so that no other job takes it for one.
-            parent = native.FolderLock(self._parent)
-            while not parent.try_lock():
+            self._parent_lock = native.FolderLock(self._parent)
+            ends = time.monotonic() + LONGEST_LOCK_SECONDS
+            while not self._parent_lock.try_lock():
+                if time.monotonic() > ends:
+                    raise StorageError(errno.EWOULDBLOCK, f"{self._parent} has been locked by another process for "
+                                       f"{LONGEST_LOCK_SECONDS:.0f} s: name another folder in nvme_paths", self._parent)  # fmt: skip
                 time.sleep(LOCK_SECONDS)
             remove_leftovers(self._parent)
             self.path.mkdir(mode=0o700)
             self._lock = native.FolderLock(str(self.path))
             self._lock.try_lock()
-            parent.release()
+            self._parent_lock.release()
         except OSError as error:
+            if isinstance(error, StorageError) and error.errno == errno.EWOULDBLOCK:
+                raise
             raise StorageError(
                 error.errno, f"cannot make a job folder in {self._parent}: {os.strerror(error.errno)}. It must be writable; "
                 "name another folder in nvme_paths", self._parent,
@@ -92,8 +100,9 @@ class JobFolder:
     def remove(self) -> None:
         """Deletes the folder and frees its lock; a second call does nothing."""
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            self._lock.release()
+        for lock in (self._lock, self._parent_lock):  # a traceback may refer to them for long
+            if lock is not None:
+                lock.release()
 
 
 def remove_leftovers(parent: str) -> list[Path]:
@@ -102,10 +111,12 @@ def remove_leftovers(parent: str) -> list[Path]:
     for path in Path(parent).glob(JOB_PREFIX + "*"):
         try:
             lock = native.FolderLock(str(path))
-            if lock.try_lock():
-                shutil.rmtree(path, ignore_errors=True)
-                removed.append(path)
-            lock.release()
+            try:
+                if lock.try_lock():
+                    shutil.rmtree(path, ignore_errors=True)
+                    removed.append(path)
+            finally:
+                lock.release()
         except StorageError:
             continue  # not a folder, or another job just removed it
     return removed
@@ -399,7 +410,7 @@ class ShardStore:
         """A lease of ``nbytes``: waits for transfers that still use the pool, then asks ``give_up`` to let something go, which
         says whether it did. Raises InternalError when there is nothing left to wait for."""
         while (lease := pool.try_lease(nbytes)) is None:
-            self._refuse_hung()
+            self.refuse_hung()
             if pool.wait_for_transfer():
                 continue
             if (lease := pool.try_lease(nbytes)) is not None:  # the last transfer ended between the two looks
@@ -412,10 +423,11 @@ class ShardStore:
     def drain(self, pool: native.PinnedPool) -> None:
         """Waits until no transfer uses ``pool``, then takes every lease back: whatever held one was given up."""
         while pool.wait_for_transfer():
-            self._refuse_hung()
+            self.refuse_hung()
         pool.take_back_all()
 
-    def _refuse_hung(self) -> None:
+    def refuse_hung(self) -> None:
+        """Raises StorageError where a disk has not answered: what it was given is never free again."""
         if self.engine.gave_up:
             raise StorageError(errno.ETIMEDOUT, "a disk has not answered, and may still write to the memory it was given: end this "
                                "process and resume from the last checkpoint", self._paths[0] if self._paths else None)  # fmt: skip

@@ -316,6 +316,8 @@ class ParamUnit:
     def rebuild(self) -> None:
         """At home, whatever the unit was doing when an exception struck. Only while nothing is in flight; the charges of what is
         given up are the ledger's to forget."""
+        for pending in self._pending:  # what is under way still writes to the storages
+            pending.drop()
         self._slots, self._pieces, self._pending, self._charge = [], [], [], None
         self.arriving = self.used = PAST
         self.read_times, self._second_version = None, -1

@@ -670,7 +670,7 @@ def full_params(
     with engine.using():
         selected = _select(model, names)
         nbytes = sum(param.numel() * param.itemsize for param in set(selected.values()))
-        charge = engine.ledger.reserve(Tier.DEVICE, nbytes, "full_params", passing=True)
+        charge = engine.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
         copies = {param: _Copy(engine, param) for param in dict.fromkeys(selected.values())}
     try:
         yield {name: copies[param].tensor for name, param in selected.items()}
@@ -794,5 +794,6 @@ def _plan_unwrap(model: nn.Module, record: Wrapped, managed: InfinityOptimizer |
             managed.wrapped.load_state_dict(state)
         engine.shut_down()
         model.__dict__.pop(RECORD, None)
+        engine.halted = None
 
     return change

@@ -98,7 +98,7 @@ def test_the_campaign_tells_hooks_that_are_left(tmp_path):
 def test_the_campaign_tells_what_is_wrong(what, tmp_path, monkeypatch):
     """The twin: engines that forget a part of their recovery are found out by at least one of many points."""
     known = campaign.Known(campaign.User("host", tmp_path, None).wrap())
-    operation = campaign.backward
+    operation = campaign.load_after_forward
     if what == "steps are not carried on":
         operation = campaign.step
         monkeypatch.setattr(Engine, "recover", lambda self: self.journal.forget())

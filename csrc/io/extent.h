@@ -30,6 +30,9 @@ class Extent {
   // A file extent starts as zeros: what reserved space reads as before its first write.
   static Extent in_file(int file, std::uint64_t offset, std::size_t nbytes);
 
+  // Bytes of an extent in memory, which they keep too.
+  Extent part(std::size_t at, std::size_t nbytes) const { return in_memory({memory_.data + at, nbytes}, owner_); }
+
   bool is_file() const { return file_ >= 0; }
   std::size_t nbytes() const { return nbytes_; }
   int file() const { return file_; }

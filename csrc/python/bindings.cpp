@@ -81,13 +81,17 @@ std::shared_ptr<void> held(const Lease* lease) { return lease ? lease->hold() : 
 
 TicketPtr read(IoEngine& engine, const Extent& extent, std::size_t offset, Address address, std::size_t nbytes,
                const TicketPtr& after, const Lease* lease) {
-  return extent.read(engine, offset, {at(address), nbytes}, after, held(lease));
+  std::shared_ptr<void> memory = held(lease);  // before anybody else can release it
+  py::gil_scoped_release release;
+  return extent.read(engine, offset, {at(address), nbytes}, after, std::move(memory));
 }
 
 // The bytes must be there already: their checksums are taken here.
 TicketPtr write(IoEngine& engine, Extent& extent, std::size_t offset, Address address, std::size_t nbytes,
                 bool checksum, const Lease* lease) {
-  return extent.write(engine, offset, {at(address), nbytes}, held(lease), checksum);
+  std::shared_ptr<void> memory = held(lease);
+  py::gil_scoped_release release;
+  return extent.write(engine, offset, {at(address), nbytes}, std::move(memory), checksum);
 }
 
 // Waits for memory that a transfer holds, looking up as above. False when no transfer holds any.
@@ -205,6 +209,10 @@ void bind_io(py::module_& m) {
                     return std::make_shared<Extent>(Extent::in_file(file, offset, nbytes));
                   },
                   py::arg("file"), py::arg("offset"), py::arg("nbytes"))
+      .def("part", [](const Extent& extent, std::size_t offset, std::size_t nbytes) {
+             return std::make_shared<Extent>(extent.part(offset, nbytes));
+           },
+           py::arg("offset"), py::arg("nbytes"))
       .def("writes_under_way", &Extent::writes_under_way)
       .def_readwrite("version", &Extent::version)
       .def_property_readonly("nbytes", &Extent::nbytes)
@@ -242,9 +250,9 @@ void bind_io(py::module_& m) {
            },
            py::arg("buffers"))
       .def("read", &read, py::arg("extent"), py::arg("offset"), py::arg("address"), py::arg("nbytes"),
-           py::arg("after") = nullptr, py::arg("lease") = nullptr, py::call_guard<py::gil_scoped_release>())
+           py::arg("after") = nullptr, py::arg("lease") = nullptr)
       .def("write", &write, py::arg("extent"), py::arg("offset"), py::arg("address"), py::arg("nbytes"),
-           py::arg("checksum") = true, py::arg("lease") = nullptr, py::call_guard<py::gil_scoped_release>())
+           py::arg("checksum") = true, py::arg("lease") = nullptr)
       .def("cancel", &IoEngine::cancel, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
       .def("verify",
            [](const IoEngine& engine, const Extent& extent, std::size_t offset, Address address, std::size_t nbytes) {

@@ -22,8 +22,9 @@ class Scopes {
 
   // Pushes a pair of hooks, to be popped when this thread's innermost scope is left, or before.
   void push_hooks(const py::object& pack, const py::object& unpack) {
+    int& count = hooks_[std::this_thread::get_id()];
     push_(pack, unpack);
-    ++hooks_[std::this_thread::get_id()];
+    ++count;
   }
 
   int hooks() const {
@@ -40,7 +41,7 @@ class Scopes {
   }
 
   int running = 0;           // scopes that are entered
-  bool interrupted = false;  // whether an exception left one
+  bool interrupted = false;  // whether an exception left all of them, or struck inside
 
  private:
   const py::object push_, pop_;
@@ -64,8 +65,13 @@ class Scope {
     if (!entered_) return;
     entered_ = false;
     --scopes_->running;
-    if (!kind.is_none()) scopes_->interrupted = true;
+    if (!kind.is_none() && (scopes_->running == 0 || !may_be_handled(kind))) scopes_->interrupted = true;
     scopes_->pop_hooks(hooks_);
+  }
+
+  // An ordinary exception of a part may be caught by the whole: it is one only if it leaves that too. What strikes anywhere is one.
+  static bool may_be_handled(const py::object& kind) {
+    return PyObject_IsSubclass(kind.ptr(), PyExc_Exception) == 1 && PyObject_IsSubclass(kind.ptr(), PyExc_MemoryError) == 0;
   }
 
   ~Scope() {  // of a generator that was never finished, say
@@ -80,7 +86,8 @@ class Scope {
 };
 
 // Calls what must be done to its end: once more when an exception cut it short, up to `tries` times in all. What is called
-// begins anew each time. Raises the first exception when it is done, or cannot be.
+// begins anew each time. An error of the engine's own, which would only come again, ends it. Raises the first exception when it is
+// done, or cannot be.
 inline void insist(const py::object& work, int tries) {
   std::unique_ptr<py::error_already_set> first;
   for (int i = 0; i < tries; ++i) {
@@ -89,6 +96,7 @@ inline void insist(const py::object& work, int tries) {
       break;
     } catch (py::error_already_set& error) {
       if (!first) first = std::make_unique<py::error_already_set>(error);
+      if (error.matches(py::module_::import("infinity.errors").attr("InfinityError"))) break;
     }
   }
   if (first) throw py::error_already_set(*first);
