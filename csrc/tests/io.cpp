@@ -664,24 +664,6 @@ TEST(io, extent_parts_are_whole_checksum_blocks_inside_it) {
   said_by<UsageError>([&] { Extent::in_file(0, 512, kBlockNbytes); });
 }
 
-TEST_OF_BACKENDS(io, transfers_keep_their_memory_though_everybody_forgot_them) {
-  // Late reads and writes whose tickets and memory are dropped at once; each owner goes when its transfer is over, not before.
-  FaultPlan faults = fault_plan(52);
-  faults.delay = 1;
-  faults.delay_seconds = 2;  // far longer than a sanitizer on a busy machine takes to look
-  const Disk disk(kind, &faults);
-  std::vector<std::weak_ptr<void>> owners;
-  for (Op op : {Op::kWrite, Op::kRead, Op::kRead}) {
-    auto memory = std::make_shared<Memory>(kBlockNbytes);
-    disk.engine->submit({{op, disk.file, 0, memory->span, memory}});
-    owners.push_back(memory);
-  }
-  for (const auto& owner : owners) CHECK(!owner.expired(), "memory went before its transfer was over");
-  for (const auto& owner : owners)
-    for (int i = 0; i < 6000 && !owner.expired(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  for (const auto& owner : owners) CHECK(owner.expired(), "memory stayed");
-}
-
 TEST_OF_BACKENDS(io, what_overlaps_a_write_comes_behind_it_though_nobody_waits) {
   // Sixty writes and reads of overlapping blocks, asked for at once, of a disk that answers late and in another order. Writes
   // have rising numbers: a read finds the last one before it, or a later one, and in the end the last ones are there.
