@@ -632,6 +632,9 @@ def run_cases(operation: str, home: str, exception: str, events: str, points: in
         if "thread" in said:
             break  # the user's thread is not as it was: what comes after shows nothing more
         outcome, said = play(OPERATIONS[operation], user, known, striker, n)
+        while outcome == "end" and n > 1:  # fewer points than when they were counted: the disk was faster
+            n, user = n - 1 - n // 50, fresh()
+            outcome, said = play(OPERATIONS[operation], user, known, striker, n)
         place = striker.place
         cases += 1
         ended = operation in ENDS_THE_MODEL
@@ -660,7 +663,7 @@ def play_apart(operation: str, home: str, exception: str, events: str, points: i
         status = _status(pid, 120 + points)
         told = [json.loads(line) for line in out.read_text().splitlines()]
         error = err.read_text()
-    cases = [case for case in told if "outcome" in case and case["outcome"] != "end"]
+    cases = [case for case in told if case.get("outcome", "end") != "end"]
     outcomes = collections.Counter(case["outcome"] for case in cases)
     bad = [case for case in cases if case["outcome"] not in ("same", "typed")]
     if status:
