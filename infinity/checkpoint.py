@@ -425,6 +425,7 @@ def _check_optimizer(optimizer: InfinityOptimizer, rule_name: str | None, groups
             f"the checkpoint's optimizer groups ({[len(names) for names in theirs]} parameters) are not this optimizer's "
             f"({[len(names) for names in ours]})"
         )
+    optimizer.check_groups(groups or [], "this checkpoint")
 
 
 def _check_shapes(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:

@@ -22,56 +22,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import native
-from .errors import ConfigError, UsageError
+from .errors import UsageError
 from .gradients import GradState, refuse_torn
 from .parameter import ParamHandle, handle_of
+from .rules import moment_names, refuse_flags, saved_step
 from .shard import Draft, ParamShard
 from .stepper import DeviceUpdate, Span, steps_on_device
 
 if TYPE_CHECKING:
     from .engine import Engine
     from .unit import ParamUnit
-
-SUPPORTED = "torch.optim.AdamW, Adam, SGD (with or without momentum), and Lion (lr, betas, weight_decay)"
-
-
-def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
-    """The rule of ``optimizer``, by type, or for Lion by class name and hyperparameters. Raises ConfigError."""
-    groups = optimizer.param_groups
-    if isinstance(optimizer, torch.optim.AdamW):
-        rule = native.Rule.ADAMW
-    elif isinstance(optimizer, torch.optim.Adam):
-        decoupled = {bool(group.get("decoupled_weight_decay")) for group in groups}
-        if len(decoupled) > 1:
-            raise ConfigError("the optimizer's groups mix Adam and AdamW (decoupled_weight_decay): use one of them")
-        rule = native.Rule.ADAMW if decoupled == {True} else native.Rule.ADAM
-    elif isinstance(optimizer, torch.optim.SGD):
-        rule = native.Rule.SGD
-    elif "lion" in type(optimizer).__name__.lower() and all({"lr", "betas"} <= set(group) for group in groups):
-        rule = native.Rule.LION
-    else:
-        raise ConfigError(f"optimizer {type(optimizer).__name__} is not supported. Supported are {SUPPORTED}.")
-    for flag in ("amsgrad", "differentiable", "capturable"):
-        if any(group.get(flag) for group in groups):
-            raise ConfigError(f"{type(optimizer).__name__}({flag}=True) is not supported: set {flag}=False")
-    return rule
-
-
-def moment_names(rule: native.Rule, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """torch's name of each moment the optimizer keeps -> the shard's array for it."""
-    if rule == native.Rule.SGD:
-        moving = any(group["momentum"] != 0 for group in optimizer.param_groups)
-        return {"momentum_buffer": "exp_avg"} if moving else {}
-    if rule == native.Rule.LION:
-        return {"exp_avg": "exp_avg"}
-    return {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-
-
-def saved_step(state: dict[str, Any]) -> int:
-    """Steps taken, by torch's state of one parameter. SGD counts none: that its buffer exists means the first is past."""
-    started = any(value is not None for name, value in state.items() if name != "step")
-    return int(state.get("step", started))
-
 
 def _plainly(value: Any) -> Any:
     """``value`` as it reads the same on every rank: of what is not a number or text, its kind."""
@@ -121,7 +81,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(self, kind, getattr(wrapped, kind))
         wrapped.param_groups = self.param_groups  # a scheduler made for the wrapped one steers this one
-        self._moments = moment_names(rule, wrapped)
+        self._moments = moment_names(rule, self.param_groups)
         engine.passes.on_landed = partial(_unit_landed, weakref.ref(self))  # the engine does not keep its optimizer alive
 
     @property
@@ -134,6 +94,10 @@ class InfinityOptimizer(torch.optim.Optimizer):
         if self._ready:
             raise UsageError("add_param_group after wrap_model: unwrap_model first, add the group, and wrap again")
         super().add_param_group(param_group)
+
+    def check_groups(self, groups: list[dict[str, Any]], where: str) -> None:
+        """Raises UsageError where ``groups``, which come from ``where``, ask for what the rule does not do."""
+        refuse_flags(self._rule, groups, moments=len(self._moments), where=where)
 
     # --- the step ---
 
@@ -159,6 +123,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         engine = self._engine
+        self.check_groups(self.param_groups, "step()")
         engine.gradients.average()
         begun = engine.step_begun
         if not begun:
@@ -280,6 +245,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 "out one of the two, or let Config(speculate=True) update units ahead."
             )
         with engine.using():
+            self.check_groups(self.param_groups, "step_in_backward()")
             self._check_unconsumed()
             engine.begin_step()
             engine.step_index += 1
@@ -494,10 +460,13 @@ class InfinityOptimizer(torch.optim.Optimizer):
                     raise UsageError(
                         f"{name} of {handle.name} has shape {tuple(value.shape)}, the parameter {tuple(params[index].shape)}"
                     )
+        groups = [group | {key: value for key, value in saved.items() if key != "params"}
+                  for group, saved in zip(self.param_groups, saved_groups)]  # fmt: skip
+        self.check_groups(groups, "load_state_dict()")
         moments = [value for state in state_dict["state"].values() for value in state.values() if isinstance(value, torch.Tensor)]
         self._engine.peers.same("loading the optimizer's state", *moments)
-        for group, saved in zip(self.param_groups, saved_groups):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        for group, taken in zip(self.param_groups, groups):
+            group.update(taken)
         for index, param in params.items():
             self._adopt(param, state_dict["state"].get(index, {}))
 

@@ -29,11 +29,12 @@ from .errors import CapacityError, ConfigError, UsageError
 from .gradients import GradState
 from .materialize import Materialized, overwrite
 from .mesh import join_device, join_node, peers_of
-from .optimizer import InfinityOptimizer, moment_names, recognise, saved_step
+from .optimizer import InfinityOptimizer
 from .parameter import handle_of, raw_grad, set_raw_grad
 from .partition import Group, held_nbytes, is_managed, parameter_names, partition
 from .plan import MemoryPlan, ShardSize, UnitSize, check_folders, make_plan, measured_free
 from .replaced import ReplacedForward
+from .rules import moment_names, recognise, saved_step
 from .shard import ParamShard, ShardSpec
 from .store import ArrayIO
 from .tiers import Tier, format_nbytes
@@ -549,7 +550,7 @@ def _spec(param: nn.Parameter, stepped: bool, rule, optimizer, config: Config) -
         master=master,
         grad_dtype=config.grad_dtype or dtype,
         moment_dtype=MOMENTS[config.moments],
-        moment_count=len(moment_names(rule, optimizer)) if stepped else 0,
+        moment_count=len(moment_names(rule, optimizer.param_groups)) if stepped else 0,
         stepped=stepped,
     )
 
@@ -594,7 +595,7 @@ def _send_home(
         if not shard.spec.stepped:
             continue
         state = optimizer.state.get(param, {})
-        for name, array in moment_names(rule, optimizer).items():
+        for name, array in moment_names(rule, optimizer.param_groups).items():
             if state.get(name) is not None:
                 moment = _first(peers, state[name], "the optimizer's state")
                 shard.write_moment(store, array, index, moment, version=0)

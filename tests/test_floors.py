@@ -20,6 +20,7 @@ PACKAGE = Path(infinity.__file__).parent
 FLOORS = [
     ["errors", "guard", "replaced", "numa", "processors", "speculation", "lookahead", "journal"],
     ["tiers", "layout", "native", "partition", "trace", "logits"],
+    ["rules"],
     ["ledger"],
     ["weights", "collectives", "device", "write_behind"],
     ["materialize", "mesh"],
