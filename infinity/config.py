@@ -118,7 +118,8 @@ class Config:
             self._set(name, parse_nbytes(getattr(self, name), name))
         for name in ("param_dtype", "grad_dtype"):
             self._set(name, self._parse_dtype(name))
-        self._set("nvme_paths", tuple(os.fspath(path) for path in self._parse_list("nvme_paths", (str, os.PathLike))))
+        # Absolute from here on: the process may change its folder.
+        self._set("nvme_paths", tuple(os.path.abspath(path) for path in self._parse_list("nvme_paths", (str, os.PathLike))))
         if self.units != "auto":
             self._set("units", self._parse_list("units", str))
         for name in ("params", "optimizer", "activations"):
@@ -146,6 +147,8 @@ class Config:
             raise ConfigError(f"max_grad_norm={norm!r} must be a positive number, or None for no clipping")
         if self.trace is not None and (not isinstance(self.trace, (str, os.PathLike)) or "\0" in os.fspath(self.trace)):
             raise ConfigError(f"trace={self.trace!r} must be the path of a file, or None")
+        if self.trace is not None:
+            self._set("trace", os.path.abspath(self.trace))
         for name in ("checksums", "speculate", "recompute", "shard_in_node", "compress_gathers"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")

@@ -46,7 +46,6 @@ DType = _C.DType
 Extent = _C.Extent
 FaultPlan = _C.FaultPlan
 Draft = _C.Draft
-FolderLock = _C.FolderLock
 Hyperparameters = _C.Hyperparameters
 IoEngine = _C.IoEngine
 Layout = _C.Layout

@@ -1,8 +1,8 @@
 """ShardStore: the homes of flat arrays, in memory or in swap files.
 
 array       one flat array of one shard (its weights, its moments, ...), with its tier and its extent
-job folder  ``.infinity-<pid>-<random>`` inside a folder of ``nvme_paths``: this job's swap file, mode 0600, held by a
-            lock on the folder itself; a folder whose lock is free is a killed job's leftover and is removed
+swap file   this job's bytes in a folder of ``nvme_paths``. It has no name there: nobody else can open or remove it, there is
+            nothing to lock or to clean up, and its space is free when the process ends, however it does
 service     a small staging buffer of the store's own, for reads and writes outside the training loop
 
 A transfer keeps the lease of its memory until it is over (:mod:`csrc/io`), so whatever interrupts a wait here, no memory that the
@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -36,11 +33,7 @@ from .tiers import Tier, format_nbytes
 from .trace import Traffic
 from .write_behind import WriteBehind
 
-JOB_PREFIX = ".infinity-"
-SWAP_NAME = "swap"
 MIB = 1024 * 1024
-LONGEST_LOCK_SECONDS = 120.0
-LOCK_SECONDS = 0.02  # between looks whether another job has let go
 WRITES_AT_ONCE = 4  # of a write outside the training loop
 GROWTH_NBYTES = 256 * MIB  # of a file that is added later, where there is room
 MAX_DEPTH = 256  # transfers in flight over all disks
@@ -60,66 +53,6 @@ class StateArray:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
-
-
-class JobFolder:
-    """A locked folder for one job's swap files: :meth:`make` makes it, :meth:`remove` removes what there is of it."""
-
-    def __init__(self, parent: str):
-        self._parent = parent
-        self.path = Path(parent, f"{JOB_PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
-        self._lock: native.FolderLock | None = None
-        self._parent_lock: native.FolderLock | None = None
-
-    def make(self) -> None:
-        """Raises ConfigError where there is no such folder, StorageError where it cannot be written."""
-        if not os.path.isdir(self._parent):
-            raise ConfigError(f"nvme_paths: there is no folder {self._parent}. Create it, or name another.")
-        try:
-            # Held while leftovers are looked for and until our own folder is locked, so that no other job takes it for one.
-            self._parent_lock = native.FolderLock(self._parent)
-            ends = time.monotonic() + LONGEST_LOCK_SECONDS
-            while not self._parent_lock.try_lock():
-                if time.monotonic() > ends:
-                    raise StorageError(errno.EWOULDBLOCK, f"{self._parent} has been locked by another process for "
-                                       f"{LONGEST_LOCK_SECONDS:.0f} s: name another folder in nvme_paths", self._parent)  # fmt: skip
-                time.sleep(LOCK_SECONDS)
-            remove_leftovers(self._parent)
-            self.path.mkdir(mode=0o700)
-            self._lock = native.FolderLock(str(self.path))
-            self._lock.try_lock()
-            self._parent_lock.release()
-        except OSError as error:
-            if isinstance(error, StorageError) and error.errno == errno.EWOULDBLOCK:
-                raise
-            raise StorageError(
-                error.errno, f"cannot make a job folder in {self._parent}: {os.strerror(error.errno)}. It must be writable; "
-                "name another folder in nvme_paths", self._parent,
-            ) from error  # fmt: skip
-
-    def remove(self) -> None:
-        """Deletes the folder and frees its lock; a second call does nothing."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        for lock in (self._lock, self._parent_lock):  # a traceback may refer to them for long
-            if lock is not None:
-                lock.release()
-
-
-def remove_leftovers(parent: str) -> list[Path]:
-    """Removes the folders of jobs that are gone (their lock is free) and returns them."""
-    removed = []
-    for path in Path(parent).glob(JOB_PREFIX + "*"):
-        try:
-            lock = native.FolderLock(str(path))
-            try:
-                if lock.try_lock():
-                    shutil.rmtree(path, ignore_errors=True)
-                    removed.append(path)
-            finally:
-                lock.release()
-        except StorageError:
-            continue  # not a folder, or another job just removed it
-    return removed
 
 
 class ShardStore:
@@ -151,7 +84,6 @@ class ShardStore:
         )
         self._file_nbytes = [0] * len(self._paths)
         self._charges: list[native.Charge] = []
-        self._jobs: list[JobFolder] = []
         self._added: list[tuple[int, int, int]] = []  # files that were added: which, 0, and their bytes
         self._places: weakref.WeakSet[StateArray] = weakref.WeakSet()  # in those, that somebody has
         self._spaces: list[tuple[int, int, int]] = []  # file, offset and bytes that are free there
@@ -210,11 +142,8 @@ class ShardStore:
         self._service = native.PinnedPool(service)
         self._charges.append(self.ledger.reserve(Tier.HOST, self._service_nbytes, "the store's service buffer"))
         for path, nbytes in zip(self._paths, self._file_nbytes):
-            job = JobFolder(path)
-            self._jobs.append(job)  # before it is there: whatever happens, somebody removes it
-            job.make()
             # Extents refer to files by position, so a folder without bytes still gets a (smallest) file.
-            self._create(job.path / SWAP_NAME, max(nbytes, native.BLOCK_NBYTES))
+            self._create(path, max(nbytes, native.BLOCK_NBYTES))
         self.engine.register([(region.address, region.nbytes) for region in (*staging, service)])
         self._is_open = True
         self._pages = native.Pages(self._absent, processors.for_pages())
@@ -226,23 +155,30 @@ class ShardStore:
             self._pages.wait()
             self._pages = None
 
-    def _create(self, path: Path, nbytes: int) -> int:
-        free = shutil.disk_usage(path.parent).free
+    def _create(self, folder: str, nbytes: int) -> int:
+        """Makes a swap file of ``nbytes`` in ``folder``. Raises ConfigError where there is no such folder, CapacityError where there
+        is too little room, StorageError where it cannot be written."""
+        if not os.path.isdir(folder):
+            raise ConfigError(f"nvme_paths: there is no folder {folder}. Create it, or name another.")
+        free = shutil.disk_usage(folder).free
         if nbytes > free:
             raise CapacityError(
-                f"NVMe home needs {format_nbytes(nbytes)} at {path.parent.parent} but {format_nbytes(free)} is free. "
+                f"NVMe home needs {format_nbytes(nbytes)} at {folder} but {format_nbytes(free)} is free. "
                 f"Free {format_nbytes(nbytes - free)}, name more folders in nvme_paths, or keep more on the host: "
                 "Config(optimizer='host')."
             )
         try:
-            return self.engine.create_file(str(path), nbytes)
+            return self.engine.create_swap_file(folder, nbytes)
         except StorageError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise CapacityError(
-                f"NVMe home needs {format_nbytes(nbytes)} at {path.parent.parent}, and the disk filled up while it was "
-                "being reserved. Free that much, or name more folders in nvme_paths."
-            ) from error
+            if error.errno == errno.ENOSPC:
+                raise CapacityError(
+                    f"NVMe home needs {format_nbytes(nbytes)} at {folder}, and the disk filled up while it was "
+                    "being reserved. Free that much, or name more folders in nvme_paths."
+                ) from error
+            raise StorageError(
+                error.errno, f"cannot make a swap file in {folder}: {os.strerror(error.errno)}. It must be writable; "
+                "name another folder in nvme_paths", folder,
+            ) from error  # fmt: skip
 
     def allocate_more(self, tier: Tier, nbytes: int, what: str) -> StateArray:
         """Like :meth:`allocate`, of bytes, and also after :meth:`open`; the plan grows by as much. On disk they are part
@@ -290,12 +226,11 @@ class ShardStore:
         """A further file with room for ``nbytes``, and for more of the kind where budget and disk allow."""
         account = self.ledger.accounts[Tier.NVME]
         room = GROWTH_NBYTES if account.budget_nbytes is None else account.budget_nbytes - account.charged_nbytes
-        fastest = max(range(len(self._jobs)), key=self._shares.__getitem__)
-        room = min(GROWTH_NBYTES, room, shutil.disk_usage(self._jobs[fastest].path).free // 2)
+        fastest = self._paths[max(range(len(self._paths)), key=self._shares.__getitem__)]
+        room = min(GROWTH_NBYTES, room, shutil.disk_usage(fastest).free // 2)
         size = max(nbytes, room // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES)
         charge = self.ledger.reserve(Tier.NVME, size, what)
-        path = self._jobs[fastest].path / f"{SWAP_NAME}-{secrets.token_hex(4)}"
-        file = self._create(path, size)
+        file = self._create(fastest, size)
         self._charges.append(charge)
         account.planned_nbytes += size
         self._added.append((file, 0, size))
@@ -492,7 +427,7 @@ class ShardStore:
             )
 
     def close(self) -> None:
-        """Closes and removes the swap files and gives the memory back. Interrupted, it is to be called again."""
+        """Closes the swap files, which frees their space, and gives the memory back. Interrupted, it is to be called again."""
         if self._pages is not None:
             self._pages.stop()
             self._pages = None
@@ -500,9 +435,6 @@ class ShardStore:
         self.engine = None  # waits for what is in flight and closes the descriptors
         self._returning.clear()
         self._service = self.staging = None
-        while self._jobs:
-            self._jobs[-1].remove()
-            self._jobs.pop()
         while self._charges:
             self._charges[-1].release()
             self._charges.pop()

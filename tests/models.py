@@ -221,10 +221,21 @@ def ties_away(master: torch.Tensor) -> torch.Tensor:
     return ((master.detach().contiguous().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
+def swap_files(folder: Path, pid: int | str = "self") -> list[Path]:
+    """Files without a name in ``folder`` that the process ``pid`` has open: paths by which they can be read and written."""
+    found = []
+    for descriptor in sorted(Path(f"/proc/{pid}/fd").iterdir(), key=lambda path: int(path.name)):
+        with contextlib.suppress(OSError):
+            target = os.readlink(descriptor)
+            if target.startswith(f"{folder}/") and target.endswith(" (deleted)"):
+                found.append(descriptor)
+    return found
+
+
 def leftovers(folder: Path) -> list[str]:
-    """What a job has left in a folder of nvme_paths."""
+    """What a job has left in a folder of nvme_paths: names, and files without one that are still open."""
     gc.collect()
-    return sorted(os.listdir(folder))
+    return sorted(os.listdir(folder)) + [str(path) for path in swap_files(folder)]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -625,7 +625,7 @@ def one_falls(how: str, folder: str, steps: int = 50) -> None:
         elif how == "hangs":
             time.sleep(600)
         elif how == "disk":
-            path = next(Path(folder).glob(f".infinity-{os.getpid()}-*/swap"))
+            (path,) = models.swap_files(folder)
             with open(path, "r+b") as file:
                 file.write(b"\xff" * path.stat().st_size)
     start = time.monotonic()

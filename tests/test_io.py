@@ -548,6 +548,62 @@ def test_a_file_over_the_process_limit_is_an_error(tmp_path, kind):
     assert outcome_in_child(call) == f"errno {errno.EFBIG}, left [], then 0"
 
 
+SWAP_FILE = """
+import os, sys
+import torch
+from infinity import native
+folder, nbytes = sys.argv[1], 1 << 20
+engine = native.IoEngine()
+file = engine.create_swap_file(folder, nbytes)
+links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+extent, region = native.Extent.in_file(file, 0, nbytes), native.Region(nbytes, True, 1)
+bytes_of = native.tensor_at(region, region.address, nbytes, torch.uint8)
+bytes_of.copy_(torch.arange(nbytes) % 251)
+engine.write(extent, 0, region.address, nbytes).wait()
+bytes_of.zero_()
+engine.read(extent, 0, region.address, nbytes).wait()
+right = torch.equal(bytes_of, (torch.arange(nbytes) % 251).to(torch.uint8))
+print(os.listdir(folder), sum(link.startswith(folder) and link.endswith("(deleted)") for link in links), right, engine.is_direct(file))
+"""
+
+
+@pytest.fixture(scope="module")
+def no_tmpfile(tmp_path_factory) -> Path:
+    """A library for LD_PRELOAD: file systems without O_TMPFILE."""
+    library = tmp_path_factory.mktemp("preload") / "no_tmpfile.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("no_tmpfile.c"), "-ldl"], check=True)
+    return library
+
+
+@pytest.mark.parametrize("lacking", ["nothing", "O_TMPFILE", "O_TMPFILE and O_DIRECT"])
+def test_swap_files_have_no_name_on_any_file_system(lacking, tmp_path, no_tmpfile):
+    """Method: a process makes a swap file where the file system has all, some, or none of what it asks for; no name is left,
+    the bytes come back, and the folder of the process is not touched."""
+    variables = dict(os.environ)
+    if lacking != "nothing":
+        variables |= {"LD_PRELOAD": str(no_tmpfile)} | ({"NO_DIRECT": "1"} if "O_DIRECT" in lacking else {})
+    done = subprocess.run([sys.executable, "-c", SWAP_FILE, str(tmp_path)], capture_output=True, text=True, env=variables, timeout=120)
+    assert done.returncode == 0, done.stderr
+    names, nameless, right, direct = done.stdout.split(maxsplit=3)
+    assert (names, nameless, right) == ("[]", "1", "True")
+    assert direct.strip() == "False" or "O_DIRECT" not in lacking
+
+
+@pytest.mark.parametrize("what", ["missing", "not a folder", "too large", "no whole blocks"])
+def test_a_swap_file_that_cannot_be_made_is_an_error_and_leaves_nothing(what, tmp_path, kind):
+    engine = native.IoEngine(kind=kind)
+    (tmp_path / "file").write_text("mine")
+    folder = {"missing": tmp_path / "missing", "not a folder": tmp_path / "file"}.get(what, tmp_path)
+    nbytes = {"too large": 2**60, "no whole blocks": 100}.get(what, BLOCK)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises((StorageError, UsageError)) as caught:
+        engine.create_swap_file(str(folder), nbytes)
+    if what != "no whole blocks":
+        assert caught.value.filename == str(folder) and caught.value.errno
+    assert os.listdir(tmp_path) == ["file"] and len(os.listdir("/proc/self/fd")) == before
+    assert engine.create_swap_file(str(tmp_path), BLOCK) == 0
+
+
 def mounted_in_child(folder: Path, file_system: str, options: str, action) -> str:
     """`action` in a child that alone sees ``file_system`` mounted at ``folder``. Skips without the right to mount."""
 

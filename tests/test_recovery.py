@@ -348,18 +348,6 @@ def test_a_failure_that_is_caught_inside_step_in_backward_stops_the_job(tmp_path
         optimizer.zero_grad()
 
 
-def test_a_wrap_that_was_interrupted_leaves_the_folder_open_though_its_traceback_is_kept(tmp_path, monkeypatch):
-    """Method: as in a notebook, the exception is kept, and with it every frame; the next wrap does not wait for them."""
-    with monkeypatch.context() as patch:
-        patch.setattr("infinity.store.remove_leftovers", lambda parent: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt) as kept:
-            small(tmp_path)
-    model, optimizer = small(tmp_path)
-    backward(model)
-    optimizer.step()
-    assert kept.value.__traceback__ is not None
-
-
 def test_a_model_that_was_compiled_while_it_was_wrapped_runs_after_the_unwrap(tmp_path):
     """Method: wrap, compile in place, unwrap; the compiled call is that of a plain model."""
     model, optimizer = small(tmp_path)

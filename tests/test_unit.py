@@ -16,11 +16,12 @@ from infinity import native
 from infinity.errors import CorruptionError, InfinityError, StorageError, UsageError
 from infinity.parameter import ResidentParameter, StoredParameter
 from infinity.shard import ParamShard, ShardSpec
-from infinity.store import SWAP_NAME, ShardStore
+from infinity.store import ShardStore
 from infinity.ledger import Ledger
 from infinity.tiers import Tier
 from infinity.trace import Traffic
 from infinity.unit import MOVES, ParamUnit, Piece, Residency
+from models import swap_files
 
 VERBS = ("fetch", "stage", "drop", "gather", "release")
 OF_STATE = {  # of a unit at home on NVMe; GATHERING is passed through inside `gather`
@@ -242,7 +243,7 @@ def test_a_changed_block_is_found_before_it_is_used(tmp_path, kind):
     """Flips a bit of the swap file: `gather` raises, nothing is charged, the parameters stay without storage."""
     home = Home(tmp_path)
     extent = home.unit.shards[1].weight.extent
-    swap = next(tmp_path.glob(f"*/{SWAP_NAME}"))
+    swap = swap_files(tmp_path)[0]
     with open(swap, "r+b") as file:
         file.seek(extent.offset + 100)
         byte = file.read(1)[0]

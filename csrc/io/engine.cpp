@@ -7,9 +7,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdlib>
+#include <random>
 #include <system_error>
+#include <tuple>
+#include <utility>
 
 #include <linux/fs.h>
 #include <sys/ioctl.h>
@@ -71,6 +75,32 @@ void overwrite_in_place(int descriptor) {
 #else
   (void)descriptor;
 #endif
+}
+
+// A file in `folder` that has no name, and whether it takes O_DIRECT. -1 and errno where none can be made.
+std::pair<int, bool> open_without_name(const std::string& folder) {
+  for (const int direct : {O_DIRECT, 0}) {
+    const int descriptor = open(folder.c_str(), O_RDWR | O_TMPFILE | O_CLOEXEC | direct, 0600);
+    if (descriptor >= 0) return {descriptor, direct != 0};
+  }
+  // File systems without O_TMPFILE (NFS, overlays of old kernels) know unlink. Killed in between, an empty file stays.
+  if (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL && errno != ENOENT) return {-1, false};
+  static std::atomic<unsigned> count{0};
+  for (int tries = 0; tries < 100; ++tries) {
+    const std::string path = concat(folder, "/.infinity-", getpid(), "-", std::random_device{}(), "-", count++);
+    for (const int direct : {O_DIRECT, 0}) {
+      // One without O_DIRECT refuses it with the file already made.
+      const int flags = O_RDWR | O_CREAT | O_CLOEXEC | direct | (direct ? O_EXCL : 0);
+      const int descriptor = open(path.c_str(), flags, 0600);
+      if (descriptor >= 0) {
+        unlink(path.c_str());
+        return {descriptor, direct != 0};
+      }
+      if (errno != EINVAL) break;
+    }
+    if (errno != EEXIST) break;
+  }
+  return {-1, false};
 }
 
 // Writes zeros: for file systems that cannot reserve. In whole aligned blocks, which an O_DIRECT descriptor takes too.
@@ -143,26 +173,44 @@ IoEngine::~IoEngine() {
 }
 
 int IoEngine::create_file(const std::string& path, std::uint64_t nbytes) {
-  INFINITY_REQUIRE(nbytes > 0 && nbytes % kBlockNbytes == 0, "a swap file of ", nbytes,
-                   " bytes is not a positive multiple of ", kBlockNbytes);
+  const int flags = O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC;
   File file;
   file.path = path;
-  file.nbytes = nbytes;
-  const int flags = O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC;
   file.descriptor = open(path.c_str(), flags | O_DIRECT, 0600);
   file.direct = file.descriptor >= 0;
   // A file system without O_DIRECT refuses the open, with the file already made.
   if (file.descriptor < 0 && errno == EINVAL) file.descriptor = open(path.c_str(), flags & ~O_EXCL, 0600);
   if (file.descriptor < 0) throw StorageError(errno, path, concat("cannot create ", path));
-  overwrite_in_place(file.descriptor);
   try {
-    reserve(file.descriptor, path, nbytes);
+    return add_empty(std::move(file), nbytes);
   } catch (...) {
-    close(file.descriptor);
     unlink(path.c_str());
     throw;
   }
-  return add(std::move(file));
+}
+
+int IoEngine::create_swap_file(const std::string& folder, std::uint64_t nbytes) {
+  File file;
+  file.path = folder;
+  std::tie(file.descriptor, file.direct) = open_without_name(folder);
+  if (file.descriptor < 0) throw StorageError(errno, folder, concat("cannot create a file in ", folder));
+  return add_empty(std::move(file), nbytes);
+}
+
+// Takes over an empty file, and reserves its space. Closes it where that fails.
+int IoEngine::add_empty(File file, std::uint64_t nbytes) {
+  const int descriptor = file.descriptor;
+  file.nbytes = nbytes;
+  try {
+    INFINITY_REQUIRE(nbytes > 0 && nbytes % kBlockNbytes == 0, "a swap file of ", nbytes, " bytes is not a positive multiple of ",
+                     kBlockNbytes);
+    overwrite_in_place(descriptor);
+    reserve(descriptor, file.path, nbytes);
+    return add(std::move(file));
+  } catch (...) {
+    close(descriptor);
+    throw;
+  }
 }
 
 int IoEngine::open_file(const std::string& path) {

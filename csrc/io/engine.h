@@ -65,6 +65,10 @@ class IoEngine {
   // ENOSPC. O_DIRECT where the file system has it. Returns the file's index. Throws StorageError.
   int create_file(const std::string& path, std::uint64_t nbytes);
 
+  // The same without a name: nobody can find the file in `folder`, open or remove it, and its space is free as soon as this
+  // process ends, however it does. Messages about it name `folder`.
+  int create_swap_file(const std::string& folder, std::uint64_t nbytes);
+
   // Opens `path`, which is there already, O_DIRECT where possible; to read only where that is all it allows. Returns the file's index. Throws StorageError.
   int open_file(const std::string& path);
 
@@ -117,6 +121,7 @@ class IoEngine {
 
   void check(const Request& request) const;
   int add(File file);
+  int add_empty(File file, std::uint64_t nbytes);
   void enqueue(const std::vector<Request>& requests, const TicketPtr& ticket);
   void start_waiting(Finished& finished);
   void run();

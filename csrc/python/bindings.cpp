@@ -11,7 +11,6 @@
 #include "base/crc32c.h"
 #include "io/engine.h"
 #include "io/extent.h"
-#include "io/folder_lock.h"
 #include "memory/account.h"
 #include "memory/driver.h"
 #include "memory/pool.h"
@@ -171,10 +170,6 @@ void bind_memory(py::module_& m) {
 
 void bind_io(py::module_& m) {
   py::enum_<Op>(m, "Op").value("READ", Op::kRead).value("WRITE", Op::kWrite);
-  shared_class<FolderLock>(m, "FolderLock")
-      .def(py::init<std::string>(), py::arg("path"))
-      .def("try_lock", &FolderLock::try_lock)
-      .def("release", &FolderLock::release);
   py::class_<FaultPlan>(m, "FaultPlan")
       .def(py::init<>())
       .def_readwrite("seed", &FaultPlan::seed)
@@ -239,6 +234,8 @@ void bind_io(py::module_& m) {
       .def_property_readonly("gave_up", &IoEngine::gave_up)
       .def_property_readonly("notes", &IoEngine::notes)
       .def("create_file", &IoEngine::create_file, py::arg("path"), py::arg("nbytes"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("create_swap_file", &IoEngine::create_swap_file, py::arg("folder"), py::arg("nbytes"),
            py::call_guard<py::gil_scoped_release>())
       .def("open_file", &IoEngine::open_file, py::arg("path"), py::call_guard<py::gil_scoped_release>())
       .def("is_direct", [](const IoEngine& engine, int file) { return engine.file(file).direct; }, py::arg("file"))

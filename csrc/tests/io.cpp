@@ -621,6 +621,21 @@ TEST_OF_BACKENDS(io, files_that_cannot_be_made_are_refused_and_not_left_behind) 
   CHECK(stat(disk.path.c_str(), &status) == 0 && (status.st_mode & 0777) == 0600);
 }
 
+TEST_OF_BACKENDS(io, swap_files_have_no_name_and_give_their_space_back) {
+  // Ten of them at once, each with bytes of its own; then their engine goes.
+  Random random(77);
+  const Disk disk(kind);
+  const Memory memory(kMib, random), read(kMib);
+  for (int i = 0; i < 10; ++i) {
+    const int file = disk.engine->create_swap_file(".", kMib);
+    random.fill(memory.span);
+    wait(disk.engine->submit({{Op::kWrite, file, 0, memory.span}}));
+    wait(disk.engine->submit({{Op::kRead, file, 0, read.span}}));
+    CHECK(same(memory.span, read.span));
+  }
+  CHECK(has(said_by<StorageError>([&] { disk.engine->create_swap_file("nowhere", kMib); }), "nowhere"));
+}
+
 TEST_OF_BACKENDS(io, options_without_sense_are_refused) {
   // Each alone; nothing stays of the engine that was not made.
   const auto refused = [&](auto change, const std::string& tells) {
