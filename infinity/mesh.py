@@ -30,6 +30,12 @@ def peers_of(mesh: Any, *, traffic: Traffic) -> Peers:
     if not dist.is_available() or not dist.is_initialized():
         if mesh is not None:
             raise ConfigError("mesh: torch.distributed is not initialised: call init_process_group first")
+        if (world := _launched()) > 1:
+            raise ConfigError(
+                f"this is rank {os.environ.get('RANK', '?')} of {world} that were launched together (WORLD_SIZE), but torch.distributed is "
+                "not initialised, so that each would train a model of its own. Call torch.distributed.init_process_group() before "
+                "wrap_model or, where the ranks are meant to be apart, remove WORLD_SIZE from the environment."
+            )
         return Peers(traffic=traffic)
     rows = rank_rows(mesh)  # [replicas, slices]
     if rows.numel() == 1:
@@ -139,6 +145,14 @@ def rank_rows(mesh: Any) -> torch.Tensor:
     order += [i for i in range(mesh.ndim) if i not in order]
     # Ascending, as torch numbers the ranks of a group whatever order they are given in.
     return mesh.mesh.permute(order).reshape(replicas, -1).sort(1).values
+
+
+def _launched() -> int:
+    """Ranks that a launcher started with this one."""
+    try:
+        return int(os.environ.get("WORLD_SIZE", 1))
+    except ValueError:
+        return 1
 
 
 def _local_size() -> int:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from . import hooks, microbatch, native, tiling
+from .checks import check, tell_of_the_rest
 from .collectives import Peers
 from .config import MOMENTS, Config
 from .device import Device, make_device
@@ -96,7 +97,7 @@ def wrap_model(
     try:
         with peers.together("checking what wrap_model was given"):
             config = Config.make(config)
-            _check(model, optimizer, config)
+            check(model, optimizer, config)
             description = {} if peers.alone else _description(model, optimizer, config)
         peers.compare(description, "wrap_model")
         peers.shard, peers.compresses = config.shard, config.compress_gathers
@@ -151,6 +152,7 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
                 unit.allocate()
             _broadcast_rest(model, peers)
             moved = _Moved(model, device.where)
+            tell_of_the_rest(model)
         return _commit(model, optimizer, rule, engine, groups, group_of, moved)
     except BaseException:
         native.insist(partial(_undo, before, engine, device))
@@ -250,7 +252,7 @@ def lay_out(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
 ) -> tuple[MemoryPlan, list[UnitSize]]:
     """The plan that :func:`wrap_model` would follow, and the sizes of the model's units. Nothing is allocated or changed."""
-    _check(model, optimizer, config)
+    check(model, optimizer, config)
     rule = recognise(optimizer) if optimizer is not None else None
     group_of = _groups_of_optimizer(optimizer)
     alone = Peers()
@@ -449,74 +451,6 @@ def _commit(
         optimizer.state.clear()
     model.__dict__[RECORD] = Wrapped(engine, removers, managed, came_from)
     return model, managed
-
-
-# --- checks ---
-
-
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-    if isinstance(optimizer, InfinityOptimizer):
-        raise UsageError("this optimizer is wrapped already: give wrap_model the plain one, or unwrap_model first")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    native.simd_unit()  # raises for an unknown INFINITY_SIMD
-    names = parameter_names(model)
-    for param, param_names in names.items():
-        if handle_of(param) is not None:
-            raise UsageError(
-                f"this model is wrapped already (parameter {param_names[0]} is managed): unwrap_model it first"
-            )
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise ConfigError(f"parameter {param_names[0]} is not initialised yet: run one forward before wrap_model")
-    _check_storages(names)
-    if optimizer is not None:
-        _check_optimizer(optimizer, names, config)
-
-
-def _check_storages(names: dict[torch.Tensor, list[str]]) -> None:
-    """Two Parameters over the same bytes would part when each gets a home of its own."""
-    on_meta: dict[int, str] = {}
-    for param in names:
-        if param.is_meta and (other := on_meta.setdefault(param.untyped_storage()._cdata, names[param][0])) != names[param][0]:
-            raise _share_memory(other, names[param][0])
-    spans = sorted(
-        (param.data_ptr(), param.data_ptr() + param.untyped_storage().nbytes() - param.storage_offset() * param.itemsize
-         if not param.is_contiguous() else param.data_ptr() + param.nbytes, names[param][0])
-        for param in names if not param.is_meta and param.numel()
-    )  # fmt: skip
-    for (_, end, name), (begin, _, other) in zip(spans, spans[1:]):
-        if begin < end:
-            raise _share_memory(name, other)
-
-
-def _share_memory(name: str, other: str) -> ConfigError:
-    return ConfigError(
-        f"parameters {name} and {other} share memory without being one Parameter. Tie them properly "
-        "(module.weight = other.weight), or give one of them a copy."
-    )
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, names: dict, config: Config) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param not in names:
-                raise ConfigError(
-                    f"the optimizer has a parameter of shape {tuple(param.shape)} that is not one of the model's "
-                    f"{len(names)}: build the optimizer from model.parameters() of this very model"
-                )
-            if any(isinstance(value, torch.Tensor) and value.is_meta for value in optimizer.state.get(param, {}).values()):
-                raise ConfigError(f"the optimizer's state of {names[param][0]} is on meta: build it anew, without steps")
-            dtype = config.param_dtype or param.dtype
-            if param.dtype not in native.DTYPES or dtype not in native.DTYPES or not is_managed(param):
-                raise ConfigError(
-                    f"parameter {names[param][0]} ({type(param).__name__}, {param.dtype}) cannot be trained: "
-                    "fp32, bf16 and fp16 Parameters can. Freeze it, or convert the model."
-                )
-            grad = config.grad_dtype
-            if grad is not None and grad not in (torch.float32, dtype):
-                raise ConfigError(f"grad_dtype={grad} with {dtype} parameters: use {dtype} or torch.float32")
 
 
 def _groups_of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import fcntl
 import os
 import re
 import signal

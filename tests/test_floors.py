@@ -31,7 +31,7 @@ FLOORS = [
     ["unit", "schedule", "plan", "gradients", "activations"],
     ["reducer"],
     ["hooks", "optimizer", "microbatch", "tiling", "predict"],
-    ["prefetch"],
+    ["prefetch", "checks"],
     ["engine"],
     ["wrap"],
     ["checkpoint", "pretrained", "measure"],
