@@ -12,6 +12,7 @@ by half, nor twice.
 from __future__ import annotations
 
 import hashlib
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ from .stepper import DeviceUpdate, Span, steps_on_device
 if TYPE_CHECKING:
     from .engine import Engine
     from .unit import ParamUnit
+
+logger = logging.getLogger(__name__)
 
 def _plainly(value: Any) -> Any:
     """``value`` as it reads the same on every rank: of what is not a number or text, its kind."""
@@ -414,11 +417,16 @@ class InfinityOptimizer(torch.optim.Optimizer):
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """As the wrapped optimizer's: plain torch loads it. Moments are full tensors, in fp32 or their dtype at rest."""
+        """As the wrapped optimizer's: plain torch loads it. Moments are full tensors, in fp32 or their dtype at rest. The entry of a
+        16-bit parameter with an fp32 master has that too, as ``master``: the model's state dict shows its upper half only."""
         with self._engine.using():
             return self._state_dict()
 
-    def _state_dict(self) -> dict[str, Any]:
+    def plain_state_dict(self) -> dict[str, Any]:
+        """The same without masters, which a plain optimizer has no use for."""
+        return self._state_dict(masters=False)
+
+    def _state_dict(self, *, masters: bool = True) -> dict[str, Any]:
         store = self._engine.store
         groups, indices = [], {}
         for group in self.param_groups:
@@ -429,13 +437,17 @@ class InfinityOptimizer(torch.optim.Optimizer):
         state = {}
         for param, index in indices.items():
             handle = handle_of(param)
+            with_master = masters and handle.step and handle.shard.hides_bits
+            master = {"master": handle.shard.read_master(store, handle.index)} if with_master else {}
+            if master:
+                state[index] = master
             if handle.step and self._moments:
                 moments = {
                     name: handle.shard.read_moment(store, array, handle.index) for name, array in self._moments.items()
                 }
                 counted = self._rule in (native.Rule.ADAMW, native.Rule.ADAM)
                 step = {} if not counted else {"step": torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")}
-                state[index] = step | moments
+                state[index] = step | moments | master
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -454,7 +466,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             params |= dict(zip(saved["params"], group["params"]))
         for index, state in state_dict["state"].items():
             handle = handle_of(params[index])
-            for name in self._moments:
+            for name in (*self._moments, "master"):
                 value = state.get(name)
                 if value is not None and tuple(value.shape) != tuple(params[index].shape):
                     raise UsageError(
@@ -467,8 +479,27 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self._engine.peers.same("loading the optimizer's state", *moments)
         for group, taken in zip(self.param_groups, groups):
             group.update(taken)
+        absent, others = [], []
         for index, param in params.items():
-            self._adopt(param, state_dict["state"].get(index, {}))
+            state, handle = state_dict["state"].get(index, {}), handle_of(param)
+            self._adopt(param, state)
+            if handle.shard.hides_bits and handle.step:
+                master = state.get("master")
+                if master is None or master.dtype != torch.float32:
+                    absent.append(handle.name)
+                elif handle.shard.write_master(self._engine.store, handle.index, master, version=self._engine.step_index):
+                    others.append(handle.name)
+                handle.has_loaded_master = master is not None
+        if absent:
+            logger.warning(
+                "this optimizer's state dict has no fp32 masters of %d 16-bit parameters (%s, ...): they go on from the 16-bit weights",
+                len(absent), absent[0],
+            )  # fmt: skip
+        if others:
+            logger.warning(
+                "this optimizer's state dict has fp32 masters of other weights than the model has, in %d parameters (%s, ...): there the "
+                "model's weights count. To resume, load the model's state dict first.", len(others), others[0],
+            )  # fmt: skip
 
     def _adopt(self, param: torch.Tensor, state: dict[str, Any]) -> None:
         """Makes ``state``, as torch's optimizers keep it per parameter, the state at home; empty is a fresh start."""

@@ -29,13 +29,14 @@ _DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 class ParamHandle:
     """What a parameter knows of the engine. The engine is held weakly: parameters must not keep it alive."""
 
-    __slots__ = ("names", "unit", "shard", "index", "grad", "step", "version", "_engine")
+    __slots__ = ("names", "unit", "shard", "index", "grad", "step", "version", "has_loaded_master", "_engine")
 
     def __init__(self, names: list[str], unit: ParamUnit, shard: ParamShard, index: int, engine: Any):
         self.names, self.unit, self.shard, self.index = names, unit, shard, index
         self.grad: Any = None  # the GradientBank's record; None when the optimizer does not step this parameter
         self.step = 0  # optimizer steps applied
         self.version = 0  # counts changes of the value at home
+        self.has_loaded_master = False  # since the last step: a load of the value it belongs to leaves its bits
         self._engine = weakref.ref(engine)
 
     @property
@@ -51,6 +52,7 @@ class ParamHandle:
         """The value at home is about to be another one."""
         self.version += 1
         self.unit.version += 1
+        self.has_loaded_master = False
 
     @property
     def engine(self) -> Any:

@@ -42,7 +42,8 @@ def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
     if own is not None and own is not runs:
         raise _other_step(name, "was replaced on the object", own)
     if base is None:
-        _try_lion(optimizer)
+        if not _is_torchs(runs, "Optimizer.step"):  # else it has no step: its name and hyperparameters say what it stands for
+            _try_lion(optimizer)
         rule = native.Rule.LION
     else:
         if not _is_torchs(runs, TORCHS[base]):
@@ -89,7 +90,7 @@ def moment_names(rule: native.Rule, groups: Iterable[Mapping[str, Any]]) -> dict
 
 def saved_step(state: Mapping[str, Any]) -> int:
     """Steps taken, by torch's state of one parameter. SGD counts none: that its buffer exists means the first is past."""
-    started = any(value is not None for name, value in state.items() if name not in ("step", "master"))
+    started = any(value is not None for name, value in state.items() if name != "step")
     return int(state.get("step", started))
 
 
@@ -173,7 +174,7 @@ def _try_lion(optimizer: torch.optim.Optimizer) -> None:
                 f"optimizer Lion: a step of it on a small tensor on the CPU raised {error!r}. Supported are {SUPPORTED}."
             ) from error
         if not trial.state and torch.equal(param, torch.linspace(-1, 1, 16)):
-            continue  # a step that does nothing has no other formula: its name and hyperparameters say what it stands for
+            continue  # nor has one that does nothing
         kept = trial.state[param].get("exp_avg") if param in trial.state else None
         if not torch.allclose(param, expected, atol=1e-5) or kept is None or not torch.allclose(kept, moment, atol=1e-5):
             raise ConfigError(

@@ -288,12 +288,40 @@ class ParamShard:
         encoded = self.encode(flat)
         return {name: torch.where(changed, part, store.read(self.arrays[name], begin, end)) for name, part in encoded.items()}
 
+    def holds(self, store: ArrayIO, index: int, value: torch.Tensor) -> bool:
+        """Whether this rank's part of parameter ``index`` at home is ``value``, bit for bit, in the dtype the model computes in."""
+        return value.dtype == self.spec.dtype and not self.changes(store, index, value)
+
     def write_changes(self, store: ArrayIO, index: int, parts: dict[str, torch.Tensor], *, version: int) -> None:
         """Writes what :meth:`changes` found. Doing it twice is doing it once."""
         self.come_to_rest()
         begin = self.own_part("weight", index)[0] - self.own("weight")[0]
         for name, part in parts.items():
             store.write(self.arrays[name], begin, part, version=version)
+
+    @property
+    def hides_bits(self) -> bool:
+        """Whether the masters have bits that the values, in the dtype they were wrapped with, do not show."""
+        return "master" in self.arrays and self.spec.wrapped_dtype != torch.float32
+
+    def read_master(self, store: ArrayIO, index: int) -> torch.Tensor:
+        """The fp32 master of parameter ``index``, as a new tensor."""
+        return self.read_value(store, index, torch.float32)
+
+    def write_master(self, store: ArrayIO, index: int, master: torch.Tensor, *, version: int) -> int:
+        """Sets the bits of parameter ``index``'s fp32 master below the weight's precision. An element whose weight at home is not
+        the master's keeps the weight; returns how many there are."""
+        self.come_to_rest()
+        begin, end = self.own_part("weight", index)
+        if begin == end:
+            return 0
+        offset, first = self.layout.placements[index].offset, self.own("weight")[0]
+        parts = self.encode(self.flattened(master.to(torch.float32), index)[begin - offset : end - offset])
+        begin, end = begin - first, end - first  # at home
+        same = same_bits(parts["weight"], store.read(self.weight, begin, end))
+        kept = torch.where(same, parts["master"], store.read(self.arrays["master"], begin, end))
+        store.write(self.arrays["master"], begin, kept, version=version)
+        return int((~same).sum())
 
     def encode(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """Flat values of any float dtype -> the bytes of weight and, where there is one, master."""

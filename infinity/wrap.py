@@ -709,7 +709,7 @@ def _plan_unwrap(model: nn.Module, record: Wrapped, managed: InfinityOptimizer |
     that is called, and it may be called until it comes to its end."""
     engine = record.engine
     engine.settle()
-    state = managed.state_dict() if managed is not None else None
+    state = managed.plain_state_dict() if managed is not None else None
     values: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for unit in engine.units:
         for shard in unit.shards:

@@ -1778,13 +1778,13 @@ def test_the_process_grows_by_no_more_than_its_budget(dtype, tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def held() -> tuple[int, int, list[str]]:
-    """Descriptors, threads and maps of swap files that this process holds."""
+def held(folder: Path) -> tuple[int, int, list[str]]:
+    """Descriptors, threads, and swap files in ``folder`` and rings that this process holds."""
     targets = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             targets.append(os.readlink(f"/proc/self/fd/{name}"))
-    swap = [target for target in targets if target.endswith(" (deleted)") or "io_uring" in target]
+    swap = [target for target in targets if target.startswith(f"{folder}/") or "io_uring" in target]
     return len(targets), len(os.listdir("/proc/self/task")), swap
 
 
@@ -1804,7 +1804,7 @@ def test_dropping_model_and_optimizer_frees_everything(after, io_engine, tmp_pat
             step(model, optimizer)
             del model, optimizer
             gc.collect()
-            before = held()
+            before = held(tmp_path)
             assert before[2] == []
             model, optimizer = wrapped("nvme", tmp_path)
             assert len(swap_files(tmp_path)) == 1 and swap_files(tmp_path)[0].stat().st_size
@@ -1834,7 +1834,7 @@ def test_dropping_model_and_optimizer_frees_everything(after, io_engine, tmp_pat
                     model(tokens(1))
             del model, optimizer, loss
             gc.collect()
-            assert held() == before
+            assert held(tmp_path) == before
             assert leftovers(tmp_path) == []
 
     in_child(work)
