@@ -2,7 +2,7 @@
 
     ABSENT     None in torch's words; the next gradient is copied
     LANDED     at home: the next gradient is added, the next step applies it
-    CONSUMED   applied by a step; only reading and zeroing are left
+    CONSUMED   applied by a step; only reading and zeroing are left, and adding where the model was part of another's loss
     TORN       a backward failed after it had begun to change this gradient; only zeroing is left, what lands is dropped
 
 opened     a shard's gradients lie in memory: always where their home is memory, in a slot of the gradient staging pool
@@ -87,6 +87,7 @@ class GradientBank:
         self._changing: set[ParamHandle] = set()
         self._factor: tuple[Callable, int, float] = (lambda: None, 0, 1.0)  # the last tensor gradients were multiplied by
         self._norm_order: float | None = None  # of the norms that are asked for: they are taken as gradients land
+        self.adds_to_consumed = False  # the running backward came through an input: the loss is another model's
 
     # --- what autograd and torch.nn.utils see ---
 
@@ -151,14 +152,14 @@ class GradientBank:
 
     def end_backward(self) -> None:
         """The backward came to its end: what it changed is whole."""
-        self._changing = set()
+        self._changing, self.adds_to_consumed = set(), False
 
     def rebuild(self) -> None:
         """After an exception, with nothing in flight: what somebody had begun to change is torn, what is in memory goes home."""
         for handle in self._changing:
             if handle.grad.state is not GradState.CONSUMED:
                 handle.grad = GradRecord(GradState.TORN)
-        self._changing = set()
+        self._changing, self.adds_to_consumed = set(), False
         self._landing.clear()
         self._borrowed = self._borrowed.emptied()
         self.close_all(list(self._opened))
@@ -168,9 +169,9 @@ class GradientBank:
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Adds ``grad`` to what has landed. Raises UsageError when a step has consumed that already."""
         record, shard = handle.grad, handle.shard
-        self._refuse_consumed(handle)
         if grad.is_sparse:
             raise UsageError(f"{handle.name} got a sparse gradient; build the embedding with sparse=False")
+        self._reopen(handle)
         self.change(handle)
         if self.reducer is not None and not self.peers.keeps_gradients:
             self.reducer.add(handle, grad)
@@ -259,7 +260,7 @@ class GradientBank:
     def land_average(self, handle: ParamHandle, average: torch.Tensor) -> None:
         """Takes this rank's elements of the average of all ranks' gradients, in fp32: adds them to what has landed."""
         if not self.peers.keeps_gradients:
-            self._refuse_consumed(handle)
+            self._reopen(handle)
         record, shard = handle.grad, handle.shard
         if record.state is GradState.TORN:
             return
@@ -285,9 +286,12 @@ class GradientBank:
         record.stand_in_norm = None
         record.state, record.averaged = GradState.LANDED, True
 
-    @staticmethod
-    def _refuse_consumed(handle: ParamHandle) -> None:
-        if handle.grad.state is GradState.CONSUMED:
+    def _reopen(self, handle: ParamHandle) -> None:
+        """Before something is added: a consumed gradient is at home still, and is added to as torch does where the loss is another
+        model's (a GAN's generator leaves gradients on the discriminator). Elsewhere somebody forgot zero_grad: raises UsageError."""
+        if handle.grad.state is GradState.CONSUMED and self.adds_to_consumed:
+            handle.grad.state, handle.grad.norm = GradState.LANDED, None
+        elif handle.grad.state is GradState.CONSUMED:
             raise UsageError(
                 f"a second backward through {handle.name} after optimizer.step(): its gradient was consumed by the "
                 "step. Call optimizer.zero_grad() between step() and the next backward()."
@@ -301,7 +305,7 @@ class GradientBank:
         if not wanted:
             yield lambda begin, end, compute: None
             return
-        self._refuse_consumed(handle)
+        self._reopen(handle)
         if record.state is GradState.TORN:
             yield lambda begin, end, compute: None
             return

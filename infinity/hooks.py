@@ -144,6 +144,9 @@ class Passes:
         """
         if all(frame.module is not module for frame in self.frames):
             return output  # its pre-hook failed before it entered
+        if self.frames[0].module is module and any(handle_of(tensor) is not None for tensor in _tensors(output)):
+            # A parameter itself: what comes home after this frame could not be used in a loss.
+            output = tree_map_only(torch.Tensor, lambda t: t.clone() if handle_of(t) is not None else t, output)
         while (frame := self.frames.pop()).module is not module:  # one that an exception ended, of which torch told no hook
             self._unhold(frame)
         for unit in frame.units:
@@ -179,6 +182,14 @@ class Passes:
         """Has the backward tell when it reaches ``frame``'s units, and for frozen ones when it leaves them."""
         me = weakref.ref(self)
         units = frame.units
+        if not self.frames and any(tensor.grad_fn is not None for tensor in _tensors((args, kwargs))):
+            def come_from_another(_grad: torch.Tensor) -> None:
+                if passes := me():
+                    passes.engine.gradients.adds_to_consumed = True
+
+            for tensor in _tensors(output):
+                if type(tensor) is not Logits and tensor.requires_grad:
+                    tensor.register_hook(come_from_another)
         if units and next(frame.module.children(), None) is not None:
             # Only for modules with children: a checkpoint inside this forward saves weights out of our sight. What
             # autograd saves of a leaf's own weights says itself when it is needed (an embedding's never is).

@@ -1,0 +1,162 @@
+"""What is used outside a forward: parameters that one returns, parameters inside full_params, gradients of another's loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from models import at_home, differing
+
+HOMES = ["device", "host", "nvme"]
+
+
+def train(model, optimizer, loss_of, steps: int = 3) -> list[torch.Tensor]:
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+def both(build, loss_of, config) -> None:
+    """Losses and weights of plain torch, and of the wrapped model. SGD, so that both are the same bits."""
+    torch.manual_seed(0)
+    plain = build()
+    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), loss_of)
+    torch.manual_seed(0)
+    model = build()
+    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    assert list(map(torch.equal, train(model, optimizer, loss_of), expected)) == [True] * len(expected)
+    assert differing(dict(model.state_dict()), dict(plain.state_dict())) == []
+
+
+# --- a parameter that a forward returns ---
+
+
+class Scaled(nn.Module):
+    """Returns its output and its scale, as models of contrastive losses do."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.body, self.how = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), how
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        given = {"itself": self.scale, "another's": self.body[0].weight, "both": (self.scale, self.body[2].bias)}[self.how]
+        return {"x": self.body(x), "given": given}
+
+
+class Inside(nn.Module):
+    """An inner module returns its parameter to the outer one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Scaled("itself")
+
+    def forward(self, x):
+        out = self.inner(x)
+        return {"x": out["x"] * out["given"], "given": self.inner.scale}
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("how", ["itself", "another's", "both", "inside"])
+def test_a_parameter_that_a_forward_returns_is_used_in_the_loss(how, home, tmp_path):
+    def loss_of(model):
+        out = model(torch.randn(4, 16))
+        given = out["given"] if isinstance(out["given"], tuple) else (out["given"],)
+        return (out["x"] * given[0].mean().exp()).square().mean() + sum(one.square().sum() for one in given)
+
+    both(Inside if how == "inside" else lambda: Scaled(how), loss_of, at_home(home, home, tmp_path))
+
+
+def test_a_parameter_that_is_returned_without_gradients_is_its_value(tmp_path):
+    model, _ = infinity.wrap_model(Scaled("itself"), None, at_home("nvme", "nvme", tmp_path) | {"optimizer": "auto"})
+    with torch.no_grad():
+        given = model(torch.zeros(1, 16))["given"]
+    assert given.item() == 0.5 and not given.requires_grad
+
+
+# --- gradients of another's loss ---
+
+
+class Generator(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.ConvTranspose2d(8, 16, 4), nn.BatchNorm2d(16), nn.ReLU(True), nn.ConvTranspose2d(16, 3, 4, 2, 1), nn.Tanh())
+
+
+class Discriminator(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 16, 4, 2, 1), nn.LeakyReLU(0.2, inplace=True), nn.Conv2d(16, 1, 4), nn.Sigmoid())
+
+
+def gan(config: dict | None, wrapped: str = "both") -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The loop of torch's DCGAN tutorial: the discriminator twice, then the generator through it. Adam, as there."""
+    torch.manual_seed(0)
+    nets = {"generator": Generator(), "discriminator": Discriminator()}
+    optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5) for name, net in nets.items()}
+    for name in nets if config is not None else ():
+        if wrapped in ("both", name):
+            nets[name], optimizers[name] = infinity.wrap_model(nets[name], optimizers[name], config)
+    generator, discriminator = nets.values()
+    criterion, losses = nn.BCELoss(), []
+    for _ in range(4):
+        real = torch.randn(4, 3, 8, 8)
+        discriminator.zero_grad()
+        of_real = criterion(discriminator(real).view(-1), torch.ones(4))
+        of_real.backward()
+        fake = generator(torch.randn(4, 8, 1, 1))
+        of_fake = criterion(discriminator(fake.detach()).view(-1), torch.zeros(4))
+        of_fake.backward()
+        optimizers["discriminator"].step()
+        generator.zero_grad()
+        loss = criterion(discriminator(fake).view(-1), torch.ones(4))
+        loss.backward()
+        optimizers["generator"].step()
+        losses += [of_real.item(), of_fake.item(), loss.item()]
+    return losses, {f"{name}.{key}": value.clone() for name, net in nets.items() for key, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("wrapped", ["both", "generator", "discriminator"])
+@pytest.mark.parametrize("home", HOMES)
+def test_torchs_gan_tutorial_trains_with_its_bits(home, wrapped, tmp_path):
+    expected = gan(None)
+    losses, state = gan(at_home(home, home, tmp_path), wrapped)
+    assert losses == expected[0] and differing(state, expected[1]) == []
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_what_another_loss_added_to_a_consumed_gradient_is_stepped_as_torch_steps_it(home, tmp_path):
+    """Method: step without zero_grad, then a loss through the model whose input has a graph, and a step: torch adds to the old
+    gradient, which is at home still."""
+    def run(config: dict | None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        before, model = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if config:
+            model, optimizer = infinity.wrap_model(model, optimizer, config)
+        for at in range(3):
+            torch.manual_seed(at)
+            model(before(torch.randn(2, 8))).square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    assert differing(run(at_home(home, home, tmp_path)), run(None)) == []
+
+
+def test_forgetting_zero_grad_in_ones_own_loop_still_raises(tmp_path: Path):
+    """The twin: an input without a graph."""
+    model = nn.Linear(8, 8)
+    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), at_home("host", "host", tmp_path))
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    with pytest.raises(infinity.UsageError, match="zero_grad"):
+        model(torch.ones(1, 8)).sum().backward()
