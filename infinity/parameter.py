@@ -29,7 +29,7 @@ _DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 class ParamHandle:
     """What a parameter knows of the engine. The engine is held weakly: parameters must not keep it alive."""
 
-    __slots__ = ("names", "unit", "shard", "index", "grad", "step", "version", "has_loaded_master", "_engine")
+    __slots__ = ("names", "unit", "shard", "index", "grad", "step", "version", "has_loaded_master", "lent", "_engine")
 
     def __init__(self, names: list[str], unit: ParamUnit, shard: ParamShard, index: int, engine: Any):
         self.names, self.unit, self.shard, self.index = names, unit, shard, index
@@ -37,6 +37,7 @@ class ParamHandle:
         self.step = 0  # optimizer steps applied
         self.version = 0  # counts changes of the value at home
         self.has_loaded_master = False  # since the last step: a load of the value it belongs to leaves its bits
+        self.lent: weakref.ref[Lent] | None = None  # what the parameter stands for in a block of full_params
         self._engine = weakref.ref(engine)
 
     @property
@@ -83,6 +84,53 @@ def set_raw_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
     """Replaces what autograd accumulates into."""
     with _DisableTorchFunction():
         torch.Tensor.grad.__set__(param, value)
+
+
+class Lent:
+    """A parameter's value as a block of :func:`infinity.full_params` has it: a copy of its own, and a gradient of it is the
+    parameter's. While the block runs, the parameter itself stands for it; whoever holds this object keeps that so."""
+
+    def __init__(self, param: torch.Tensor, value: torch.Tensor):
+        self._handle, self._before = handle_of(param), handle_of(param).lent
+        # Not a view, of which autograd would take the base for what was computed.
+        self.tensor = value = torch.empty(0, dtype=value.dtype, device=value.device).set_(
+            value.untyped_storage(), value.storage_offset(), value.size(), value.stride()
+        )
+        if param.requires_grad and torch.is_grad_enabled():
+            self.tensor = _Lend.apply(param, value, self._handle.version)
+        self._handle.lent = weakref.ref(self)
+
+    def end(self) -> None:
+        """The block has ended: the parameter is at rest again. A second call does nothing."""
+        lent = self._handle.lent
+        if lent is not None and lent() is self:
+            self._handle.lent = self._before
+
+
+class _Lend(torch.autograd.Function):
+    """The value, with the parameter as what it was computed from."""
+
+    @staticmethod
+    def forward(ctx, param, value, version):
+        ctx.handle, ctx.version = handle_of(param), version
+        ctx.mark_dirty(value)  # it is that very tensor, which may be edited in place
+        return value
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.handle.version != ctx.version:
+            raise UsageError(
+                f"this backward needs {ctx.handle.name} as full_params gave it, but it was changed since (by optimizer.step(), a load or "
+                "an edit). Run backward before that."
+            )
+        return grad, None, None
+
+
+def lent_to(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What a parameter at rest stands for just now; None outside a block of full_params and while its model computes."""
+    handle = handle_of(tensor)
+    lent = handle.lent() if handle is not None and handle.lent is not None else None
+    return lent.tensor if lent is not None and not handle.engine.computing else None
 
 
 class _ManagedGrad:
@@ -182,6 +230,9 @@ class _Stored:
             with _DisableTorchFunction():
                 return func(*args, **kwargs)
         subject = args[0] if args and isinstance(args[0], _Stored) else None
+        leaves = tree_flatten((args, kwargs))[0]
+        if any(leaf.__class__ is StoredParameter and lent_to(leaf) is not None for leaf in leaves):
+            return _on_lent(func, args, kwargs)
         if subject is not None:
             if func in _DETACH:
                 return StoredAlias.of(subject)
@@ -192,7 +243,7 @@ class _Stored:
                 return subject
             if func == torch.Tensor.data.__set__:  # a new object at every look-up, so never `is`
                 return _set_data(subject, args[1])
-        touched = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, _Stored)]
+        touched = [leaf for leaf in leaves if isinstance(leaf, _Stored)]
         engine = handle_of(touched[0]).engine
         with engine.using():
             if subject is not None and func is torch.Tensor.copy_ and not engine.computing:
@@ -260,6 +311,20 @@ class StoredAlias(_Stored, torch.Tensor):
         # (DLPack) meets the guard.
         alias = next(leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, StoredAlias))
         raise handle_of(alias).engine.refusal(handle_of(alias), str(func))
+
+
+def _on_lent(func, args: tuple, kwargs: dict) -> Any:
+    """``func`` of what the parameters among its arguments stand for."""
+    def replaced(param: torch.Tensor) -> torch.Tensor:
+        lent = lent_to(param)
+        return param if lent is None else lent
+
+    if func == torch.Tensor.data.__set__ and lent_to(args[0]) is not None:
+        with torch.no_grad():
+            lent_to(args[0]).copy_(args[1])
+        return None
+    result = func(*(new := tree_map_only(StoredParameter, replaced, (args, kwargs)))[0], **new[1])
+    return args[0] if args and isinstance(args[0], StoredParameter) and result is new[0][0] else result  # in place
 
 
 _TYPE_NAMES = {dtype: torch.empty(0, dtype=dtype).type().removeprefix("torch.") for dtype in (

@@ -31,7 +31,7 @@ from .gradients import GradState
 from .materialize import Materialized, overwrite
 from .mesh import join_device, join_node, peers_of
 from .optimizer import InfinityOptimizer
-from .parameter import handle_of, raw_grad, set_raw_grad
+from .parameter import Lent, handle_of, raw_grad, set_raw_grad
 from .partition import Group, held_nbytes, is_managed, parameter_names, partition
 from .plan import MemoryPlan, ShardSize, UnitSize, check_folders, make_plan, measured_free
 from .replaced import ReplacedForward
@@ -594,7 +594,9 @@ def full_params(
 
     names
         Parameter names or module prefixes; None: all. The tensors are copies in the dtype the model computes in, tied
-        parameters one under all their names. They stay valid afterwards, charged to ``device_memory`` only inside.
+        parameters one under all their names. They stay valid afterwards, charged to ``device_memory`` only inside. In the
+        block the parameters of the module stand for them. What is computed from either trains: a gradient of it is the
+        parameter's.
     writeback
         Writes edits to the master when the block ends. Elements that were not edited keep their master's bits.
 
@@ -608,8 +610,10 @@ def full_params(
         charge = engine.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
         copies = {param: _Copy(engine, param) for param in dict.fromkeys(selected.values())}
     try:
-        yield {name: copies[param].tensor for name, param in selected.items()}
+        yield {name: copies[param].lent.tensor for name, param in selected.items()}
     finally:
+        for copy in copies.values():
+            copy.lent.end()
         charge.release()
     with engine.using():
         edited = {name: copies[param] for name, param in selected.items() if copies[param].is_edited()}
@@ -640,11 +644,16 @@ class _Copy:
         self.handle = handle_of(param)
         self._version = self.handle.version
         value = self.handle.shard.read_value(engine.store, self.handle.index, self.handle.shard.spec.dtype)
-        self.tensor = value.to(engine.device.where)
+        self.lent = Lent(param, value.to(engine.device.where))
         self._digest = self._hash()
 
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The value as it is now."""
+        return self.lent.tensor.detach()
+
     def _hash(self) -> bytes:
-        flat = self.tensor.detach().cpu().contiguous().view(-1)
+        flat = self.tensor.cpu().contiguous().view(-1)
         return hashlib.blake2b(flat.view(torch.uint8).numpy() if flat.numel() else b"").digest()
 
     def is_edited(self) -> bool:

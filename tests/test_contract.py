@@ -781,7 +781,9 @@ def test_full_params_gives_the_values(home, dtype, tmp_path):
             assert set(params) == expected, what
             for name, param in params.items():
                 assert torch.equal(param, values[name if name != "head.weight" else "tokens.weight"].detach()), name
-                assert not param.requires_grad
+                assert param.requires_grad  # what is computed from it trains
+        with torch.no_grad(), infinity.full_params(model, asked) as params:
+            assert not any(param.requires_grad for param in params.values())
 
 
 def test_full_params_refuses_unknown_names(tmp_path):

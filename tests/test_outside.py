@@ -160,3 +160,131 @@ def test_forgetting_zero_grad_in_ones_own_loop_still_raises(tmp_path: Path):
     optimizer.step()
     with pytest.raises(infinity.UsageError, match="zero_grad"):
         model(torch.ones(1, 8)).sum().backward()
+
+
+# --- full_params ---
+
+
+class Penalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+WAYS = {
+    "its dictionary": lambda model, params: sum(value.square().sum() for value in params.values()),
+    "the module's own": lambda model, params: sum(value.square().sum() for value in model.body.parameters()),
+    "both": lambda model, params: (model.body[0].weight * params["body.2.weight"]).sum() + model.body[1].bias.norm(),
+    "functions of torch": lambda model, params: torch.stack([model.body[0].bias, params["body.1.bias"]]).sum().exp(),
+    "a norm of all": lambda model, params: torch.stack([value.norm() for value in model.parameters()]).norm(),
+    "its data, which is a constant": lambda model, params: (model.body[0].weight.detach() * model.body[0].weight).sum(),
+}
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("when", ["inside", "afterwards", "alone"])
+def test_what_is_computed_inside_full_params_trains(when, way, home, tmp_path):
+    """Method: a penalty of the weights in the loss, or as the loss; the backward inside the block, or after it."""
+    def step(model, optimizer, params, leave) -> torch.Tensor:
+        penalty = 0.01 * WAYS[way](model, params)
+        loss = penalty if when == "alone" else model(torch.randn(4, 16)).square().mean() + penalty
+        leave()
+        loss.backward()
+        return loss
+
+    def run(config: dict | None) -> tuple[list[float], dict]:
+        torch.manual_seed(0)
+        model = Penalised()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if config:
+            model, optimizer = infinity.wrap_model(model, optimizer, config)
+        losses = []
+        for at in range(3):
+            torch.manual_seed(at)
+            if config is None:
+                loss = step(model, optimizer, dict(model.named_parameters()), lambda: None)
+            else:
+                block = infinity.full_params(model)
+                ended = []
+
+                def leave(block=block, ended=ended):
+                    if when == "afterwards" and not ended:
+                        block.__exit__(None, None, None)
+                        ended.append(True)
+
+                loss = step(model, optimizer, block.__enter__(), leave)
+                if not ended:
+                    block.__exit__(None, None, None)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+    losses, state = run(at_home(home, home, tmp_path))
+    expected = run(None)
+    assert losses == expected[0] and differing(state, expected[1]) == []
+
+
+@pytest.mark.parametrize("home", ["host", "nvme"])
+@pytest.mark.parametrize("through", ["dictionary", "module"])
+def test_edits_through_either_land_with_writeback_and_are_refused_without(through, home, tmp_path):
+    model, _ = infinity.wrap_model(Penalised(), None, at_home(home, home, tmp_path) | {"optimizer": "auto"})
+    name, param = "body.1.weight", model.body[1].weight
+    before = model.state_dict()[name].clone()
+
+    def edit(params) -> None:
+        with torch.no_grad():
+            target = params[name] if through == "dictionary" else param
+            assert target.mul_(2) is target
+            target[0, 0] = 7.0
+            target.data[0, 1] = 8.0
+
+    with pytest.raises(infinity.UsageError, match="without writeback"):
+        with infinity.full_params(model, ["body.1"]) as params:
+            edit(params)
+            assert torch.equal(params[name].detach(), param.detach())
+    assert torch.equal(model.state_dict()[name], before)
+    with infinity.full_params(model, ["body.1"], writeback=True) as params:
+        edit(params)
+    expected = before * 2
+    expected[0, 0], expected[0, 1] = 7.0, 8.0
+    assert torch.equal(model.state_dict()[name], expected)
+    with pytest.raises(infinity.UsageError, match="full_params"):
+        param.sum()  # at rest again
+
+
+@pytest.mark.parametrize("exception", [KeyboardInterrupt, ValueError])
+def test_after_a_block_that_raised_the_parameter_is_at_rest(exception, tmp_path):
+    model, _ = infinity.wrap_model(Penalised(), None, at_home("host", "host", tmp_path))
+    with pytest.raises(exception):
+        with infinity.full_params(model):
+            model.body[0].weight.sum()
+            raise exception
+    with pytest.raises(infinity.UsageError, match="full_params"):
+        model.body[0].weight.sum()
+
+
+def test_blocks_inside_each_other(tmp_path):
+    model, _ = infinity.wrap_model(Penalised(), None, at_home("host", "host", tmp_path))
+    with infinity.full_params(model, "body.0") as outer:
+        with infinity.full_params(model) as inner, torch.no_grad():
+            assert model.body[0].weight.data_ptr() == inner["body.0.weight"].data_ptr()
+        assert model.body[0].weight.data_ptr() == outer["body.0.weight"].data_ptr()
+        with pytest.raises(infinity.UsageError, match="full_params"):
+            model.body[1].weight.sum()
+
+
+def test_a_backward_of_values_that_a_step_has_changed_raises(tmp_path):
+    model = Penalised()
+    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), at_home("host", "host", tmp_path))
+    with infinity.full_params(model) as params:
+        penalty = sum(value.square().sum() for value in params.values())
+    model(torch.ones(1, 16)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(infinity.UsageError, match="before that"):
+        penalty.backward()
