@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .pretrained import save_pretrained
     from .wrap import full_params, unwrap_model, wrap_model
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CapacityError",
     "Config",

@@ -2,7 +2,8 @@
 
 A checkpoint folder holds ``manifest.json`` and one folder ``infinity-<random>`` of data files, new at every save. A save writes its
 data, syncs it, and then replaces the manifest in one rename; until then the old manifest names the old data, which
-is removed afterwards. So whatever happens, the manifest names data that is whole.
+is removed afterwards. So whatever happens, the manifest names data that is whole. Who may write, and what is read while
+others write: :mod:`infinity.checkpoint_folder`.
 
 Tensors are stored per parameter, under its name:  ``weight/<name>`` in the dtype the model computes in,
 ``master/<name>`` (low halves or fp32) where there is one, ``exp_avg/<name>`` and ``exp_avg_sq/<name>``.
@@ -19,11 +20,10 @@ import json
 import math
 import os
 import random
-import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,10 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from . import native
+from .checkpoint_folder import DATA_NAME, OF_READERS, reading, remove_data, writing
 from .collectives import Peers
 from .engine import Engine
-from .errors import CorruptionError, InfinityError, StorageError, UsageError
+from .errors import CorruptionError, InfinityError, PeerError, StorageError, UsageError
 from .gradients import GradState
 from .materialize import overwrite
 from .optimizer import InfinityOptimizer
@@ -47,7 +48,6 @@ from .wrap import engine_of
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-DATA_NAME = re.compile(r"infinity-[0-9a-f]{12}")
 PARTS = "DCP_SHARDING_INFO"  # in a file's header: tensor -> {"saved_offsets": [its first element]}
 SAVED = [name for name in ARRAYS if name != "grad"]
 
@@ -64,7 +64,7 @@ def save_checkpoint(
         Anything of dicts, lists, numbers, strings, None and tensors; :func:`load_checkpoint` returns it.
 
     One unit at a time is in memory. Returns when everything is on the disk. Raises StorageError with the old
-    checkpoint as it was.
+    checkpoint as it was, UsageError while another process saves to that folder.
     """
     engine = _engine_of(model, optimizer)
     with engine.using(), engine.peers.together("save_checkpoint"):
@@ -95,15 +95,47 @@ def _save(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.O
     tensors |= {f"unmanaged/{name}": param.detach().clone() for name, param in _unmanaged(model).items()}
     for rank, states in enumerate(peers.collect(_random_state_tensors(), "random state")):
         tensors |= {f"random/{rank}/{name}": state for name, state in states.items()}
-    data = root / content["data"]
     published = False
     try:
-        data.mkdir(parents=True, exist_ok=not peers.alone)
-        files = _write_units(engine, data) if peers.writes else {}
-        everyones = peers.collect(files, "the files of a checkpoint")
+        with writing(root) if peers.is_first else nullcontext():
+            _write_data(root / content["data"], engine, content, tensors)
+            if peers.is_first:
+                os.replace(root / content["data"] / MANIFEST, root / MANIFEST)
+                published = True  # from here on the new data is the checkpoint, whatever fails
+                _sync_folder(root)
+                remove_data(root, keep=content["data"])
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        state = "is written, but may not be on the disk yet" if published else "was not written; the old one stands"
+        raise StorageError(
+            error.errno, f"checkpoint {root} {state}: {os.strerror(error.errno or 0)}", str(error.filename or root)
+        ) from error
+
+
+def _write_data(data: Path, engine: Engine, content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Writes everything of a checkpoint, and its manifest beside the data. Of ranks the first one removes what a failed save has
+    written, when all of them have stopped writing."""
+    peers = engine.peers
+    try:
+        failure, files = None, {}
+        try:
+            data.mkdir(parents=True, exist_ok=not peers.alone)
+            files = _write_units(engine, data) if peers.writes else {}
+        except OSError as error:
+            if peers.alone:
+                raise
+            failure = error
+        told = None if failure is None else f"{failure.strerror or failure} ({failure.filename or data})"
+        everyones = peers.collect((peers.world_rank, files, told), "the files of a checkpoint")
+        if failure is not None:
+            raise failure
+        for rank, _, why in everyones:
+            if why is not None:
+                raise PeerError(f"rank {rank} could not write its part of the checkpoint {data.parent}: {why}. The old one stands.")
         if peers.is_first:
-            content["files"] = {name: entry for of_one in everyones for name, entry in of_one.items()}
-            content["files"]["other.safetensors"] = _write_tensors(data / "other.safetensors", tensors)
+            content["files"] = {name: entry for _, of_one, _ in everyones for name, entry in of_one.items()}
+            content["files"][OF_READERS] = _write_tensors(data / OF_READERS, tensors)
             if missing := [name for name in content["files"] if not (data / name).exists()]:
                 raise StorageError(
                     errno.ENOENT, f"{missing[0]}, which another rank wrote, is not there: all ranks must see the same folder",
@@ -111,21 +143,10 @@ def _save(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.O
                 )  # fmt: skip
             _write_synced(data / MANIFEST, _seal(content))
             _sync_folder(data)
-            os.replace(data / MANIFEST, root / MANIFEST)
-            published = True  # from here on the new data is the checkpoint, whatever fails
-            _sync_folder(root)
-            for old in root.iterdir():
-                if DATA_NAME.fullmatch(old.name) and old.name != data.name:
-                    shutil.rmtree(old, ignore_errors=True)
-    except BaseException as error:
-        if not published and peers.is_first:
+    except BaseException:
+        if peers.is_first:
             shutil.rmtree(data, ignore_errors=True)
-        if not isinstance(error, OSError) or isinstance(error, StorageError):
-            raise
-        state = "is written, but may not be on the disk yet" if published else "was not written; the old one stands"
-        raise StorageError(
-            error.errno, f"checkpoint {root} {state}: {os.strerror(error.errno or 0)}", str(error.filename or root)
-        ) from error
+        raise
 
 
 def _token(peers: Peers) -> str:
@@ -262,18 +283,40 @@ def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.
     """
     engine = _engine_of(model, optimizer)
     with engine.using(repairing=True), engine.peers.together("load_checkpoint"):
-        return _load(Path(path), engine, model, optimizer)
+        with checkpoint_of(Path(path), engine.peers) as (manifest, data):
+            return _load(manifest, data, engine, model, optimizer)
 
 
-def _load(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
-    manifest = read_manifest(root)
+@contextmanager
+def checkpoint_of(root: Path, peers: Peers) -> Iterator[tuple[dict[str, Any], Path]]:
+    """The manifest of the checkpoint in ``root`` and its data, which stays as it is until the block ends: a save may replace the
+    checkpoint meanwhile. All ranks get the same one."""
+    found: dict[str, Any] = {}
+
+    def read_name() -> str:
+        found.update(manifest=read_manifest(root))
+        return found["manifest"]["data"]
+
+    with reading(root, read_name) as data:
+        first = peers.collect(found["manifest"], "the checkpoint to load")[0]
+        if first["data"] == data.name:
+            yield found["manifest"], data
+            peers.meet(f"having read {data.name}, with which this rank is done")
+            return
+        with reading(root, lambda: first["data"]) as data:  # a save came between: the first rank holds the older one
+            yield first, data
+            peers.meet(f"having read {data.name}, with which this rank is done")
+
+
+def _load(
+    manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> Any:
     rank = engine.peers.data_rank
     try:
-        data = root / manifest["data"]
         _check_parameters(engine, manifest["parameters"])
         for name, entry in manifest["files"].items():
             check_file(data / name, entry)
-        other = {key: tensor for key, _, tensor in read_parts(data / "other.safetensors")}
+        other = {key: tensor for key, _, tensor in read_parts(data / OF_READERS)}
         groups, extra = _decode(manifest["groups"], other), _decode(manifest["extra"], other)
         _check_complete(engine, manifest, data)
         # A rank that did not exist then goes on with the generators it has.
@@ -286,7 +329,7 @@ def _load(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.O
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         # Its checksum is right, so it was written like this: by something else, or by another version.
-        raise CorruptionError(f"{root / MANIFEST} does not describe a checkpoint: {error!r}") from error
+        raise CorruptionError(f"{data.parent / MANIFEST} does not describe a checkpoint: {error!r}") from error
 
     engine.peers.meet(f"loading {manifest['data']}, which every rank can")
     engine.settle()
@@ -353,6 +396,8 @@ def read_manifest(root: Path) -> dict[str, Any]:
         raise CorruptionError(f"{path} was changed: its checksum is not the one it was written with")
     if content.get("format") != FORMAT:
         raise UsageError(f"{path} has format {content.get('format')}, this version reads {FORMAT}")
+    if not isinstance(content.get("data"), str) or not DATA_NAME.fullmatch(content["data"]):
+        raise CorruptionError(f"{path} names data that is not beside it: {str(content.get('data'))[:80]!r}")
     return content
 
 

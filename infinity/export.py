@@ -14,7 +14,9 @@ import torch
 from safetensors import safe_open
 
 from . import native
-from .checkpoint import check_file, list_parts, read_manifest, read_parts
+from .checkpoint import check_file, checkpoint_of, list_parts, read_parts
+from .checkpoint_folder import OF_READERS
+from .collectives import Peers
 from .errors import ConfigError, CorruptionError
 from .pretrained import Source, write_sources
 
@@ -36,8 +38,11 @@ def export(
     """
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f"{model} has no config.json: give the folder that the model came from")
-    manifest = read_manifest(checkpoint)
-    data = checkpoint / manifest["data"]
+    with checkpoint_of(checkpoint, Peers()) as (manifest, data):
+        return _export(manifest, data, folder, dtype=dtype, model=model)
+
+
+def _export(manifest: dict[str, Any], data: Path, folder: Path, *, dtype: torch.dtype | None, model: Path | None) -> dict[str, int]:
     for name, entry in manifest["files"].items():
         check_file(data / name, entry)
     parts = _Parts(data, manifest)
@@ -45,7 +50,7 @@ def export(
     for name, told in manifest["parameters"].items():
         kind = dtype or getattr(torch, told["dtype"])
         sources[name] = _numel(told) * kind.itemsize, _reader(parts, name, told, kind)
-    other = {key: tensor for key, _, tensor in read_parts(data / "other.safetensors")}
+    other = {key: tensor for key, _, tensor in read_parts(data / OF_READERS)}
     kept = [f"buffer/{name}" for name in manifest["persistent_buffers"]]
     kept += [key for key in other if key.startswith("unmanaged/")]
     for key in kept:

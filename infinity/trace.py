@@ -8,6 +8,7 @@ lane    what happens at one place: an edge, the forward, the optimizer; work tha
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from .errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 EDGES = ("nvme->host", "host->nvme", "host->device", "device->host")
 COLLECTIVES = ("all-gather", "all-gather in node", "reduce-scatter")
@@ -33,7 +36,7 @@ class Timeline:
             self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(f"trace={os.fspath(path)!r} cannot be written: {error.strerror}") from error
-        self._pid = os.getpid()
+        self._pid, self._path = os.getpid(), os.fspath(path)
         self._origin = time.perf_counter()
         self._rows: dict[str, list[float]] = {lane: [] for lane in LANES}  # when each row of the lane is free again
         self._lines = ["["]
@@ -73,9 +76,10 @@ class Timeline:
         try:
             while data:
                 data = data[os.write(self._descriptor, data) :]
-        except OSError:
+        except OSError as error:
             os.close(self._descriptor)
             self._descriptor = None
+            logger.warning("the trace %s ends here: %s. The training goes on.", self._path, os.strerror(error.errno or 0))
 
     def close(self) -> None:
         """Ends the file: from here on it is a whole JSON array."""

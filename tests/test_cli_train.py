@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 import infinity.cli  # noqa: E402
-from infinity.cli import job, model, settings, text  # noqa: E402
+from infinity.cli import job, model, places, settings, text  # noqa: E402
 from infinity.errors import ConfigError  # noqa: E402
 
 TINY = {
@@ -460,3 +461,77 @@ def test_scalars_that_cannot_be_written_are_refused(place, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert run(tensorboard="elsewhere") == 2
     assert "pip install tensorboard" in capsys.readouterr().err
+
+
+# --- where results go ---
+
+
+def test_a_checkpoint_that_is_there_is_not_replaced_unless_told(place, report, capsys):
+    """Method: a job, the same again (refused, with the checkpoint as it was), with --overwrite, and with --resume."""
+    report(checkpoint="saved")
+    before = (Path("saved") / "manifest.json").read_bytes()
+    assert run(checkpoint="saved") == 2
+    said = capsys.readouterr().err
+    assert "saved holds a checkpoint already" in said and "--overwrite" in said and "--resume" in said
+    assert (Path("saved") / "manifest.json").read_bytes() == before
+    assert run("--overwrite", "--resume", checkpoint="saved") == 2
+    assert "give one of them" in capsys.readouterr().err
+    assert run("--overwrite", checkpoint="saved") == 0
+    assert (Path("saved") / "manifest.json").read_bytes() != before
+    assert run("--resume", checkpoint="saved") == 0
+
+
+@pytest.mark.parametrize("option", ["out", "checkpoint"])
+def test_a_place_that_cannot_be_written_is_found_before_the_training(place, capsys, option):
+    """Method: a folder of a file system that takes no files, below a file, and a file."""
+    Path("file").write_text("mine")
+    for folder in ("/proc/infinity/results", "file/below", "file"):
+        assert run(**{option: folder}) == 2
+        said = capsys.readouterr().err
+        assert f"--{option} {folder}" in said and "held-out" not in said and "Traceback" not in said, said
+    assert Path("file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("option", ["out", "checkpoint"])
+def test_a_place_that_is_too_small_is_found_before_the_training(place, capsys, monkeypatch, option):
+    """Method: the disk says that 10 kB are free; the refusal has both numbers, and no step was made."""
+    monkeypatch.setattr(places.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10_000, total=10**12))
+    assert run(**{option: "results"}) == 2
+    said = capsys.readouterr().err
+    assert f"--{option} results" in said and "9.8 KiB is free" in said and "held-out" not in said, said
+    assert not Path("results").exists()
+
+
+# --- what is not installed ---
+
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocked())
+from infinity.cli import main
+sys.exit(main({argv!r}))
+"""
+
+
+@pytest.mark.parametrize(("argv", "blocked", "said"), [
+    (["plan", "--model", "model.json"], ["transformers"], "pip install transformers rich"),
+    (["train"], ["transformers"], "pip install transformers rich"),
+    (["train"], ["rich"], "pip install transformers rich"),
+    (["plan", "--model", "model.json"], ["torch"], "pip install 'torch>=2.10'"),
+    (["env"], ["torch"], "pip install 'torch>=2.10'"),
+    (["bench", "io"], ["torch"], "pip install 'torch>=2.10'"),
+    (["train"], ["torch"], "pip install 'torch>=2.10'"),
+])  # fmt: skip
+def test_what_is_not_installed_is_one_line(tmp_path, argv, blocked, said):
+    (tmp_path / "model.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}')
+    done = subprocess.run([sys.executable, "-c", BLOCKED.format(blocked=blocked, argv=argv)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_the_version_is_told(capsys):
+    assert infinity.cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"infinity {infinity.__version__}"

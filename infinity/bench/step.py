@@ -80,7 +80,7 @@ def measure(settings: Settings) -> Measured:
     try:
         import transformers  # noqa: F401
     except ImportError:
-        return Measured([], ["step: transformers is not installed (pip install 'infinity[train]')"])
+        return Measured([], ["step: transformers is not installed (pip install transformers rich)"])
     layers = max(2, round(16 * settings.scale))
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(0, 256, TOKENS, generator=generator) for _ in range(STEPS * (1 + settings.rounds))]

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from .. import __version__
 from ..errors import InfinityError
 
 SUBCOMMANDS = ("bench", "env", "export", "plan", "trace", "train")
@@ -37,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="infinity",
         description="Train PyTorch models with all the memory a machine has: GPU, CPU and NVMe.",
     )
+    parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     subparsers = parser.add_subparsers(dest="subcommand", metavar="<subcommand>", required=True)
     for name in SUBCOMMANDS:
         _module(name).add_parser(subparsers)
@@ -56,6 +58,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"infinity {args.subcommand}: {error}", file=sys.stderr)
         return BAD_INPUT_STATUS
+    except ImportError as error:
+        if os.environ.get("INFINITY_TRACEBACK") == "1":
+            raise
+        print(f"infinity {args.subcommand}: {_missing(error)}", file=sys.stderr)
+        return BAD_INPUT_STATUS
     except KeyboardInterrupt:
         print(f"infinity {args.subcommand}: interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
+
+
+def _missing(error: ImportError) -> str:
+    """What is not installed, and how to get it."""
+    name = (error.name or "").partition(".")[0]
+    if name in ("transformers", "rich"):
+        return f"{name} is needed for this and is not installed: pip install transformers rich"
+    if name == "torch":
+        return "torch is not installed: pip install 'torch>=2.10'"
+    if name == "infinity":
+        return f"{error}. The native core is not built for this Python: pip install . in the project's folder (a C++17 compiler is needed)"
+    return f"{error}" + (f": pip install {name}" if name else "")

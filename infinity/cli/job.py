@@ -243,13 +243,6 @@ def save_checkpoint(job: Job) -> None:
     infinity.save_checkpoint(job.checkpoint, job.model, job.optimizer, extra=extra)
 
 
-def has_checkpoint(folder: Path | None) -> bool:
-    """Whether a save was ever completed there; one that was killed leaves data but no manifest."""
-    from ..checkpoint import MANIFEST
-
-    return folder is not None and (folder / MANIFEST).is_file()
-
-
 def resume(job: Job) -> None:
     """Puts the job where its checkpoint was; raises `UsageError` where the options would continue another job."""
     extra = infinity.load_checkpoint(job.checkpoint, job.model, job.optimizer)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .places import check_writable
 
 HOMES = ("auto", "device", "host", "nvme")
 DEFAULT_SEQUENCE_LENGTH = 256
@@ -76,6 +77,8 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     add("--weight-decay", type=_zero_or_more, default=0.1, help="of weight matrices (default 0.1)")
     add("--warmup-steps", type=_count, default=10, metavar="N", help="linear warm-up, then cosine (default 10)")
     add("--max-grad-norm", type=_positive_float, metavar="NORM", help=f"clip to it (default {DEFAULT_MAX_GRAD_NORM})")
+    add("--device", metavar="DEVICE", help='what computes: "cuda", "cuda:1" or "cpu" (default: cuda where there is one)')
+    add("--timeout", type=_positive_float, metavar="SECONDS", help="under torchrun, how long a rank waits for the others (default: torch's)")
     add("--seed", type=_count, default=0, help="of fresh weights, batches, dropout and the sample (default 0)")
     add("--threads", type=_positive, metavar="N", help="torch's compute threads (default: torch's choice)")
 
@@ -86,6 +89,7 @@ def _add_result_options(group: argparse._ArgumentGroup) -> None:
     add("--checkpoint", type=Path, metavar="FOLDER", help="keep the last resumable checkpoint here, the final one too")
     add("--checkpoint-every", type=_positive, default=50, metavar="N", help="steps (default 50)")
     add("--resume", action="store_true", help="continue from --checkpoint bit for bit; without one start fresh")
+    add("--overwrite", action="store_true", help="start fresh though --checkpoint has one, which is replaced")
     add("--eval-batches", type=_positive, default=4, metavar="N", help="held-out batches (default 4)")
     add("--prompt", metavar="TEXT", help="start of the sample (default: the start of the held-out text)")
     add("--sample-bytes", type=_count, default=200, metavar="N", help="bytes or tokens to sample (default 200)")
@@ -124,17 +128,29 @@ def _zero_or_more(text: str) -> float:
     return _bounded(text, float, 0.0, "0 or more")
 
 
+def has_checkpoint(folder: Path | None) -> bool:
+    """Whether a save was ever completed there; one that was killed leaves data but no manifest."""
+    return folder is not None and (folder / "manifest.json").is_file()
+
+
 def check_options(args: argparse.Namespace) -> None:
     """What can be refused without reading the data or building the model."""
     if args.model is not None:
         _check_model_path(args.model)
     if args.resume and args.checkpoint is None:
         raise ConfigError("--resume has nowhere to look. Add --checkpoint FOLDER.")
+    if args.resume and args.overwrite:
+        raise ConfigError("--resume continues a checkpoint and --overwrite replaces it: give one of them.")
     if args.seed >= 2**63:
         raise ConfigError(f"--seed {args.seed} does not fit 63 bits.")
     for name, folder in (("--out", args.out), ("--checkpoint", args.checkpoint)):
-        if folder is not None and folder.exists() and not folder.is_dir():
-            raise ConfigError(f"{name} {folder} is a file. Give a folder, existing or new.")
+        if folder is not None:
+            check_writable(name, folder)
+    if has_checkpoint(args.checkpoint) and not (args.resume or args.overwrite):
+        raise ConfigError(
+            f"{args.checkpoint} holds a checkpoint already. Continue it with --resume, replace it with --overwrite, or give "
+            "--checkpoint another folder."
+        )
     if args.out is not None and args.model is not None and args.out.resolve() == args.model.resolve():
         raise ConfigError(f"--out {args.out} is the folder of --model and would overwrite it. Give another folder.")
 

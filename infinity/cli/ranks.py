@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 
 from ..errors import ConfigError
@@ -14,15 +15,17 @@ from ..errors import ConfigError
 class Ranks:
     """The process group of the job. Alone, nothing is started and nothing is said."""
 
-    def __init__(self) -> None:
-        """Joins the others where torchrun says there are some. Raises ConfigError where they do not come together."""
+    def __init__(self, timeout_seconds: float | None = None) -> None:
+        """Joins the others where torchrun says there are some. ``timeout_seconds``: how long one waits for the others (None: torch's
+        half an hour). Raises ConfigError where they do not come together."""
         self.count = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
         self.rank = int(os.environ["RANK"]) if self.count > 1 else 0
         if self.count > 1:
             import torch.distributed as dist
 
             try:
-                dist.init_process_group("gloo")
+                timeout = None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
+                dist.init_process_group("gloo", timeout=timeout)
             except (RuntimeError, ValueError) as error:
                 raise ConfigError(f"the {self.count} ranks that torchrun announced do not come together: {error}") from error
 

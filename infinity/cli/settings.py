@@ -37,6 +37,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         "activations": args.activations,
         "shard": getattr(args, "shard", None),  # `infinity plan` is for one process
         "micro_batch": args.micro_batch,
+        "device": getattr(args, "device", None),
         "trace": args.trace and str(args.trace),
         "master": args.master,
         "moments": args.moments,

@@ -2,6 +2,7 @@
 
 Here is the order of things; each noun has its file. Every module imports only those above it:
 
+  places                      where results go
   text, options, interrupt    what is learned from; what the command line takes; a signal, until a step is complete
   ranks                       the processes that torchrun started
   settings, model             the engine's options; the model as transformers has it
@@ -22,7 +23,7 @@ from ..errors import ConfigError
 from ..tiers import parse_nbytes
 from .compute import compute_time
 from .interrupt import Interrupt
-from .job import EdgeCounts, Job, has_checkpoint, held_out_loss, make_job, resume, train
+from .job import EdgeCounts, Job, held_out_loss, make_job, resume, train
 from .model import (
     build_model,
     check_vocabulary,
@@ -33,12 +34,13 @@ from .model import (
     read_model_config,
     read_tokenizer,
 )
-from .options import add_options, check_options
+from .options import add_options, check_options, has_checkpoint
+from .places import check_room
 from .progress import ProgressBar, ProgressLines, Scalars, make_progress
 from .ranks import Ranks
 from .report import make_report, measure_disks, predict_step, print_report
 from .sample import printable, sample
-from .settings import engine_config, engine_settings
+from .settings import engine_config, engine_settings, training_state_nbytes
 from .text import Batches, TextFiles, find_text_files, read_corpus
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """The whole job; returns the exit status. Bad input raises before the model is built."""
     check_options(args)
-    ranks = Ranks()
+    ranks = Ranks(args.timeout)
     try:
         return _run(args, ranks)
     finally:
@@ -100,6 +102,8 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         checkpointing=args.gradient_checkpointing,
     )  # fmt: skip
     with no_cache(model):
+        if ranks.is_first:
+            _check_room(args, model, config)
         job = make_job(args, model, batches, config, ranks)
         predicted = predict_step(job, config, compute.seconds * args.accumulate)
         console.print(f"predicted: {predicted:.3f} s per step ({compute.how} on this machine)")
@@ -140,7 +144,7 @@ def _prepare(args: argparse.Namespace, ranks: Ranks) -> Console:
         import transformers
         from rich.console import Console
     except ImportError as error:
-        raise ConfigError(f"{error}: `infinity train` needs it. pip install 'infinity-engine[train]'") from None
+        raise ConfigError(f"{error}: `infinity train` needs it. pip install transformers rich") from None
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -153,6 +157,17 @@ def _make_batches(args: argparse.Namespace, files: TextFiles, sequence_length: i
     limit_nbytes = parse_nbytes(args.data_limit, "--data-limit")
     corpus = read_corpus(files, sequence_length=sequence_length, limit_nbytes=limit_nbytes, tokenizer=tokenizer)
     return Batches(corpus=corpus, batch_size=args.batch_size, sequence_length=sequence_length, seed=args.seed)
+
+
+def _check_room(args: argparse.Namespace, model: Any, config: infinity.Config) -> None:
+    """Raises CapacityError where what the job will save does not fit."""
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if args.out is not None:
+        check_room("--out", args.out, weights, "the trained model")
+    if args.checkpoint is not None:
+        state = training_state_nbytes(model, config)
+        both = "a checkpoint" if not has_checkpoint(args.checkpoint) else "the next checkpoint, while the old one is there,"
+        check_room("--checkpoint", args.checkpoint, state, both)
 
 
 def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
@@ -169,7 +184,7 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
     if args.resume:
         console.print(f"No checkpoint in {args.checkpoint}: starting fresh")
     elif has_checkpoint(args.checkpoint):
-        console.print(f"Starting fresh; the checkpoint in {args.checkpoint} will be replaced (--resume continues it)")
+        console.print(f"Starting fresh; the checkpoint in {args.checkpoint} will be replaced")
     job.loss_before = held_out_loss(job.model, job.held_out)
     console.print(f"held-out loss {job.loss_before:.4f}")
 

@@ -62,6 +62,6 @@ def find(path: str, nbytes: int) -> DeepSpeedAio | str:
 
         return DeepSpeedAio(AsyncIOBuilder().load(verbose=False), path, nbytes)
     except ImportError:
-        return "not installed (pip install 'infinity[peers]')"
+        return "not installed (pip install deepspeed)"
     except Exception as error:  # its build fails in many ways
         return f"its async I/O does not build or run here ({str(error)[:100]!r})"

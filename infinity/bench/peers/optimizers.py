@@ -52,7 +52,7 @@ def _find_deepspeed(count: int, *, whole_job: bool, factor: float) -> AdamWJob |
 
         return AdamWJob(make, count, whole_job=whole_job, factor=factor)
     except ImportError:
-        return "not installed (pip install 'infinity[peers]')"
+        return "not installed (pip install deepspeed)"
     except Exception as error:  # its build fails in many ways
         return f"its CPU Adam does not build here ({str(error)[:100]!r})"
 
