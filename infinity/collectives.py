@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import farewell
 from .errors import ConfigError, InfinityError, PeerError, UsageError
 from .trace import Traffic
 
@@ -73,6 +74,8 @@ class Pending:
 
 
 def _lost(what: str, error: BaseException) -> PeerError:
+    if known := farewell.told():
+        return PeerError(f"rank {dist.get_rank()} lost its peers at '{what}': {known}")
     text = str(error).strip().splitlines() or [type(error).__name__]
     return PeerError(
         f"rank {dist.get_rank()} lost its peers at '{what}': {text[0]} A rank has ended, or did not come within the process "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import numa
+from . import farewell, numa
 from .collectives import Channel, Peers
 from .errors import ConfigError
 from .trace import Traffic
@@ -40,6 +40,7 @@ def peers_of(mesh: Any, *, traffic: Traffic) -> Peers:
     rows = rank_rows(mesh)  # [replicas, slices]
     if rows.numel() == 1:
         return Peers(traffic=traffic)
+    farewell.join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
     peers = Peers(local_size=_local_size(), traffic=traffic)
     peers.allowed_processors = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), peers.local_size)
     me = dist.get_rank()

@@ -622,6 +622,14 @@ def one_falls(how: str, folder: str, steps: int = 50) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "raises":
             raise ValueError("the user's own")
+        elif how == "raises in a forward":
+            model.blocks[1].register_forward_pre_hook(lambda *_: {}["no such key"])
+        elif how == "raises in a backward":
+            model.blocks[1].register_full_backward_hook(lambda *_: 1 / 0)
+        elif how == "is interrupted":
+            raise KeyboardInterrupt
+        elif how == "has no memory":
+            model.blocks[1].register_forward_hook(lambda *_: (_ for _ in ()).throw(MemoryError("2 GiB of 1 GiB")))
         elif how == "hangs":
             time.sleep(600)
         elif how == "disk":
@@ -665,7 +673,7 @@ def main() -> None:
         try:
             result = function(**arguments)
         except Exception as error:  # noqa: BLE001 - the test looks at it
-            traceback.print_exc()
+            sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a script that does not catch it
             result = Failed(type(error).__name__, str(error), traceback.format_exc())
             fatal = True
         (folder / f"{name.replace(':', '-')}.{rank}").write_bytes(pickle.dumps(result))

@@ -18,7 +18,7 @@ PACKAGE = Path(infinity.__file__).parent
 
 # Lowest first. `bench` and `cli` are whole folders.
 FLOORS = [
-    ["errors", "guard", "replaced", "numa", "processors", "speculation", "lookahead", "journal"],
+    ["errors", "farewell", "guard", "replaced", "numa", "processors", "speculation", "lookahead", "journal"],
     ["tiers", "layout", "native", "partition", "trace", "logits", "checkpoint_folder"],
     ["rules"],
     ["ledger"],

@@ -22,7 +22,10 @@ from ranks import Failed, launch, run_torchrun
 
 
 @pytest.mark.parametrize(("how", "told"), [
-    ("killed", "lost its peers"), ("raises", "lost its peers"), ("disk", "rank 1 failed: CorruptionError"), pytest.param("hangs", "lost its peers", marks=pytest.mark.slow),
+    ("killed", "without a reason: it was killed"), ("raises", "rank 1 failed: ValueError: the user's own"),
+    ("raises in a forward", "rank 1 failed: KeyError: 'no such key'"), ("raises in a backward", "rank 1 failed: ZeroDivisionError"),
+    ("has no memory", "rank 1 failed: MemoryError: 2 GiB of 1 GiB"), ("is interrupted", "rank 1 failed: KeyboardInterrupt"),
+    ("disk", "rank 1 failed: CorruptionError"), pytest.param("hangs", "lost its peers", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_rank_that_falls_ends_the_job_on_all(tmp_path, how, told):
     """Rank 1 of 2 is killed, raises, reads a damaged disk or hangs: rank 0 ends with a PeerError that tells, soon, and the

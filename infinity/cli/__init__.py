@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from .. import __version__
+from .. import __version__, farewell
 from ..errors import InfinityError
 
 SUBCOMMANDS = ("bench", "env", "export", "plan", "trace", "train")
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (InfinityError, OSError) as error:
         if os.environ.get("INFINITY_TRACEBACK") == "1":
             raise
+        farewell.leave(error)
         print(f"infinity {args.subcommand}: {error}", file=sys.stderr)
         return BAD_INPUT_STATUS
     except ImportError as error:
