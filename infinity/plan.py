@@ -13,12 +13,10 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 
-import psutil
 import torch
 
-from . import native
+from . import limits, native
 from .config import Config
 from .device import Device
 from .errors import CapacityError, ConfigError
@@ -158,7 +156,7 @@ def make_plan(
             "be updated before. Use shard='gradients', or leave speculate=False."
         )
     device = device or Device(torch.device("cpu"), Traffic())
-    budgets = {tier: _budget(tier, config, free, device) for tier in Tier}
+    budgets = _Budgets(config, free, device)
     least: MemoryPlan | None = None
     fitting: list[MemoryPlan] = []
     for params, optimizer in _homes(config, device, stepped=any(shard.spec.stepped for unit in units for shard in unit.shards)):
@@ -169,12 +167,12 @@ def make_plan(
         for grad in grads:
             for choice in LADDER:
                 plan = _plan(units, config, params, optimizer, grad, choice, held_nbytes, device)
-                if all(plan.planned_nbytes(tier) <= budgets[tier] for tier in Tier):
+                if not budgets.over(plan):
                     fitting.append(_use_the_rest(plan, units, config, budgets, device))
                     if config.speculate and not fitting[-1].drafted:
                         continue  # what looks less far ahead may leave room for that
                     break  # a less generous choice would cache a little more, and look less far ahead
-                if least is None or _excess(plan, budgets) < _excess(least, budgets):
+                if least is None or budgets.excess(plan) < budgets.excess(least):
                     least = plan
     if fitting:
         plan = min(fitting, key=lambda plan: (config.speculate and not plan.drafted, _cost(plan, units)))
@@ -183,8 +181,9 @@ def make_plan(
         return plan
     if least.planned_nbytes(Tier.NVME) and not config.nvme_paths:
         raise ConfigError("something has its home on NVMe, but nvme_paths is empty: name a folder on the disk to use")
-    tight = max(Tier, key=lambda tier: least.planned_nbytes(tier) - budgets[tier])
-    raise _too_small(least, tight, budgets[tight], config)
+    over = budgets.over(least)
+    tight = max(over, key=over.__getitem__)
+    raise _too_small(least, tight, budgets, config)
 
 
 def check_folders(config: Config) -> None:
@@ -199,7 +198,7 @@ TOGETHER = {"weights": ("weight",), "optimizer state": ("master", "exp_avg", "ex
 
 
 def _use_the_rest(
-    plan: MemoryPlan, units: Sequence[UnitSize], config: Config, budgets: dict[Tier, int], device: Device
+    plan: MemoryPlan, units: Sequence[UnitSize], config: Config, budgets: _Budgets, device: Device
 ) -> MemoryPlan:
     """What the budgets have left holds second copies of state, where updates are made ahead, and units of a slower home: for good where the home is "auto", as a cache where it is
     NVMe by name. It is always the same part, so it is there at every step."""
@@ -229,9 +228,9 @@ def _use_the_rest(
 class _Filling:
     """A plan on its way to using more of the faster tiers."""
 
-    def __init__(self, plan: MemoryPlan, units: Sequence[UnitSize], budgets: dict[Tier, int]):
+    def __init__(self, plan: MemoryPlan, units: Sequence[UnitSize], budgets: _Budgets):
         self._plan, self._units = plan, units
-        self._spare = {tier: budgets[tier] - plan.planned_nbytes(tier) for tier in Tier}
+        self._spare, self._shares = budgets.left(plan), budgets.shared is not None
         self._terms = {tier: dict(of_tier) for tier, of_tier in plan.terms.items()}
         self._placed: dict[str, dict[int, Tier]] = {}
         self._kept: dict[str, frozenset[int]] = {}
@@ -246,7 +245,7 @@ class _Filling:
         if chosen:
             self._terms[tier][what] = self._terms[tier].get(what, 0) + nbytes
             self._terms[home][what] -= nbytes
-            self._spare[home] += nbytes
+            self._take(home, -nbytes)
             for name in names:
                 self._placed.setdefault(name, {}).update(dict.fromkeys(chosen, tier))
 
@@ -312,12 +311,21 @@ class _Filling:
             if not needed or stays or (Tier.DEVICE in needed and not device.is_host):
                 continue
             charges = [(tier, "state of updates made ahead", nbytes) for tier, nbytes in needed.items()]
-            if all(needed.get(tier, 0) + checksums * (tier is Tier.HOST) <= self._spare[tier] for tier in Tier):
+            if self._has_room(needed | {Tier.HOST: needed.get(Tier.HOST, 0) + checksums}):
                 drafted.add(index)
                 for tier, what, nbytes in [*charges, (Tier.HOST, "checksums", checksums)]:
-                    self._spare[tier] -= nbytes
+                    self._take(tier, nbytes)
                     self._terms[tier][what] = self._terms[tier].get(what, 0) + nbytes
         self._plan = replace(self._plan, drafted=frozenset(drafted))
+
+    def _has_room(self, needed: Mapping[Tier, int]) -> bool:
+        """Whether all of ``needed`` fits at once."""
+        together = sum(needed.get(tier, 0) for tier in SHARED) if self._shares else 0
+        return all(nbytes <= self._spare[tier] for tier, nbytes in needed.items()) and together <= self._spare[Tier.HOST]
+
+    def _take(self, tier: Tier, nbytes: int) -> None:
+        for each in SHARED if self._shares and tier in SHARED else (tier,):
+            self._spare[each] -= nbytes
 
     def _plan_kept(self, index: int) -> set[str]:
         return {name for name, units in self._kept.items() if index in units}
@@ -331,7 +339,7 @@ class _Filling:
             placed = index in self._placed.get(names[0], ())
             tiled = tier is Tier.DEVICE and self._units[index].tile_nbytes
             if 0 < sizes[index] <= self._spare[tier] and not placed and not tiled:
-                self._spare[tier] -= sizes[index]
+                self._take(tier, sizes[index])
                 chosen.append(index)
         return chosen, sum(sizes[index] for index in chosen)
 
@@ -402,38 +410,55 @@ def _cost(plan: MemoryPlan, units: Sequence[UnitSize]) -> tuple[int, int]:
     return edges["nvme->host"] + edges["host->nvme"], edges["host->device"] + edges["device->host"]
 
 
-def _excess(plan: MemoryPlan, budgets: dict[Tier, int]) -> tuple[int, int]:
-    """How far a plan is from fitting: budgets that are too small, then bytes. The nearest one is worth an error."""
-    short = [plan.planned_nbytes(tier) - budgets[tier] for tier in Tier if plan.planned_nbytes(tier) > budgets[tier]]
-    return len(short), sum(short)
+SHARED = (Tier.DEVICE, Tier.HOST)  # one memory, where the processor computes
 
 
-def _budget(tier: Tier, config: Config, free: Mapping[Tier, int] | None, device: Device) -> int:
-    given = getattr(config, BUDGETS[tier])
-    if given is not None:
-        return given
-    return free[tier] if free is not None else measured_free(tier, config, device)
+class _Budgets:
+    """What the tiers may be charged. Where the processor computes, device and host are one memory: what is not given of them is
+    shared, or what the given one leaves."""
+
+    def __init__(self, config: Config, free: Mapping[Tier, int] | None, device: Device):
+        self._of = {tier: getattr(config, BUDGETS[tier]) for tier in Tier}
+        open_tiers = [tier for tier, given in self._of.items() if given is None]
+        for tier in open_tiers:
+            self._of[tier] = free[tier] if free is not None else measured_free(tier, config, device)
+        self.shared: int | None = None  # bytes of device and host together
+        if device.is_host and set(SHARED) <= set(open_tiers):
+            self.shared = self._of[Tier.HOST]
+
+    def __getitem__(self, tier: Tier) -> int:
+        return self._of[tier]
+
+    def over(self, plan: MemoryPlan) -> dict[Tier, int]:
+        """By how much ``plan`` is too large; empty where it fits."""
+        found = {tier: more for tier in Tier if (more := plan.planned_nbytes(tier) - self._of[tier]) > 0}
+        if self.shared is not None:
+            more = plan.planned_nbytes(Tier.DEVICE) + plan.planned_nbytes(Tier.HOST) - self.shared
+            if more > max(found.get(Tier.DEVICE, 0), found.get(Tier.HOST, 0)):
+                found[Tier.HOST] = more
+        return found
+
+    def excess(self, plan: MemoryPlan) -> tuple[int, int]:
+        """How far a plan is from fitting: budgets that are too small, then bytes. The nearest one is worth an error."""
+        over = self.over(plan)
+        return len(over), sum(over.values())
+
+    def left(self, plan: MemoryPlan) -> dict[Tier, int]:
+        """What ``plan`` leaves of every tier. Of a memory that two tiers share each has all of it."""
+        left = {tier: self._of[tier] - plan.planned_nbytes(tier) for tier in Tier}
+        if self.shared is not None:
+            left |= dict.fromkeys(SHARED, self.shared - sum(plan.planned_nbytes(tier) for tier in SHARED))
+        return left
 
 
 def measured_free(tier: Tier, config: Config, device: Device | None = None) -> int:
-    """Bytes free on ``tier`` now. Without a GPU the device is this machine's memory; of a GPU's a part is left to
-    activations."""
+    """Bytes of ``tier`` that a plan may use now. Without a GPU the device is this machine's memory. Of memory a part is left to what
+    the engine does not hold (:mod:`infinity.limits`); of a GPU's, to activations."""
     if tier is Tier.DEVICE and device is not None and (free := device.free_nbytes()) is not None:
         return free
     if tier is not Tier.NVME:
-        return int(min(psutil.virtual_memory().available, _left_to_the_group()) * 0.9)
+        return limits.for_the_engine(limits.memory_left())
     return sum(shutil.disk_usage(path).free for path in config.nvme_paths)
-
-
-def _left_to_the_group() -> float:
-    """Bytes that the control group of a container still allows. Cached files give way, and do not count."""
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
-        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return float("inf") if limit == "max" else int(limit) - used + int(counts["file"]) - int(counts["shmem"])
-    except (OSError, ValueError, KeyError):
-        return float("inf")
 
 
 def _plan(
@@ -548,7 +573,7 @@ def _slot_nbytes(shards: Sequence[ShardSize], tiers: dict[str, Tier], chunk: int
     return round_up(needed, native.BLOCK_NBYTES)
 
 
-def _no_drafts(plan: MemoryPlan, units: Sequence[UnitSize], budgets: dict[Tier, int]) -> CapacityError:
+def _no_drafts(plan: MemoryPlan, units: Sequence[UnitSize], budgets: _Budgets) -> CapacityError:
     sizes = [sum(shard.nbytes(name) for shard in unit.shards for name in (*STATE, *SCALES.values())) for unit in units
              if any(shard.spec.stepped for shard in unit.shards)]  # fmt: skip
     if all(plan.tiers_of(index)["weight"] is Tier.DEVICE for index in range(len(units))):
@@ -556,7 +581,7 @@ def _no_drafts(plan: MemoryPlan, units: Sequence[UnitSize], budgets: dict[Tier, 
             "speculate=True: all weights are at home on the device, which computes with the home itself, so that nothing can be "
             "updated beside it. Give the weights a lower home, Config(params='host') or 'nvme', or leave speculate=False."
         )
-    left = ", ".join(f"{format_nbytes(budgets[tier] - plan.planned_nbytes(tier))} on {tier}" for tier in Tier)
+    left = ", ".join(f"{format_nbytes(nbytes)} on {tier}" for tier, nbytes in budgets.left(plan).items())
     return CapacityError(
         f"speculate=True: no unit has room for a second copy of its state ({format_nbytes(min(sizes))} for the smallest), on "
         f"the tier that is its home; left are {left}. Raise host_memory or nvme_capacity by that, keep the weights at home on "
@@ -571,11 +596,15 @@ REMEDIES = {
 }
 
 
-def _too_small(plan: MemoryPlan, tier: Tier, budget: int, config: Config) -> CapacityError:
-    needed = plan.planned_nbytes(tier)
-    terms = ", ".join(f"{what} {format_nbytes(nbytes)}" for what, nbytes in plan.terms[tier].items())
+def _too_small(plan: MemoryPlan, tier: Tier, budgets: _Budgets, config: Config) -> CapacityError:
+    budget, parts = budgets[tier], dict(plan.terms[tier])
+    if tier is Tier.HOST and budgets.shared is not None:  # the processor computes in the same memory
+        budget = budgets.shared
+        parts |= {f"{what} (to compute with)": nbytes for what, nbytes in plan.terms[Tier.DEVICE].items()}
+    needed = sum(parts.values())
+    terms = ", ".join(f"{what} {format_nbytes(nbytes)}" for what, nbytes in parts.items())
     name = BUDGETS[tier]
-    given = f"{name} is" if getattr(config, name) is not None else f"{name} was not given and what is free is"
+    given = f"{name} is" if getattr(config, name) is not None else f"{name} was not given and what may be used of what is free is"
     where = f" at {', '.join(config.nvme_paths)}" if tier is Tier.NVME else ""
     return CapacityError(
         f"{given} {format_nbytes(budget)} ({budget} bytes){where}, but the least that works here is {format_nbytes(needed)} "

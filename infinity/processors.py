@@ -6,11 +6,12 @@ import math
 import os
 from pathlib import Path
 
+from . import cgroups
+
 MOST_FOR_PAGES = 8  # threads that make pages present: the kernel's own locks let no more through
-CGROUPS = Path("/sys/fs/cgroup")
 
 
-def available(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+def available(root: Path = cgroups.ROOT, own: Path = cgroups.OWN) -> int:
     """Processors this process may run on at once: those of its affinity, but no more than the quota of any cgroup above it
     (v1 and v2) pays for. ``root`` and ``own``: where the kernel shows cgroups, and which are this process's."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -24,28 +25,13 @@ def for_pages() -> int:
 
 def _quotas(root: Path, own: Path) -> list[float]:
     """Processors that each cgroup above this process may use."""
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # v2
-            folders = _upward(root, path)
-            found += [quota for folder in folders if (quota := _ratio(folder / "cpu.max"))]
-        elif "cpu" in controllers.split(","):
-            for folder in _upward(root / "cpu", path):
-                quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
-                if quota and period and quota > 0:
-                    found.append(quota / period)
+    first, second = cgroups.folders("cpu", root, own)
+    found = [quota for folder in second if (quota := _ratio(folder / "cpu.max"))]
+    for folder in first:
+        quota, period = cgroups.number(folder / "cpu.cfs_quota_us"), cgroups.number(folder / "cpu.cfs_period_us")
+        if quota and period and quota > 0:
+            found.append(quota / period)
     return found
-
-
-def _upward(root: Path, path: str) -> list[Path]:
-    """The folder of a cgroup, and of all above it."""
-    folder = root / path.lstrip("/")
-    return [each for each in (folder, *folder.parents) if each.is_relative_to(root)]
 
 
 def _ratio(file: Path) -> float | None:
@@ -54,11 +40,4 @@ def _ratio(file: Path) -> float | None:
         quota, period = file.read_text().split()
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
-        return None
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
         return None

@@ -18,8 +18,8 @@ PACKAGE = Path(infinity.__file__).parent
 
 # Lowest first. `bench` and `cli` are whole folders.
 FLOORS = [
-    ["errors", "farewell", "guard", "replaced", "numa", "processors", "speculation", "lookahead", "journal"],
-    ["tiers", "layout", "native", "partition", "trace", "logits", "checkpoint_folder"],
+    ["cgroups", "errors", "farewell", "guard", "replaced", "numa", "speculation", "lookahead", "journal"],
+    ["processors", "limits", "tiers", "layout", "native", "partition", "trace", "logits", "checkpoint_folder"],
     ["rules"],
     ["ledger"],
     ["weights", "collectives", "device", "write_behind"],

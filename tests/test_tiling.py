@@ -25,7 +25,7 @@ import infinity  # noqa: E402
 from infinity.errors import CapacityError, UsageError  # noqa: E402
 from infinity.tiers import Tier  # noqa: E402
 from infinity.wrap import wrapped  # noqa: E402
-from models import seeded  # noqa: E402
+from models import leftovers, seeded, swap_files  # noqa: E402
 from runs import adamw  # noqa: E402
 
 SEED = 11
@@ -504,11 +504,11 @@ def test_a_dropped_model_takes_its_engine_along(swap):
     model, optimizer = wrap(build("linear"), swap, "nvme")
     steps(model, optimizer, 2, seed=SEED)
     engine = weakref.ref(wrapped(model).engine)
-    assert any(swap.iterdir())
+    assert swap_files(swap)
     del model, optimizer
     gc.collect()
     assert engine() is None
-    assert not any(swap.iterdir())
+    assert leftovers(swap) == []
 
 
 # --- what torch's users do less often ---
