@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from . import guard, native
 from .errors import CapacityError, ConfigError, StorageError
+from .heap import Heap
 from .tiers import format_nbytes
 from .trace import Traffic
 
@@ -84,6 +85,7 @@ class Device:
 
     def __init__(self, where: torch.device, traffic: Traffic):
         self.where, self.traffic = where, traffic
+        self._heap = Heap()
         self.kernels: Any = None  # of the optimizer, where the processor's do not reach
         self.kernels_refusal = "the processor has its own"
 
@@ -115,7 +117,10 @@ class Device:
         """Gives ``storage`` memory (called inside work of the queue ``in``), or takes it away, after all that was computed
         so far and ``behind``."""
         guard.open(storage)
+        freed = storage.nbytes()
         storage.resize_(nbytes)
+        if freed and not nbytes:
+            self._heap.freed(freed)
         if not nbytes:
             guard.close(storage)
 

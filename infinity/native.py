@@ -68,6 +68,7 @@ joined = _C.joined  # one ticket that finishes with several
 cuda_driver = _C.cuda_driver  # (version as 13000, ""), or (0, why it cannot be used)
 move_streams = _C.move_streams
 simd_unit = _C.simd_unit
+trim_heap = _C.trim_heap
 simd_units = _C.simd_units
 uring_refusal = _C.uring_refusal
 

@@ -189,7 +189,8 @@ class User:
         return self
 
     def loss(self, rows: slice = slice(None)) -> torch.Tensor:
-        return self.model(self.x[rows]).float().square().mean()
+        x = self.x[rows].to(next(self.model.parameters()).dtype)  # an unwrapped model has the dtype it was wrapped with
+        return self.model(x).float().square().mean()
 
     def backward(self) -> None:
         self.optimizer.zero_grad()

@@ -21,7 +21,7 @@ FLOORS = [
     ["cgroups", "errors", "farewell", "guard", "replaced", "numa", "speculation", "lookahead", "journal"],
     ["processors", "limits", "tiers", "layout", "native", "partition", "trace", "logits", "checkpoint_folder"],
     ["rules"],
-    ["ledger"],
+    ["ledger", "heap"],
     ["weights", "collectives", "device", "write_behind"],
     ["materialize", "mesh"],
     ["config", "disks", "parameter"],

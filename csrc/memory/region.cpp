@@ -1,5 +1,6 @@
 #include "memory/region.h"
 
+#include <malloc.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -104,6 +105,12 @@ void Pages::stop() {
   std::lock_guard<std::mutex> lock(joining_);
   for (std::thread& thread : thread_) thread.join();
   thread_.clear();
+}
+
+void trim_heap() {
+#ifdef __GLIBC__
+  (void)malloc_trim(0);
+#endif
 }
 
 }  // namespace infinity

@@ -78,4 +78,8 @@ class Pages {
   std::vector<std::thread> thread_;  // one, or none
 };
 
+// Gives the kernel what was freed: the C library keeps it otherwise, in pieces too small for the next buffer of that size,
+// and a group's limit counts it.
+void trim_heap();
+
 }  // namespace infinity
