@@ -20,6 +20,7 @@ import json
 import math
 import os
 import random
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -43,11 +44,14 @@ from .optimizer import InfinityOptimizer
 from .parameter import ParamHandle, handle_of
 from .shard import ARRAYS, MOMENTS
 from .unit import ParamUnit
-from .weights import save_file
+from .untrusted import is_regular, parse_json, read_text
+from .weights import DTYPES, save_file
 from .wrap import engine_of
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+FILE_NAME = re.compile(r"unit-\d{5}(-rank-\d{5})?\.safetensors|other\.safetensors")
+MOST_STEPS = 1 << 53
 PARTS = "DCP_SHARDING_INFO"  # in a file's header: tensor -> {"saved_offsets": [its first element]}
 SAVED = [name for name in ARRAYS if name != "grad"]
 
@@ -378,19 +382,15 @@ def _restore_step(engine: Engine, handle: ParamHandle, step: int) -> None:
 def read_manifest(root: Path) -> dict[str, Any]:
     path = root / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError as error:
         raise UsageError(f"{root} holds no complete checkpoint: there is no {MANIFEST} in it") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CorruptionError(f"{path} cannot be read: {error}") from error
-
-    def refuse(constant: str):
-        raise CorruptionError(f"{path} has the number {constant}, which no checkpoint is written with")
-
     try:
-        content = json.loads(text, parse_constant=refuse)
+        content = parse_json(text)
         intact = content.pop("crc32c") == _content_checksum(content)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptionError(f"{path} is not a checkpoint's manifest: {error!r}") from error
     if not intact:
         raise CorruptionError(f"{path} was changed: its checksum is not the one it was written with")
@@ -398,10 +398,16 @@ def read_manifest(root: Path) -> dict[str, Any]:
         raise UsageError(f"{path} has format {content.get('format')}, this version reads {FORMAT}")
     if not isinstance(content.get("data"), str) or not DATA_NAME.fullmatch(content["data"]):
         raise CorruptionError(f"{path} names data that is not beside it: {str(content.get('data'))[:80]!r}")
+    files = content.get("files")
+    odd = [name for name in files if not FILE_NAME.fullmatch(name)] if isinstance(files, dict) and files else files
+    if odd or not files:
+        raise CorruptionError(f"{path} names files that no save writes: {str(odd)[:80]}")
     return content
 
 
 def check_file(path: Path, entry: dict[str, Any]) -> None:
+    if path.exists() and not is_regular(path, links=False):
+        raise CorruptionError(f"{path} is not a regular file, which a save writes")
     try:
         nbytes = path.stat().st_size
     except OSError as error:
@@ -430,24 +436,30 @@ def _check_parameters(engine: Engine, saved: dict[str, Any]) -> None:
 
 def _check_complete(engine: Engine, manifest: dict[str, Any], data: Path) -> None:
     """The unit files together hold every array that the manifest's steps ask for, each at its length here."""
-    if type(manifest["step_index"]) is not int:
+    if type(manifest["step_index"]) is not int or not 0 <= manifest["step_index"] < MOST_STEPS:
         raise TypeError(f"step_index is {manifest['step_index']!r}")
     parts: dict[str, list[tuple[int, int]]] = {}
+    dtypes: dict[str, set[torch.dtype | None]] = {}
     for name in manifest["files"]:
         if name.startswith("unit-"):
-            for key, begin, end in list_parts(data / name):
+            for key, begin, end, dtype in list_parts(data / name):
                 parts.setdefault(key, []).append((begin, end))
+                dtypes.setdefault(key, set()).add(dtype)
+    if strange := parts.keys() - {f"{array}/{name}" for name in manifest["parameters"] for array in SAVED}:
+        raise CorruptionError(f"{data} holds {sorted(strange)[0][:80]!r}, which is of no parameter of the checkpoint")
     lengths = {key: _covered(spans) for key, spans in parts.items()}
     for unit in engine.units:
         for handle in unit.handles:
             step = manifest["parameters"][handle.name]["step"]
-            if type(step) is not int or step < 0:
+            if type(step) is not int or not 0 <= step < MOST_STEPS:
                 raise ValueError(f"{handle.name} has taken {step!r} steps")
             for array in handle.shard.arrays:
                 begin, end = handle.shard.part(array, handle.index)
                 wanted = array in ("weight", "master") or (step and array in SAVED)
                 if wanted and lengths.get(f"{array}/{handle.name}") != end - begin:
                     raise CorruptionError(f"{data} holds no {array} of {handle.name} with {end - begin} elements")
+                if wanted and end > begin and dtypes[f"{array}/{handle.name}"] != {handle.shard.arrays[array].dtype}:
+                    raise CorruptionError(f"{data} holds {array} of {handle.name} in another dtype than {handle.shard.arrays[array].dtype}")
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:
@@ -488,21 +500,33 @@ def _opened(path: Path) -> Iterator[Any]:
         raise CorruptionError(f"{path} is not a readable safetensors file: {error}") from error
 
 
+def _told(opened: Any) -> dict[str, Any]:
+    """Which part of its tensor each entry of a file is."""
+    told = parse_json((opened.metadata() or {}).get(PARTS, "{}"))
+    if not isinstance(told, dict):
+        raise ValueError("a header without the places of its parts")
+    return told
+
+
 def read_parts(path: Path) -> Iterator[tuple[str, int, torch.Tensor]]:
     """(name, first element, values) of every tensor of which ``path`` has a part, one at a time."""
     with _opened(path) as opened:
-        told = json.loads((opened.metadata() or {}).get(PARTS, "{}"))
+        told = _told(opened)
         for name in opened.keys():
             begin = told.get(name, {}).get("saved_offsets") or [0]
             yield name, begin[0], opened.get_tensor(name)
 
 
-def list_parts(path: Path) -> list[tuple[str, int, int]]:
-    """(name, first element, the one behind the last) of the same, without reading values."""
+def list_parts(path: Path) -> list[tuple[str, int, int, torch.dtype | None]]:
+    """(name, first element, the one behind the last, dtype) of the same, without reading values."""
     with _opened(path) as opened:
-        told = json.loads((opened.metadata() or {}).get(PARTS, "{}"))
-        begins = {name: (told.get(name, {}).get("saved_offsets") or [0])[0] for name in opened.keys()}
-        return [(name, begin, begin + math.prod(opened.get_slice(name).get_shape())) for name, begin in begins.items()]
+        told, found = _told(opened), []
+        for name in opened.keys():
+            begin, entry = (told.get(name, {}).get("saved_offsets") or [0])[0], opened.get_slice(name)
+            if type(begin) is not int or begin < 0:
+                raise ValueError(f"{name} begins at {begin!r}")
+            found.append((name, begin, begin + math.prod(entry.get_shape()), DTYPES.get(entry.get_dtype())))
+        return found
 
 
 # --- random number generators ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import logging
 import os
 import tomllib
@@ -17,11 +16,13 @@ import torch
 
 from .errors import ConfigError
 from .tiers import parse_nbytes
+from .untrusted import parse_json, read_text
 
 logger = logging.getLogger(__name__)
 
 HOMES = ("auto", "device", "host", "nvme")
 SHARDED = ("optimizer", "gradients", "parameters")
+MOST_THREADS = 1024  # of the optimizer: no machine has more processors for them
 MASTERS = ("split", "fp32", "none")
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}  # -> dtype at rest
 DTYPES = {
@@ -142,6 +143,8 @@ class Config:
             count = getattr(self, name)
             if count is not None and not (isinstance(count, int) and not isinstance(count, bool) and count > 0):
                 raise ConfigError(f"{name}={count!r} must be a positive number {what}")
+        if self.update_threads is not None and self.update_threads > MOST_THREADS:
+            raise ConfigError(f"update_threads={self.update_threads} is more than {MOST_THREADS}: give the processors that are to step, or None")
         norm = self.max_grad_norm
         if norm is not None and not (isinstance(norm, (int, float)) and not isinstance(norm, bool) and norm > 0):
             raise ConfigError(f"max_grad_norm={norm!r} must be a positive number, or None for no clipping")
@@ -212,14 +215,14 @@ class Config:
 
 def _read_mapping(path: Path) -> dict:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"config file {path} is not UTF-8 text: {error}") from error
     try:
-        mapping = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        mapping = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
+    except (ValueError, RecursionError) as error:  # TOML's reader, too, goes as deep as it is led
         raise ConfigError(f"config file {path} is neither valid TOML (*.toml) nor JSON: {error}") from error
     if not isinstance(mapping, dict):
         raise ConfigError(f"config file {path} holds a {type(mapping).__name__}, not a table of keys")
@@ -257,7 +260,7 @@ class _DeepSpeed:
         if not table:
             return
         device = table.get("device")
-        if device not in self.HOMES:
+        if not isinstance(device, str | None) or device not in self.HOMES:
             raise ConfigError(f"DeepSpeed {path}device={device!r} is not one of 'cpu', 'nvme', 'none'")
         self.fields[field] = self.HOMES[device]
         self.report.append(f"{path}device={device!r} mapped to {field}={self.fields[field]!r}")
@@ -271,7 +274,7 @@ class _DeepSpeed:
     def stage(self, zero: Mapping) -> None:
         """``stage`` 1, 2 or 3 to what the ranks share out."""
         value = zero.get("stage")
-        if value in self.STAGES and not isinstance(value, bool):
+        if isinstance(value, int) and not isinstance(value, bool) and value in self.STAGES:
             self.fields["shard"] = self.STAGES[value]
             self.report.append(f"zero_optimization.stage={value} mapped to shard={self.STAGES[value]!r}")
         elif "stage" in zero:

@@ -14,12 +14,14 @@ import torch
 from safetensors import safe_open
 
 from . import native
-from .checkpoint import check_file, checkpoint_of, list_parts, read_parts
+from .checkpoint import MANIFEST, check_file, checkpoint_of, list_parts, read_parts
 from .checkpoint_folder import OF_READERS
 from .collectives import Peers
-from .errors import ConfigError, CorruptionError
+from .errors import ConfigError, CorruptionError, InfinityError
 from .pretrained import Source, write_sources
+from .weights import DTYPES
 
+KINDS = {str(kind).removeprefix("torch."): kind for kind in DTYPES.values()}
 BESIDE = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model")
 
 
@@ -39,7 +41,12 @@ def export(
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f"{model} has no config.json: give the folder that the model came from")
     with checkpoint_of(checkpoint, Peers()) as (manifest, data):
-        return _export(manifest, data, folder, dtype=dtype, model=model)
+        try:
+            return _export(manifest, data, folder, dtype=dtype, model=model)
+        except InfinityError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, RecursionError) as error:
+            raise CorruptionError(f"{checkpoint / MANIFEST} does not describe a checkpoint: {error!r}") from error
 
 
 def _export(manifest: dict[str, Any], data: Path, folder: Path, *, dtype: torch.dtype | None, model: Path | None) -> dict[str, int]:
@@ -48,7 +55,8 @@ def _export(manifest: dict[str, Any], data: Path, folder: Path, *, dtype: torch.
     parts = _Parts(data, manifest)
     sources: dict[str, Source] = {}
     for name, told in manifest["parameters"].items():
-        kind = dtype or getattr(torch, told["dtype"])
+        kind = dtype or KINDS[told["dtype"]]
+        _check_place(name, told)
         sources[name] = _numel(told) * kind.itemsize, _reader(parts, name, told, kind)
     other = {key: tensor for key, _, tensor in read_parts(data / OF_READERS)}
     kept = [f"buffer/{name}" for name in manifest["persistent_buffers"]]
@@ -61,6 +69,15 @@ def _export(manifest: dict[str, Any], data: Path, folder: Path, *, dtype: torch.
             shutil.copy(path, folder / path.name)
     count = sum(_numel(told) for told in manifest["parameters"].values())
     return {"parameters": count, "nbytes": sum(nbytes for nbytes, _ in sources.values())}
+
+
+def _check_place(name: str, told: dict[str, Any]) -> None:
+    """Raises ValueError for a shape and strides that are not of as many elements as there are."""
+    shape, stride = told["shape"], told["stride"]
+    if len(shape) != len(stride) or not all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, *stride)):
+        raise ValueError(f"{name} has shape {shape} and strides {stride}")
+    if _numel(told) and 1 + sum((n - 1) * step for n, step in zip(shape, stride)) > _numel(told):
+        raise ValueError(f"{name} of shape {shape} has strides {stride}")
 
 
 def _numel(told: dict[str, Any]) -> int:
@@ -87,7 +104,7 @@ class _Parts:
         self._parts: dict[str, list[tuple[int, str]]] = {}
         for file in manifest["files"]:
             if file.startswith("unit-"):
-                for key, begin, _ in list_parts(data / file):
+                for key, begin, *_ in list_parts(data / file):
                     self._parts.setdefault(key, []).append((begin, file))
 
     def read(self, key: str, numel: int) -> torch.Tensor:

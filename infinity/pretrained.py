@@ -20,7 +20,8 @@ FILE_NBYTES = 256 * 1024 * 1024  # of one safetensors file; what is in memory at
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike) -> None:
-    """Writes the wrapped ``model`` as safetensors in the dtypes it was wrapped with, and its config where it has one.
+    """Writes the wrapped ``model`` as safetensors in the dtypes it was wrapped with, and its config where it has one. Of a PEFT model
+    its adapters are written, as PEFT does.
 
     Tied parameters are written once. Every file appears under its name only when it is whole. Of several ranks all call,
     and the first one writes. Raises StorageError.
@@ -33,10 +34,26 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike) -> None:
 def _save(model: nn.Module, engine: Engine, folder: Path) -> None:
     engine.settle()
     writes = engine.peers.is_first
+    if hasattr(model, "peft_config") and type(model).__module__.partition(".")[0] == "peft":
+        _save_adapters(model, engine, folder, writes=writes)
+        return
     write_sources(folder, _sources(model, engine.store), writes=writes)
     for part in ("config", "generation_config"):
         if writes and hasattr(config := getattr(model, part, None), "save_pretrained"):
             config.save_pretrained(folder)
+
+
+def _save_adapters(model: nn.Module, engine: Engine, folder: Path, *, writes: bool) -> None:
+    """What of a PEFT model is not its base, under the names that PEFT gives it."""
+    prefix = getattr(model.base_model, "prefix", None) or "prompt_encoder"
+    trained = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
+    sources = _sources(model, engine.store)
+    own = {name: read() for name, (_, read) in sources.items() if name in trained or prefix in name or "modules_to_save" in name}
+    if writes:
+        try:
+            model.save_pretrained(folder, state_dict=own, save_embedding_layers=False)
+        except OSError as error:
+            raise StorageError(error.errno or 0, f"cannot write the adapters to {folder}: {error}", str(folder)) from error
 
 
 Source = tuple[int, Callable[[], torch.Tensor]]  # bytes, and how to read them

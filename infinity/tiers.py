@@ -13,6 +13,9 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[_letter + "b"] = 1000**_power
 
 
+MOST_NBYTES = 1 << 60  # of a budget
+
+
 class Tier(StrEnum):
     """Where bytes lie, fastest first."""
 
@@ -28,13 +31,14 @@ def parse_nbytes(value: int | str | None, name: str) -> int | None:
     """Bytes from ``48_000_000``, ``"48GiB"`` or ``"1.5 GB"``; None stays None. Raises ConfigError naming ``name``."""
     if value is None:
         return None
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_NBYTES:
         return value
     if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)):
         number, unit = match.groups()
-        if unit.lower() in _UNITS:
-            return int(float(number) * _UNITS[unit.lower()])
-    raise ConfigError(f"{name}={value!r} is not a size: give bytes as a whole number, or text such as '48GiB' or '500MB'")
+        if unit.lower() in _UNITS and (nbytes := float(number) * _UNITS[unit.lower()]) <= MOST_NBYTES:
+            return int(nbytes)
+    shown = repr(value) if len(str(value)[:100]) < 100 else f"{str(value)[:60]!r}..."
+    raise ConfigError(f"{name}={shown} is not a size: give bytes as a whole number, or text such as '48GiB' or '500MB'")
 
 
 def format_nbytes(nbytes: float) -> str:

@@ -7,7 +7,6 @@ block   what is read at once; a few are in flight while the one before is being 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,9 +19,11 @@ from safetensors import SafetensorError, safe_open
 
 from . import native
 from .errors import ConfigError, CorruptionError, StorageError
+from .untrusted import is_regular, parse_json, read_text
 
 BLOCK_NBYTES = 4 * 1024 * 1024
 BLOCKS_AHEAD = 7
+INDEX = "model.safetensors.index.json"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -56,12 +57,25 @@ class WeightFiles:
 
     def __init__(self, path: str | os.PathLike):
         path = Path(path)
-        files = _files_of(path) if path.is_dir() else [path]
-        if not files or not files[0].exists():
+        index = _index_of(path) if path.is_dir() else None
+        files = [path] if not path.is_dir() else sorted(path.glob("*.safetensors"))
+        if index is not None:
+            files = sorted({path / name for name in index.values()})
+        if not files or not os.path.exists(files[0]):
             raise ConfigError(f"weights={str(path)!r}: no safetensors file there")
         self.tensors: dict[str, StoredTensor] = {}
         for file in files:
-            self.tensors |= _read_header(file)
+            for name, stored in _read_header(file).items():
+                if index is not None and index.get(name, file.name) != file.name:
+                    continue  # the index says which file's counts
+                if name in self.tensors:
+                    raise ConfigError(
+                        f"weights={str(path)!r}: {name} is in {self.tensors[name].file.name} and in {file.name}, and no {INDEX} says which "
+                        "counts. Give one of the files, or a folder that one save wrote."
+                    )
+                self.tensors[name] = stored
+        if index is not None and (missing := [name for name in index if name not in self.tensors]):
+            raise CorruptionError(f"{path / INDEX} says that {missing[0]} is in {index[missing[0]]}, which has no such tensor")
 
     def stream(self, names: Iterable[str], spans: Mapping[str, tuple[int, int]] | None = None) -> Iterator[Piece]:
         """The pieces of the tensors ``names``, file by file, each tensor's in order. ``spans``: name -> the elements that
@@ -90,19 +104,27 @@ def save_file(tensors: dict[str, torch.Tensor], path: Path, *, metadata: dict[st
         raise StorageError(int(found[1]) if found else errno.EIO, f"{path} cannot be written: {error}", str(path)) from error
 
 
-def _files_of(folder: Path) -> list[Path]:
-    """The files that the folder's index names; all of them where there is none."""
-    index = folder / "model.safetensors.index.json"
+def _index_of(folder: Path) -> dict[str, str] | None:
+    """Tensor -> the file of ``folder`` that has it, by the folder's index; None where there is none. Raises CorruptionError."""
+    index = folder / INDEX
     if not index.exists():
-        return sorted(folder.glob("*.safetensors"))
+        return None
     try:
-        named = json.loads(index.read_text()).get("weight_map")
-        return sorted(folder.glob("*.safetensors")) if named is None else sorted({folder / name for name in named.values()})
-    except (ValueError, AttributeError, TypeError) as error:
+        named = parse_json(read_text(index)).get("weight_map")
+        if named is None:
+            return None
+        if not all(isinstance(name, str) and isinstance(file, str) for name, file in named.items()):
+            raise ValueError("weight_map is not of names")
+        if outside := [file for file in named.values() if file != os.path.basename(file)]:
+            raise ValueError(f"it names a file outside the folder: {outside[0][:80]!r}")
+        return named
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CorruptionError(f"{index} is not an index of safetensors files: {error!r}") from error
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
+    if not is_regular(file):
+        raise CorruptionError(f"{file} is not a regular file")
     try:
         with safe_open(file, framework="pt"):  # checks every offset against the file
             pass
@@ -112,7 +134,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         raise StorageError(error.errno or 0, f"cannot read {file}: {error}", str(file)) from error
     with open(file, "rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))
+        header = parse_json(opened.read(length).decode())
     header.pop("__metadata__", None)
     found = {}
     for name, entry in header.items():

@@ -6,13 +6,13 @@ Plots are drawn as SVG here: three small ones are not worth a plotting library t
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.errors import ConfigError
+from infinity.untrusted import parse_json, read_text
 
 WIDTH, HEIGHT, MARGIN = 560, 300, 56
 COLOURS = ("#1f6fb2", "#c4511d", "#2a8c4a", "#7a4fb0", "#8a6d1b")
@@ -47,7 +47,7 @@ def write_plots(folder: Path, out: Path) -> list[Path]:
     newest: dict[str, tuple[str, str]] = {}
     for path in paths:
         with _naming(path):
-            found = json.loads(path.read_text())
+            found = parse_json(read_text(path))
             for name, draw in PLOTS.items():
                 if points := found.get("series", {}).get(name):
                     newest[name] = max(newest.get(name, ("", "")), (found["date"], draw(points)))
@@ -66,7 +66,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 def _section_of(path: Path) -> str:
     with _naming(path):
-        return _section(json.loads(path.read_text()))
+        return _section(parse_json(read_text(path)))
 
 
 def _section(found: dict) -> str:

@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .model import is_trusted
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -60,7 +62,7 @@ def _is_small(config: Any, tokens: int, length: int, dtype: torch.dtype) -> bool
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=is_trusted(config))
     params = sum(param.numel() for param in model.parameters())
     logits = 4 * tokens * (getattr(config.get_text_config(), "vocab_size", 0) or 0)
     nbytes = (2 * params + logits) * dtype.itemsize
@@ -82,7 +84,7 @@ def _measure(config: Any, layers: int, batch: int, length: int, dtype: torch.dty
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(_with_layers(config, layers), dtype=dtype).train()
+    model = AutoModelForCausalLM.from_config(_with_layers(config, layers), dtype=dtype, trust_remote_code=is_trusted(config)).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tokens = torch.zeros(batch, length, dtype=torch.long)

@@ -20,19 +20,41 @@ from .text import BYTE_VOCABULARY, SEPARATOR_BYTE
 if TYPE_CHECKING:
     from torch import nn
 
+# Of a configuration: ten times what the largest models have.
+MOST = {"num_hidden_layers": 10_000, "hidden_size": 1_000_000, "num_attention_heads": 100_000, "vocab_size": 100_000_000,
+        "intermediate_size": 100_000_000, "num_experts": 100_000, "num_local_experts": 100_000, "n_routed_experts": 100_000}  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-def read_model_config(path: Path | None) -> Any:
-    """The `transformers` configuration of a folder, of a config.json, or the built-in one."""
+def read_model_config(path: Path | None, *, trust: bool = False) -> Any:
+    """The `transformers` configuration of a folder, of a config.json, or the built-in one. Code that lies there runs with ``trust``
+    only: nobody is asked."""
     import transformers
 
     if path is None:
         return built_in_model_config()
     try:
-        return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust)
     except Exception as error:  # noqa: BLE001 - a config may be wrong in every way
+        if not trust and "trust_remote_code" in str(error):
+            raise ConfigError(f"{path} brings code of its own to run. If you trust it: --trust-remote-code") from None
         raise ConfigError(f"transformers cannot read {path}: {_first_line(error)}") from None
+    _check_sizes(path, config)
+    return config
+
+
+def _check_sizes(path: Path, config: Any) -> None:
+    """Raises ConfigError for sizes that no machine builds a model of, not even one without values."""
+    text = config.get_text_config()
+    for name, most in MOST.items():
+        value = getattr(text, name, None)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most):
+            raise ConfigError(f"{path}: {name} is {str(value)[:40]}, which is not a number from 0 to {most:,}")
+
+
+def is_trusted(model_config: Any) -> bool:
+    """Whether the configuration came of code in the model's folder, which was allowed then."""
+    return type(model_config).__module__.partition(".")[0] == "transformers_modules"
 
 
 def built_in_model_config() -> Any:
@@ -68,14 +90,14 @@ def choose_sequence_length(wanted: int | None, model_config: Any) -> int:
     return wanted
 
 
-def read_tokenizer(path: Path | None) -> Any:
+def read_tokenizer(path: Path | None, *, trust: bool = False) -> Any:
     """The folder's tokenizer, or `None`: then a token is a byte."""
     import transformers
 
     if path is None or not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     try:
-        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise ConfigError(f"transformers cannot read the tokenizer in {path}: {_first_line(error)}") from None
 
@@ -83,13 +105,15 @@ def read_tokenizer(path: Path | None) -> Any:
 def check_vocabulary(model_config: Any, tokenizer: Any) -> None:
     needed = BYTE_VOCABULARY if tokenizer is None else len(tokenizer)
     what = "byte-level text" if tokenizer is None else "its tokenizer"
-    size = model_config.get_text_config().vocab_size
+    size = getattr(model_config.get_text_config(), "vocab_size", None)
+    if size is None:
+        raise ConfigError("The model's configuration has no vocab_size: it is not of a language model. Give another --model.")
     if size < needed:
         raise ConfigError(f"The model's vocabulary has {size} entries but {what} needs {needed}. Give another --model.")
 
 
 def build_model(
-    path: Path | None, model_config: Any, *, dtype: str, seed: int, say: Callable[[str], None]
+    path: Path | None, model_config: Any, *, dtype: str, seed: int, say: Callable[[str], None], trust: bool = False
 ) -> nn.Module:
     """Weights of the folder, or fresh ones from the seed. A weight that the folder lacks comes from the seed too.
 
@@ -103,15 +127,15 @@ def build_model(
     torch.manual_seed(seed)
     try:
         if path is None or path.is_file():
-            return AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+            return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=trust)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=trust)
         if is_streamed(model, path):
             if (path / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(path)
             return model
         model, found = AutoModelForCausalLM.from_pretrained(
-            path, config=model_config, dtype=dtype, local_files_only=True, output_loading_info=True
+            path, config=model_config, dtype=dtype, local_files_only=True, output_loading_info=True, trust_remote_code=trust
         )
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         raise ConfigError(f"transformers cannot build a causal LM from {path}: {_first_line(error)}") from None

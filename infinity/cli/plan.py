@@ -27,6 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("plan", help="where a model's state would live, and how long a step would take")
     add = parser.add_argument
     add("--model", type=Path, metavar="PATH", help="folder with config.json, or a config.json (default: train's own)")
+    add("--trust-remote-code", action="store_true", help="run Python code that lies in the folder of --model")
     add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the model's weights (default bf16)")
     add("--params", choices=HOMES, help="home of the parameters (default auto)")
     add("--optimizer", choices=HOMES, help="home of master weights and moments (default auto)")
@@ -70,7 +71,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
 
     logging.set_verbosity_error()
     settings = _settings(args)
-    model_config = read_model_config(args.model)
+    model_config = read_model_config(args.model, trust=args.trust_remote_code)
     length = choose_sequence_length(args.sequence_length, model_config)
     if getattr(model_config.get_text_config(), "vocab_size", 1) == 0:
         raise ConfigError(f"{args.model}: a model with a vocabulary of 0 has nothing to predict")
@@ -80,7 +81,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
     with torch.device("meta"):
         try:
-            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=args.trust_remote_code)
         except Exception as error:  # noqa: BLE001 - a config may be wrong in every way
             raise ConfigError(f"transformers cannot build a causal LM from {args.model}: {error!r}") from None
     config = engine_config(settings, model)

@@ -20,13 +20,13 @@ TEMPERATURE = 0.8
 
 
 def sample(
-    folder: Path, *, prompt: str | None, ntokens: int, seed: int, tokenizer: Any, batches: Batches
+    folder: Path, *, prompt: str | None, ntokens: int, seed: int, tokenizer: Any, batches: Batches, trust: bool = False
 ) -> tuple[str, str]:
     """Loads the folder as anyone would, without the engine, and continues a prompt. Returns (prompt, continuation)."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True, trust_remote_code=trust).eval()
     limit = max_positions(model.config)
     count = min(ntokens, limit // 2)  # the prompt keeps half of the positions at least
     tokens = _prompt_tokens(prompt, tokenizer, batches)[:, -(limit - count) :]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import tomllib
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import infinity
 
 from ..errors import ConfigError
+from ..untrusted import parse_json, read_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,9 +54,9 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"No such configuration: {path}. Give --config a TOML or JSON file.")
     try:
-        text = path.read_text()
-        settings = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:  # both parsers' errors, and text that is not UTF-8
+        text = read_text(path)
+        settings = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
+    except (ValueError, RecursionError) as error:  # both parsers' errors, and text that is not UTF-8
         raise ConfigError(f"{path} is neither valid TOML (*.toml) nor JSON: {error}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} holds no table of options. Give names and values, as {{\"params\": \"nvme\"}}.")

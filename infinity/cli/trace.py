@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..untrusted import parse_json, printable, read_text
 
 Interval = tuple[float, float]
 COMPUTE = ("forward", "backward")
@@ -54,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
 def read(path: Path) -> list[dict[str, Any]]:
     """The pieces of work in a timeline, also in one whose job was killed. Raises ConfigError."""
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     lines = text.rstrip().removesuffix("]").rstrip().split("\n")
     events = []
@@ -64,7 +65,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         if line in ("", "["):
             continue
         try:
-            event = json.loads(line)
+            event = parse_json(line)
             if event["ph"] == "X":
                 start, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
                 if not (math.isfinite(start) and math.isfinite(seconds) and seconds >= 0):
@@ -74,7 +75,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             if number == len(lines) - 1:
                 break  # the line that was being written when the job was killed
-            raise ConfigError(f"{path}, line {number + 1}, is not of a timeline: {error!r}") from error
+            raise ConfigError(f"{path}, line {number + 1}, is not of a timeline: {printable(repr(error))[:300]}") from error
     if not events:
         raise ConfigError(f"{path} holds no event: it is not a timeline, or no step was taken")
     return events
@@ -150,10 +151,10 @@ def _print(found: dict[str, Any]) -> None:
     print(f"{found['steps']} steps, {found['seconds']:.3f} s")
     print(f"{'lane':<14}{'events':>8}{'busy':>11}{'share':>8}{'under compute':>15}")
     for lane, of_lane in found["lanes"].items():
-        print(f"{lane:<14}{of_lane['events']:>8}{of_lane['busy_seconds']:>9.3f} s{of_lane['share']:>8.0%}"
+        print(f"{printable(lane):<14}{of_lane['events']:>8}{of_lane['busy_seconds']:>9.3f} s{of_lane['share']:>8.0%}"
               f"{of_lane['under_compute']:>15.0%}")  # fmt: skip
     for name, seconds in found["waited_for"].items():
-        print(f"waited {seconds:.3f} s for {name}")
+        print(f"waited {seconds:.3f} s for {printable(name)}")
 
 
 def draw(events: list[dict]) -> str:

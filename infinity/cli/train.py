@@ -85,12 +85,13 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     engine_config(settings)  # a wrong engine option is refused here already
     scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
 
-    model_config = read_model_config(args.model)
-    tokenizer = read_tokenizer(args.model)
+    model_config = read_model_config(args.model, trust=args.trust_remote_code)
+    tokenizer = read_tokenizer(args.model, trust=args.trust_remote_code)
     check_vocabulary(model_config, tokenizer)
     batches = _make_batches(args, files, choose_sequence_length(args.sequence_length, model_config), tokenizer)
 
-    model = build_model(args.model, model_config, dtype=args.dtype, seed=args.seed, say=console.print)
+    model = build_model(args.model, model_config, dtype=args.dtype, seed=args.seed, say=console.print,
+                        trust=args.trust_remote_code)  # fmt: skip
     if args.gradient_checkpointing:
         checkpoint_activations(model)
     if is_streamed(model, args.model):
@@ -208,7 +209,7 @@ def _save_and_sample(args: argparse.Namespace, job: Job, tokenizer: Any, console
     if args.sample_bytes and is_first:
         prompt = args.prompt or (DEFAULT_PROMPT if args.data is None else None)
         prompt, text = sample(
-            args.out, prompt=prompt, ntokens=args.sample_bytes, seed=seed, tokenizer=tokenizer, batches=batches
+            args.out, prompt=prompt, ntokens=args.sample_bytes, seed=seed, tokenizer=tokenizer, batches=batches, trust=args.trust_remote_code
         )
         console.print(f"A sample of it, loaded by transformers alone:\n{printable(prompt + text)}")
         result.update(prompt=prompt, sample=text)
