@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE := 1
 export HF_HOME := $(CURDIR)/build/huggingface
 export INFINITY_CACHE := $(CURDIR)/build/cache
 
-.PHONY: train test test-all sanitize setup env bench gpu clean
+.PHONY: train test test-all sanitize packages setup env bench gpu clean
 
 # The main job: a 50 M-parameter model, all of its state on disk, a quarter of it allowed in host memory.
 train: setup
@@ -32,6 +32,10 @@ test-all: setup $(VENV)/.test-ready
 sanitize: setup $(VENV)/.test-ready
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_core.py -m slow -n 2 --dist loadfile --basetemp=build/pytest $(ARGS)
+
+# The source distribution and the wheel, each built, installed in an environment of its own and used.
+packages: setup
+	sh tools/check_packages.sh $(VENV) build/packages
 
 bench: setup $(VENV)/.test-ready
 	mkdir -p build
