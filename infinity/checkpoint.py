@@ -16,6 +16,7 @@ torch.distributed.checkpoint, whose ``HuggingFaceStorageReader`` loads the data 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -95,7 +96,8 @@ def _save(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.O
         "extra": _encode(extra, tensors, "extra"),
         "persistent_buffers": _persistent_buffers(model),
     }
-    tensors |= {f"buffer/{name}": buffer.detach().clone() for name, buffer in _buffers(model).items()}
+    buffers = {name: buffer.detach().clone() for name, buffer in _buffers(model).items()}
+    tensors |= {f"buffer/{name}": buffer for name, buffer in buffers.items()} | _buffers_of_others(buffers, peers)
     tensors |= {f"unmanaged/{name}": param.detach().clone() for name, param in _unmanaged(model).items()}
     for rank, states in enumerate(peers.collect(_random_state_tensors(), "random state")):
         tensors |= {f"random/{rank}/{name}": state for name, state in states.items()}
@@ -151,6 +153,21 @@ def _write_data(data: Path, engine: Engine, content: dict[str, Any], tensors: di
         if peers.is_first:
             shutil.rmtree(data, ignore_errors=True)
         raise
+
+
+def _buffers_of_others(mine: dict[str, torch.Tensor], peers: Peers) -> dict[str, torch.Tensor]:
+    """Buffers of the other ranks that are not the first one's: running statistics, of other batches."""
+    if peers.alone:
+        return {}
+    digests = {name: hashlib.blake2b(_flat_bytes(buffer), digest_size=16).digest() for name, buffer in mine.items()}
+    first = peers.collect(digests, "digests of the buffers")[0]
+    others = peers.collect({name: mine[name].cpu() for name in mine if digests[name] != first.get(name)}, "buffers that differ")
+    return {f"buffer-of-rank/{rank}/{name}": buffer for rank, of_one in enumerate(others) for name, buffer in of_one.items()}
+
+
+def _flat_bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
 def _token(peers: Peers) -> str:
@@ -328,6 +345,7 @@ def _load(
         if optimizer is not None:
             _check_optimizer(optimizer, manifest["optimizer"], groups)
         _check_shapes({f"buffer/{name}": value for name, value in _buffers(model).items()}, other)
+        _check_shapes({f"buffer-of-rank/{rank}/{name}": value for name, value in _buffers(model).items()}, other)
         _check_shapes({f"unmanaged/{name}": value for name, value in _unmanaged(model).items()}, other)
     except InfinityError:
         raise
@@ -356,7 +374,7 @@ def _load(
         for group, saved in zip(optimizer.param_groups, groups):
             group.update({key: value for key, value in saved.items() if key != "params"})
     with torch.no_grad():
-        for prefix, targets in (("buffer/", _buffers(model)), ("unmanaged/", _unmanaged(model))):
+        for prefix, targets in (("buffer/", _buffers(model)), (f"buffer-of-rank/{rank}/", _buffers(model)), ("unmanaged/", _unmanaged(model))):
             for name, target in targets.items():
                 if prefix + name in other:
                     overwrite(target, other[prefix + name])

@@ -25,6 +25,7 @@ from . import native
 from .errors import CorruptionError
 
 MIB = 1024 * 1024
+IN_MEMORY = ("tmpfs", "ramfs")
 PROBE_NBYTES = 64 * MIB
 # Memory of the probe: little, for it is nobody's budget. Transfers share it, since nobody looks at the bytes.
 PROBE_MEMORY_NBYTES = 16 * MIB
@@ -79,6 +80,17 @@ def identity(folder: str) -> str:
     whole = device if (device / "queue").exists() else device.parent  # of a partition
     serial = next((text for name in ("serial", "device/serial", "wwid") if (text := _read_text(whole / name))), "")
     return " ".join(filter(None, (device.name, serial, _read_text(device / "size"))))
+
+
+def file_system(folder: str) -> str:
+    """The kind of file system that ``folder`` is on, "ext4" say; empty where the kernel does not tell."""
+    device = os.stat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in _read_text(Path("/proc/self/mountinfo")).splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[2:3] == [number]:
+            return after.split()[0]
+    return ""
 
 
 def _read_text(path: Path) -> str:

@@ -12,6 +12,7 @@ disk still uses is given to anybody else.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import weakref
@@ -32,6 +33,8 @@ from .ledger import Ledger
 from .tiers import Tier, format_nbytes
 from .trace import Traffic
 from .write_behind import WriteBehind
+
+logger = logging.getLogger(__name__)
 
 MIB = 1024 * 1024
 WRITES_AT_ONCE = 4  # of a write outside the training loop
@@ -167,6 +170,9 @@ class ShardStore:
                 f"Free {format_nbytes(nbytes - free)}, name more folders in nvme_paths, or keep more on the host: "
                 "Config(optimizer='host')."
             )
+        if (kind := disks.file_system(folder)) in disks.IN_MEMORY:
+            logger.warning("nvme_paths: %s is on %s, which is memory: what has its home there takes memory beside host_memory, and may end in "
+                           "the process being killed. Name a folder on a disk.", folder, kind)  # fmt: skip
         try:
             return self.engine.create_swap_file(folder, nbytes)
         except StorageError as error:

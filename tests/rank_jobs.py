@@ -503,6 +503,28 @@ def save(path: str, config: dict, steps: int = 2) -> dict[str, Any]:
     return found
 
 
+def running_statistics(path: str) -> dict[str, Any]:
+    """Trains with BatchNorm on batches of each rank's own, saves, trains on; then the same from the checkpoint."""
+    def run(first: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+        model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+        if first:
+            infinity.load_checkpoint(path, model, optimizer)
+        for step in range(first, 4):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1 and not first:
+                infinity.save_checkpoint(path, model, optimizer)
+        found = cloned(model.state_dict())
+        infinity.unwrap_model(model, optimizer)
+        return found
+
+    return {"whole": run(0), "resumed": run(2)}
+
+
 def load(path: str, config: dict, steps: int = 2) -> dict[str, Any]:
     model = build(9)
     model, optimizer = infinity.wrap_model(model, adamw(model), config)

@@ -144,7 +144,10 @@ def config_at(homes, tmp_path, **more):
     return {"params": homes[0], "optimizer": homes[1], **({"nvme_paths": [str(tmp_path)]} if "nvme" in homes else {}), **more}
 
 
-@pytest.mark.parametrize("how", [{}, {"clip": True}, {"micro": 2, "clip": True}], ids=["plain", "clip", "accumulate"])
+@pytest.mark.parametrize("how", [
+    pytest.param({}, id="plain", marks=pytest.mark.slow), pytest.param({"clip": True}, id="clip", marks=pytest.mark.slow),
+    pytest.param({"micro": 2, "clip": True}, id="accumulate"),
+])  # fmt: skip
 @pytest.mark.parametrize("homes", HOMES, ids="-".join)
 def test_threads_change_no_bit(homes, how, compute_on, tmp_path):
     """Claim: late copies and landings change nothing. Method: the same run with queues that run at once, and with threads
@@ -157,8 +160,8 @@ def test_threads_change_no_bit(homes, how, compute_on, tmp_path):
     assert same(trained(config, **how), at_once)
 
 
-@pytest.mark.parametrize(("homes", "moments"), [*((homes, "fp32") for homes in HOMES_WITH_KERNELS), (("device", "device"), "int8"),
-                         (("device", "host"), "int8")], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("homes", "moments"), [*((homes, "fp32") for homes in HOMES_WITH_KERNELS), pytest.param(("device", "device"), "int8", marks=pytest.mark.slow),
+                         pytest.param(("device", "host"), "int8", marks=pytest.mark.slow)], ids=str)  # fmt: skip
 def test_state_on_the_device_is_stepped_there_with_the_same_bits(homes, moments, kernels, compute_on, tmp_path):
     """Claim: where state lies, and who steps it, changes nothing. Method: the processor's run, against every pair of homes
     on a device elsewhere, whose kernels step what lies there."""
@@ -168,7 +171,7 @@ def test_state_on_the_device_is_stepped_there_with_the_same_bits(homes, moments,
     assert same(trained(config_at(homes, tmp_path, moments=moments), **how), by_processor)
 
 
-@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("moments", ["fp32", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_step_that_is_split_has_the_same_bits(moments, kernels, compute_on, monkeypatch):
     """Half of each shard by the device and half by the processor; the device's share is chosen by measured rates. With 8-bit
     moments this fails when the random bits of rounding go by an element's place in its slot."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,3 +123,19 @@ def test_bytes_are_spread_by_rate_and_a_device_has_one_writer(tmp_path, monkeypa
         held[array.extent.file] += array.nbytes
     assert held[2] == 0 and held[1] == 3 * held[0]
     assert disks.rates(folders) == (4e9, 4e9, 4e9)
+
+
+def test_memory_that_is_given_as_a_disk_is_said(tmp_path, caplog):
+    """Method: a wrap with a folder on tmpfs, and one on the disk of this test."""
+    import infinity
+    from infinity.disks import IN_MEMORY, file_system
+
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or file_system(str(shm)) != "tmpfs":
+        pytest.skip("no tmpfs here")
+    for folder, warned in ((shm, True), (tmp_path, file_system(str(tmp_path)) in IN_MEMORY)):
+        caplog.clear()
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        with caplog.at_level("WARNING", "infinity"):
+            infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), {"params": "nvme", "optimizer": "nvme", "nvme_paths": [str(folder)]})
+        assert any("which is memory" in record.getMessage() for record in caplog.records) == warned

@@ -52,11 +52,11 @@ def test_a_region_is_registered_once_and_unregistered_when_it_goes(driver, tmp_p
 
 
 @pytest.mark.parametrize(("refused", "kind", "told"), [
-    ("init", "UsageError", "the CUDA driver does not start: refused (CUDA error 100)"),
+    pytest.param("init", "UsageError", "the CUDA driver does not start: refused (CUDA error 100)", marks=pytest.mark.slow),
     ("old", "UsageError", "the CUDA driver is of CUDA 11.4, but 12.0 or newer is needed"),
-    ("device", "UsageError", "the CUDA driver finds no device"),
+    pytest.param("device", "UsageError", "the CUDA driver finds no device", marks=pytest.mark.slow),
     ("memory", "StorageError", "`ulimit -l unlimited` before the job raises it"),
-    ("mapped", "StorageError", "does not register memory that is mapped already"),
+    pytest.param("mapped", "StorageError", "does not register memory that is mapped already", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_what_the_driver_refuses_is_a_typed_error_that_says_what_to_change(driver, tmp_path, refused, kind, told):
     done = run(PINNING, driver, tmp_path / "log", FAKE_CUDA=refused)
@@ -66,7 +66,8 @@ def test_what_the_driver_refuses_is_a_typed_error_that_says_what_to_change(drive
 
 
 @pytest.mark.parametrize(("refused", "told"), [
-    (None, "CUDA 13.0, registers host memory"), ("old", "CUDA 11.4"), ("memory", "does not register host memory"),
+    (None, "CUDA 13.0, registers host memory"), pytest.param("old", "CUDA 11.4", marks=pytest.mark.slow),
+    pytest.param("memory", "does not register host memory", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_env_tells_which(driver, tmp_path, refused, told):
     variables = {"FAKE_CUDA": refused} if refused else {}

@@ -23,8 +23,10 @@ from ranks import Failed, launch, run_torchrun
 
 @pytest.mark.parametrize(("how", "told"), [
     ("killed", "without a reason: it was killed"), ("raises", "rank 1 failed: ValueError: the user's own"),
-    ("raises in a forward", "rank 1 failed: KeyError: 'no such key'"), ("raises in a backward", "rank 1 failed: ZeroDivisionError"),
-    ("has no memory", "rank 1 failed: MemoryError: 2 GiB of 1 GiB"), ("is interrupted", "rank 1 failed: KeyboardInterrupt"),
+    pytest.param("raises in a forward", "rank 1 failed: KeyError: 'no such key'", marks=pytest.mark.slow),
+    ("raises in a backward", "rank 1 failed: ZeroDivisionError"),
+    pytest.param("has no memory", "rank 1 failed: MemoryError: 2 GiB of 1 GiB", marks=pytest.mark.slow),
+    pytest.param("is interrupted", "rank 1 failed: KeyboardInterrupt", marks=pytest.mark.slow),
     ("disk", "rank 1 failed: CorruptionError"), pytest.param("hangs", "lost its peers", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_rank_that_falls_ends_the_job_on_all(tmp_path, how, told):

@@ -76,6 +76,7 @@ def two(tmp_path_factory) -> dict[str, list[Any]]:
     jobs["parity:tight"] = {"config": split | {"host_memory": "6MiB", "device_memory": "2.5MiB"}}
     jobs["parity:compressed"] = {"config": {"params": "host", "optimizer": "host", "compress_gathers": True}}
     jobs["parity:int8"] = {"config": {"params": "host", "optimizer": "host", "moments": "int8"}}
+    jobs["running_statistics"] = {"path": str(folder / "statistics")}
     jobs["overflow"] = {}
     jobs["diverging"] = {}
     jobs["generate"] = {}
@@ -525,3 +526,11 @@ def test_generation_with_weights_in_slices(two):
     for found in two["generate"]:
         assert found["same"]
         assert 0.5 <= found["share"] < 0.75
+
+
+def test_running_statistics_resume_on_every_rank(two):
+    """Each rank's BatchNorm has seen its own batches: after a load it has its own statistics again, not the first rank's."""
+    found = two["running_statistics"]
+    for of_rank in found:
+        assert models.differing(of_rank["resumed"], of_rank["whole"]) == []
+    assert not torch.equal(found[0]["whole"]["1.running_mean"], found[1]["whole"]["1.running_mean"])  # the twin: they do differ

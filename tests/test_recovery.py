@@ -24,7 +24,7 @@ from models import differing
 from runs import adamw
 
 CAMPAIGN = Path(campaign.__file__)
-SHORT = 24  # points of each operation
+SHORT = 12  # points of each operation
 LONG = int(os.environ.get("INFINITY_CAMPAIGN_POINTS", "20000"))
 
 

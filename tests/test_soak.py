@@ -185,8 +185,8 @@ def soak(steps: int, folder: Path) -> None:
 
 
 def test_short_soak(tmp_path):
-    """Method: 60 steps of random rounds; same bits or the right error each time, and nothing is left behind."""
-    soak(60, tmp_path / "soak")
+    """Method: 30 steps of random rounds; same bits or the right error each time, and nothing is left behind."""
+    soak(30, tmp_path / "soak")
 
 
 @pytest.mark.slow
@@ -209,4 +209,4 @@ def test_a_soak_tells_other_numbers(tmp_path, monkeypatch):
 
     monkeypatch.setattr(GradientBank, "land", careless)
     with pytest.raises(AssertionError):
-        soak(60, tmp_path / "soak")
+        soak(30, tmp_path / "soak")
