@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from . import native, processors
+from . import mistakes, native, processors
 from .activations import ActivationStore
 from .collectives import Peers
 from .config import Config
@@ -300,10 +300,10 @@ class Engine:
     @staticmethod
     def refusal(handle: ParamHandle, operation: str) -> UsageError:
         """The error for touching a parameter at home."""
-        return UsageError(
-            f"{operation} on parameter {handle.name}, which is at home on {handle.shard.weight.tier}. "
+        instead = mistakes.advice() or (
             f"Read or change it inside `with infinity.full_params(model, [{handle.name!r}]) as params:`."
         )
+        return UsageError(f"{operation} on parameter {handle.name}, which is at home on {handle.shard.weight.tier}. {instead}")
 
     def saving_tensors(self) -> AbstractContextManager:
         """Weights that autograd saves inside are saved as references."""

@@ -451,6 +451,28 @@ class ScopedCall:
                     module.__dict__[name] = self._own[name]
 
 
+class RefusedCopy:
+    """Has pickling or copying ``module`` raise a UsageError, until :meth:`remove`: what torch would meet first is a hook of ours."""
+
+    NAME = "__reduce_ex__"  # what pickle and copy look up on the object itself
+
+    def __init__(self, module: torch.nn.Module):
+        self._module, kind = weakref.ref(module), type(module).__name__
+
+        def refuse(protocol: int) -> None:
+            raise UsageError(
+                f"this {kind} is wrapped: its weights are at home, and cannot be pickled or copied with it. Save model.state_dict(), or "
+                "infinity.save_checkpoint(path, model, optimizer); for a plain model call infinity.unwrap_model(model, optimizer) first."
+            )
+
+        module.__dict__[self.NAME] = refuse
+
+    def remove(self) -> None:
+        """A second call does nothing."""
+        if (module := self._module()) is not None:
+            module.__dict__.pop(self.NAME, None)
+
+
 def _scoped(engine: Engine, call: Callable) -> Callable:
     @torch.compiler.disable
     def scope() -> AbstractContextManager:
@@ -481,7 +503,7 @@ def install(engine: Engine, root: torch.nn.Module, owners: dict[torch.nn.Module,
         before.is_infinity = after.is_infinity = True
         removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
-        removers.append(ScopedCall(engine, module))
+        removers += [ScopedCall(engine, module), RefusedCopy(module)]
     passes = weakref.ref(engine.passes)
 
     def landed(param: torch.Tensor) -> None:

@@ -59,7 +59,10 @@ class ParamHandle:
     def engine(self) -> Any:
         engine = self._engine()
         if engine is None:
-            raise UsageError(f"parameter {self.name}: its engine is gone, and with it the bytes at home")
+            raise UsageError(
+                f"parameter {self.name}: its engine is gone, and with it the bytes at home. Keep the model that wrap_model returned for as "
+                "long as its parameters are used."
+            )
         return engine
 
 
@@ -215,6 +218,7 @@ def _metadata_functions() -> set:
 
 
 _METADATA = _metadata_functions()
+_OF_THE_GRAPH = {torch.autograd.grad, torch.autograd.backward}  # which ask for a parameter's place in it, not for its bytes
 _DETACH = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}
 _TO = {torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.float, torch.Tensor.bfloat16,
        torch.Tensor.half, torch.Tensor.type}  # fmt: skip
@@ -226,7 +230,7 @@ class _Stored:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in _METADATA or func in _OF_THE_GRAPH:
             with _DisableTorchFunction():
                 return func(*args, **kwargs)
         subject = args[0] if args and isinstance(args[0], _Stored) else None

@@ -18,7 +18,7 @@ PACKAGE = Path(infinity.__file__).parent
 
 # Lowest first. `bench` and `cli` are whole folders.
 FLOORS = [
-    ["cgroups", "untrusted", "errors", "farewell", "guard", "replaced", "numa", "speculation", "lookahead", "journal"],
+    ["cgroups", "untrusted", "errors", "farewell", "guard", "mistakes", "replaced", "numa", "speculation", "lookahead", "journal"],
     ["processors", "limits", "tiers", "layout", "native", "partition", "trace", "logits", "checkpoint_folder"],
     ["rules"],
     ["ledger", "heap"],

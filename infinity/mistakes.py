@@ -1,0 +1,57 @@
+"""Mistakes: who touched a parameter that is at home, and what they should have done.
+
+The operation alone says little: the optimizer that was given to wrap_model fails in ``zeros_like``, a new embedding size in ``mean``. The
+function of a known library that is running says what was meant.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+UNWRAP = "Call model, optimizer = infinity.unwrap_model(model, optimizer) first, do it, and wrap again."
+
+# End of a path, names of functions there (none: any) -> what was done, and what to do. The first frame that fits, from the inside.
+KNOWN: list[tuple[str, frozenset[str], str]] = [
+    (path, frozenset(names.split()), advice)
+    for path, names, advice in [
+        ("torch/nn/parallel/distributed.py", "", "DistributedDataParallel was put around a wrapped model: the engine averages gradients over the ranks "
+         "itself. Call infinity.wrap_model on every rank and leave DistributedDataParallel out."),
+        ("torch/distributed/fsdp/", "", "FSDP was put around a wrapped model: the engine shards over the ranks itself. Leave FSDP out."),
+        ("torch/distributed/checkpoint/state_dict.py", "", "Use model.state_dict() and optimizer.state_dict(), or infinity.save_checkpoint(path, model, "
+         "optimizer)."),
+        ("torch/optim/swa_utils.py", "", "To average weights, read them step by step: with infinity.full_params(model) as params, or from "
+         "model.state_dict()."),
+        ("torch/optim/", "step _init_group", "This is not the optimizer that wrap_model returned: it would need the weights at home. Take the result, model, optimizer = "
+         "infinity.wrap_model(model, optimizer, config), step that optimizer, and give wrap_model an optimizer if it got none."),
+        ("peft/", "merge merge_and_unload _unload_and_optionally_merge merge_adapter unmerge_adapter get_delta_weight", f"Adapters cannot be merged into "
+         f"weights at home. {UNWRAP}"),
+        ("transformers/modeling_utils.py", "resize_token_embeddings _resize_token_embeddings _get_resized_embeddings resize_embeddings", "The "
+         f"embeddings' size is fixed while the model is wrapped. {UNWRAP}"),
+        ("torch/export/", "", f"A wrapped model cannot be exported: its weights are not in memory. {UNWRAP}"),
+        ("torch/onnx/", "", f"A wrapped model cannot be exported: its weights are not in memory. {UNWRAP}"),
+        ("torch/jit/", "", f"A wrapped model cannot be traced or scripted: its weights are not in memory. {UNWRAP}"),
+        ("torch/nn/utils/prune.py", "", f"Prune before wrap_model. {UNWRAP}"),
+        ("torch/nn/utils/parametrizations.py", "", f"Parametrise before wrap_model. {UNWRAP}"),
+        ("torch/nn/utils/parametrize.py", "", f"Parametrise before wrap_model. {UNWRAP}"),
+        ("torch/ao/quantization/", "", f"Quantise a plain model. {UNWRAP}"),
+        ("torch/nn/modules/module.py", "half float double bfloat16 to type cuda cpu to_empty share_memory", "The model's dtype and device are fixed while "
+         "it is wrapped. Choose them before: infinity.Config(param_dtype='bf16', device='cuda'), or model.to(...) before wrap_model."),
+        ("torch/nn/init.py", "", "Initialise before wrap_model, or inside `with infinity.full_params(model, writeback=True)`."),
+    ]
+]  # fmt: skip
+DEEPEST = 60  # frames that are looked at
+
+
+def advice() -> str:
+    """What to do instead, by who is calling; empty where nobody known is."""
+    frame = sys._getframe(1)
+    for _ in range(DEEPEST):
+        if frame is None:
+            return ""
+        path, name = frame.f_code.co_filename.replace(os.sep, "/"), frame.f_code.co_name
+        for known, names, said in KNOWN:
+            if f"/{known}" in path and (not names or name in names):
+                return said
+        frame = frame.f_back
+    return ""
