@@ -18,7 +18,7 @@ export INFINITY_CACHE := $(CURDIR)/build/cache
 train: setup
 	mkdir -p build/nvme
 	$(BIN)/infinity train --params nvme --optimizer nvme --nvme-path build/nvme --host-memory 25% \
-	    --out build/trained --checkpoint build/checkpoint --overwrite $(ARGS)
+	    --out build/trained --checkpoint build/checkpoint --overwrite --dtype auto $(ARGS)
 
 test: setup $(VENV)/.test-ready
 	mkdir -p build

@@ -100,6 +100,7 @@ def wrap_model(
             check(model, optimizer, config)
             description = {} if peers.alone else _description(model, optimizer, config)
         peers.compare(description, "wrap_model")
+        _tell_of_other_values(model, peers)
         peers.shard, peers.compresses = config.shard, config.compress_gathers
         if config.shard_in_node:
             join_node(peers, mesh)
@@ -221,6 +222,28 @@ def _description(model: nn.Module, optimizer: torch.optim.Optimizer | None, conf
         told[f"the optimizer's group {i}"] = f"{len(names)} parameters, {', '.join(names[:3])}, ..."
         told[f"all names of the optimizer's group {i}"] = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
     return told
+
+
+SAMPLED = 64  # elements of a parameter that are compared over the ranks
+
+
+def _tell_of_other_values(model: nn.Module, peers: Peers) -> None:
+    """Says where the ranks have been given other values: of replicas the first one's count, but stages of a pipeline are none."""
+    if peers.alone:
+        return
+    mine = {}
+    for name, param in model.named_parameters():
+        if is_managed(param) and not param.is_meta and param.numel():
+            sample = param.detach().reshape(-1)[:: max(1, param.numel() // SAMPLED)].cpu().contiguous()
+            mine[name] = hashlib.blake2b(sample.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
+    everyones = peers.collect(mine, "samples of the values")
+    others = sorted({name for theirs in everyones for name, digest in theirs.items() if digest != everyones[0].get(name)})
+    if others and peers.is_first:
+        logger.warning(
+            "wrap_model was given other values on other ranks, in %d of %d parameters (%s, ...): the first rank's count on all of them. If the ranks "
+            "have different parts of a model, stages of a pipeline say, they are no replicas: give wrap_model a mesh that says so.",
+            len(others), len(mine), others[0],
+        )  # fmt: skip
 
 
 def _broadcast_rest(model: nn.Module, peers: Peers) -> None:

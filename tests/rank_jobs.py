@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
+import logging
 import os
 import pickle
 import random
@@ -501,6 +503,53 @@ def save(path: str, config: dict, steps: int = 2) -> dict[str, Any]:
     found["later"] = cloned(model.state_dict())
     infinity.unwrap_model(model, optimizer)
     return found
+
+
+def other_values(same: bool) -> list[str]:
+    """What the engine says of models that have the same values on all ranks, or values of each rank's own."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    listener = Listener()
+    logging.getLogger("infinity").addHandler(listener)
+    model = build(3 if same else 3 + dist.get_rank())
+    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    logging.getLogger("infinity").removeHandler(listener)
+    infinity.unwrap_model(model, optimizer)
+    return [text for text in said if "other values on other ranks" in text]
+
+
+def full_disk(path: str, full: int) -> dict[str, str]:
+    """Saves once, then again while the disk of rank ``full`` has no room; what that raised, and what is loaded then."""
+    from infinity import checkpoint
+
+    model = build()
+    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    infinity.save_checkpoint(path, model, optimizer, extra="first")
+    write, me = checkpoint._write_units, dist.get_rank()
+
+    def no_room(engine, data):
+        if me == full:
+            raise OSError(errno.ENOSPC, "No space left on device", str(data / "unit-00000.safetensors"))
+        time.sleep(0.5)  # the others still write
+        return write(engine, data)
+
+    checkpoint._write_units = no_room
+    try:
+        infinity.save_checkpoint(path, model, optimizer, extra="second")
+        said = "saved"
+    except infinity.InfinityError as error:
+        said = f"{type(error).__name__}: {error}"
+    finally:
+        checkpoint._write_units = write
+    loaded = infinity.load_checkpoint(path, model, optimizer)
+    infinity.save_checkpoint(path, model, optimizer, extra="third")
+    names = sorted(name for name in os.listdir(path) if name.startswith("infinity-"))
+    infinity.unwrap_model(model, optimizer)
+    return {"said": said, "loaded": loaded, "names": names}
 
 
 def running_statistics(path: str) -> dict[str, Any]:

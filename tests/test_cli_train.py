@@ -535,3 +535,12 @@ def test_what_is_not_installed_is_one_line(tmp_path, argv, blocked, said):
 def test_the_version_is_told(capsys):
     assert infinity.cli.main(["--version"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"infinity {infinity.__version__}"
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_auto_is_the_dtype_that_the_processor_multiplies(place, report, monkeypatch, fast):
+    from infinity.cli import train
+
+    monkeypatch.setattr(train, "multiplies_bf16", lambda device: fast)
+    report(dtype="auto", out="trained")
+    assert {value.dtype for value in weights("trained").values()} == {torch.bfloat16 if fast else torch.float32}

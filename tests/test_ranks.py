@@ -76,6 +76,8 @@ def two(tmp_path_factory) -> dict[str, list[Any]]:
     jobs["parity:tight"] = {"config": split | {"host_memory": "6MiB", "device_memory": "2.5MiB"}}
     jobs["parity:compressed"] = {"config": {"params": "host", "optimizer": "host", "compress_gathers": True}}
     jobs["parity:int8"] = {"config": {"params": "host", "optimizer": "host", "moments": "int8"}}
+    jobs |= {f"other_values:{same}": {"same": same} for same in (True, False)}
+    jobs |= {f"full_disk:{rank}": {"path": str(folder / f"full-{rank}"), "full": rank} for rank in (0, 1)}
     jobs["running_statistics"] = {"path": str(folder / "statistics")}
     jobs["overflow"] = {}
     jobs["diverging"] = {}
@@ -534,3 +536,20 @@ def test_running_statistics_resume_on_every_rank(two):
     for of_rank in found:
         assert models.differing(of_rank["resumed"], of_rank["whole"]) == []
     assert not torch.equal(found[0]["whole"]["1.running_mean"], found[1]["whole"]["1.running_mean"])  # the twin: they do differ
+
+
+def test_other_values_on_other_ranks_are_said(two):
+    """Stages of a pipeline that look alike would all become the first one: that it was given other values is said, once."""
+    assert two["other_values:True"] == [[], []]
+    (said,), others = two["other_values:False"]
+    assert "no replicas" in said and others == []
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_of_one_rank_is_told_to_the_others(two, full):
+    """The rank with the disk raises ENOSPC, the other one names it and the reason; the old checkpoint stands, and the next is made."""
+    found = two[f"full_disk:{full}"]
+    assert found[full]["said"].startswith("StorageError") and "No space left" in found[full]["said"]
+    other = found[1 - full]["said"]
+    assert other.startswith("PeerError") and f"rank {full}" in other and "No space left" in other, other
+    assert all(of_rank["loaded"] == "first" and len(of_rank["names"]) == 1 for of_rank in found)

@@ -23,6 +23,17 @@ LARGEST_PROBE_FLOPS = 3e12
 ROUNDS = 3
 
 
+def multiplies_bf16(device: str | None) -> bool:
+    """Whether products of bf16 matrices are fast where the model computes. A processor without AVX-512 has torch's plain loop for them, which
+    takes some fifty times as long as fp32."""
+    import torch
+
+    if device is not None and not device.startswith("cpu"):
+        return True
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return supported is None or bool(supported())
+
+
 @dataclass(frozen=True)
 class Compute:
     """Forward and backward of one batch."""

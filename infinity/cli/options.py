@@ -37,7 +37,8 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
     add("--trust-remote-code", action="store_true", help="run Python code that lies in the folder of --model")
     add("--data", type=Path, metavar="PATH", help="a text file, or a folder: all text files in it, sorted")
     add("--data-limit", default="64MiB", metavar="BYTES", help="read no more (default 64MiB)")
-    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the model's weights (default bf16)")
+    add("--dtype", choices=("auto", "bf16", "fp32"), default="bf16",
+        help="of the model's weights (default bf16); auto: fp32 on a processor that has no fast bf16 products")
     add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward")
 
 

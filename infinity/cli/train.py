@@ -21,7 +21,7 @@ import infinity
 
 from ..errors import ConfigError
 from ..tiers import parse_nbytes
-from .compute import compute_time
+from .compute import compute_time, multiplies_bf16
 from .interrupt import Interrupt
 from .job import EdgeCounts, Job, held_out_loss, make_job, resume, train
 from .model import (
@@ -83,6 +83,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     files = find_text_files(args.data)
     console = _prepare(args, ranks)
     engine_config(settings)  # a wrong engine option is refused here already
+    _choose_dtype(args, console)
     scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
 
     model_config = read_model_config(args.model, trust=args.trust_remote_code)
@@ -152,6 +153,16 @@ def _prepare(args: argparse.Namespace, ranks: Ranks) -> Console:
     if args.threads:
         torch.set_num_threads(args.threads)
     return Console(stderr=args.json, quiet=not ranks.is_first, highlight=False, markup=False, soft_wrap=True)
+
+
+def _choose_dtype(args: argparse.Namespace, console: Console) -> None:
+    """Makes ``--dtype auto`` one of the others, and says where the one that was given is slow."""
+    fast = multiplies_bf16(args.device)
+    if args.dtype == "auto":
+        args.dtype = "bf16" if fast else "fp32"
+        console.print(f"--dtype auto: {args.dtype}" + ("" if fast else ", for this processor has no fast bf16 products"))
+    elif args.dtype == "bf16" and not fast:
+        console.print("This processor has no fast bf16 products: --dtype fp32 may be many times faster")
 
 
 def _make_batches(args: argparse.Namespace, files: TextFiles, sequence_length: int, tokenizer: Any) -> Batches:
