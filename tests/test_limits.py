@@ -149,6 +149,17 @@ def test_a_job_by_default_options_trains_what_its_group_cannot_hold(gib, blocks,
     assert word == "trained" and int(state) > 1.2 * gib * GIB and int(planned) < gib * GIB
 
 
+def test_env_tells_what_a_group_leaves(tmp_path):
+    with group(GIB) as folder:
+        code = (
+            "import os, sys; open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
+            "from infinity.cli import main; sys.exit(main(['env']))"
+        )
+        done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120)
+    (line,) = [line for line in done.stdout.splitlines() if "control groups" in line]
+    assert "MiB" in line or "GiB" in line
+
+
 def test_a_job_that_fits_nowhere_is_told_and_not_killed(tmp_path):
     """The twin: the same without a folder; a CapacityError with numbers."""
     with group(GIB) as folder:

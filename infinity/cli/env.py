@@ -160,11 +160,17 @@ def _direct_storage() -> Finding:
 def _memory() -> Finding:
     import psutil
 
+    from infinity import processors
+    from infinity.limits import for_the_engine, memory_left
     from infinity.tiers import format_nbytes
 
-    memory = psutil.virtual_memory()
-    return Finding("memory", f"{format_nbytes(memory.available)} free of {format_nbytes(memory.total)}, "
-                             f"{os.cpu_count()} processors")  # fmt: skip
+    memory, left = psutil.virtual_memory(), memory_left()
+    told = f"{format_nbytes(memory.available)} free of {format_nbytes(memory.total)}, {os.cpu_count()} processors"
+    if left < 0.9 * memory.available:
+        told += f"; control groups and ulimits leave this process {format_nbytes(left)}"
+    if (count := processors.available()) < (os.cpu_count() or 1):
+        told += f", and {count} processors"
+    return Finding("memory", f"{told}; without budgets {format_nbytes(for_the_engine(left))} are planned with")
 
 
 def _guard(torch) -> Finding:
