@@ -104,6 +104,7 @@ def _save(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.O
     published = False
     try:
         with writing(root) if peers.is_first else nullcontext():
+            peers.meet(f"writing to {content['data']}, which the first rank may")  # before anybody makes a folder
             _write_data(root / content["data"], engine, content, tensors)
             if peers.is_first:
                 os.replace(root / content["data"] / MANIFEST, root / MANIFEST)
@@ -128,11 +129,11 @@ def _write_data(data: Path, engine: Engine, content: dict[str, Any], tensors: di
         try:
             data.mkdir(parents=True, exist_ok=not peers.alone)
             files = _write_units(engine, data) if peers.writes else {}
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - the others are told of it, and it is raised below
             if peers.alone:
                 raise
             failure = error
-        told = None if failure is None else f"{failure.strerror or failure} ({failure.filename or data})"
+        told = None if failure is None else f"{type(failure).__name__}: {failure}"
         everyones = peers.collect((peers.world_rank, files, told), "the files of a checkpoint")
         if failure is not None:
             raise failure

@@ -11,6 +11,7 @@ flock does (NFS from 4, Lustre with -o flock).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -20,12 +21,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import UsageError
+from .errors import StorageError, UsageError
 
 DATA_NAME = re.compile(r"infinity-[0-9a-f]{12}")
 LOCK = ".lock"
 OF_READERS = "other.safetensors"  # the file of a data folder that readers lock: every save writes one
 TRIES = 100  # to read while others save
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # what file systems without locks say
 
 
@@ -49,8 +51,11 @@ def writing(root: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is held: who has opened it meanwhile finds it without a name
-        os.close(descriptor)
+        try:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)  # while it is held: who has opened it meanwhile finds it without a name
+        finally:
+            os.close(descriptor)
 
 
 def _made_and_locked(path: Path) -> int:
@@ -88,8 +93,10 @@ def hold(data: Path) -> int | None:
     """A descriptor that keeps ``data`` from being removed until it is closed; None where it is gone, or going."""
     try:
         descriptor = os.open(data / OF_READERS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
+    except OSError as error:
+        if error.errno in GONE:
+            return None
+        raise StorageError(error.errno, f"{data} cannot be read: {error.strerror}", str(data)) from error
     try:
         _lock(descriptor, fcntl.LOCK_SH)
         if os.fstat(descriptor).st_nlink:
@@ -111,8 +118,9 @@ def remove_data(root: Path, *, keep: str = "") -> None:
 def _remove(data: Path) -> None:
     try:
         descriptor = os.open(data / OF_READERS, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        shutil.rmtree(data, ignore_errors=True)  # a save that was cut short: no manifest ever named it
+    except OSError as error:
+        if error.errno in GONE:
+            shutil.rmtree(data, ignore_errors=True)  # a save that was cut short: no manifest ever named it
         return
     try:
         _lock(descriptor, fcntl.LOCK_EX)

@@ -119,6 +119,8 @@ class Config:
             self._set(name, parse_nbytes(getattr(self, name), name))
         for name in ("param_dtype", "grad_dtype"):
             self._set(name, self._parse_dtype(name))
+        if any("\0" in str(path) for path in self._parse_list("nvme_paths", (str, os.PathLike))):
+            raise ConfigError(f"nvme_paths={self.nvme_paths!r}: a path has no NUL in it")
         # Absolute from here on: the process may change its folder.
         self._set("nvme_paths", tuple(os.path.abspath(path) for path in self._parse_list("nvme_paths", (str, os.PathLike))))
         if self.units != "auto":

@@ -316,7 +316,7 @@ class Engine:
             self.peers.same(f"setting {handle.name}", value)
             flat = handle.shard.flattened(value, handle.index)
             self.prefetcher.release_all([handle.unit])
-            if handle.has_loaded_master and handle.shard.holds(self.store, handle.index, value):
+            if handle.has_loaded_master and self.peers.least([handle.shard.holds(self.store, handle.index, value)], f"setting {handle.name}")[0]:
                 return  # the optimizer's state was loaded first, and has the master of this very value
 
             def change() -> None:

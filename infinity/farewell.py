@@ -1,8 +1,8 @@
 """Farewell: what a rank that cannot go on leaves behind, so that the others can name it and its reason.
 
 A transport only says that a connection was closed. So every rank of a job writes into the job's store who it is when it joins and,
-if an exception ends its process, why. Who loses a peer looks there. A process that was killed leaves no reason; where it ran on this
-machine, that it is gone can be seen.
+if an exception ends its process, why. Who loses a peer looks there. A process that was killed says nothing; where it ran on
+this machine, that it is gone can be seen.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ class _Farewell:
     def __init__(self, store: Any, rank: int, size: int):
         from torch.distributed import PrefixStore
 
-        self._store, self._rank, self._size = PrefixStore("infinity", store), rank, size
+        self._store, self._rank, self._size, self._pid = PrefixStore("infinity", store), rank, size, os.getpid()
         self._store.set(f"who/{rank}", json.dumps([socket.gethostname(), _boot(), os.getpid()]))
 
     def leave(self, error: BaseException) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child: the rank itself lives
         text = f"{type(error).__name__}: {error}".strip().removesuffix(":")
         with contextlib.suppress(Exception):  # the store may have gone first
             self._store.set(f"why/{self._rank}", text[:LONGEST])
@@ -52,7 +54,7 @@ class _Farewell:
                 elif self._store.check([f"who/{rank}"]):
                     host, boot, pid = json.loads(self._store.get(f"who/{rank}"))
                     if (host, boot) == (socket.gethostname(), _boot()) and not _runs(pid):
-                        found.append(f"rank {rank} (process {pid}) has ended without a reason: it was killed, perhaps for want of memory")
+                        found.append(f"rank {rank} (process {pid}) has ended without a word: it left, or was killed, perhaps for want of memory")
         return found
 
 
@@ -64,11 +66,11 @@ def join(store: Any, rank: int, size: int) -> None:
     if first:
         before = sys.excepthook
 
-        def tell_first(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-            leave(error)
+        def tell_too(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
             before(kind, error, traceback)
+            leave(error)
 
-        sys.excepthook = tell_first
+        sys.excepthook = tell_too
 
 
 def leave(error: BaseException) -> None:

@@ -289,6 +289,11 @@ class GradientBank:
     def _reopen(self, handle: ParamHandle) -> None:
         """Before something is added: a consumed gradient is at home still, and is added to as torch does where the loss is another
         model's (a GAN's generator leaves gradients on the discriminator). Elsewhere somebody forgot zero_grad: raises UsageError."""
+        if handle.grad.state is GradState.CONSUMED and self.adds_to_consumed and self.peers.keeps_gradients:
+            raise UsageError(
+                f"another model's loss would add to the gradient of {handle.name}, which a step has averaged over the ranks and consumed: with "
+                "shard='optimizer' that cannot be done. Call zero_grad() before that backward, or use shard='gradients'."
+            )
         if handle.grad.state is GradState.CONSUMED and self.adds_to_consumed:
             handle.grad.state, handle.grad.norm = GradState.LANDED, None
         elif handle.grad.state is GradState.CONSUMED:

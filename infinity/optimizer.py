@@ -479,7 +479,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self._engine.peers.same("loading the optimizer's state", *moments)
         for group, taken in zip(self.param_groups, groups):
             group.update(taken)
-        absent, others = [], []
+        absent, others, loaded = [], [], []
         for index, param in params.items():
             state, handle = state_dict["state"].get(index, {}), handle_of(param)
             self._adopt(param, state)
@@ -489,7 +489,12 @@ class InfinityOptimizer(torch.optim.Optimizer):
                     absent.append(handle.name)
                 elif handle.shard.write_master(self._engine.store, handle.index, master, version=self._engine.step_index):
                     others.append(handle.name)
-                handle.has_loaded_master = master is not None
+                else:
+                    loaded.append(handle.name)
+        handles = [handle_of(param) for param in params.values()]
+        everywhere = self._engine.peers.least([handle.name in loaded for handle in handles], "masters that were loaded")
+        for handle, whole in zip(handles, everywhere):
+            handle.has_loaded_master = bool(whole)
         if absent:
             logger.warning(
                 "this optimizer's state dict has no fp32 masters of %d 16-bit parameters (%s, ...): they go on from the 16-bit weights",

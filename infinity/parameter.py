@@ -95,6 +95,7 @@ class Lent:
 
     def __init__(self, param: torch.Tensor, value: torch.Tensor):
         self._handle, self._before = handle_of(param), handle_of(param).lent
+        self.version = self._handle.version
         # Not a view, of which autograd would take the base for what was computed.
         self.tensor = value = torch.empty(0, dtype=value.dtype, device=value.device).set_(
             value.untyped_storage(), value.storage_offset(), value.size(), value.stride()
@@ -133,7 +134,9 @@ def lent_to(tensor: torch.Tensor) -> torch.Tensor | None:
     """What a parameter at rest stands for just now; None outside a block of full_params and while its model computes."""
     handle = handle_of(tensor)
     lent = handle.lent() if handle is not None and handle.lent is not None else None
-    return lent.tensor if lent is not None and not handle.engine.computing else None
+    if lent is None or handle.engine.computing or handle.version != lent.version:  # a step has changed it since
+        return None
+    return lent.tensor
 
 
 class _ManagedGrad:
@@ -218,7 +221,6 @@ def _metadata_functions() -> set:
 
 
 _METADATA = _metadata_functions()
-_OF_THE_GRAPH = {torch.autograd.grad, torch.autograd.backward}  # which ask for a parameter's place in it, not for its bytes
 _DETACH = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}
 _TO = {torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.float, torch.Tensor.bfloat16,
        torch.Tensor.half, torch.Tensor.type}  # fmt: skip
@@ -230,7 +232,9 @@ class _Stored:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _METADATA or func in _OF_THE_GRAPH:
+        if func is torch.autograd.grad:
+            return _grad_of_places(*args, **kwargs)
+        if func in _METADATA:
             with _DisableTorchFunction():
                 return func(*args, **kwargs)
         subject = args[0] if args and isinstance(args[0], _Stored) else None
@@ -315,6 +319,19 @@ class StoredAlias(_Stored, torch.Tensor):
         # (DLPack) meets the guard.
         alias = next(leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, StoredAlias))
         raise handle_of(alias).engine.refusal(handle_of(alias), str(func))
+
+
+def _grad_of_places(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.grad`` of parameters at rest: what it asks for is their place in the graph, not their bytes."""
+
+    def place(tensor: Any) -> Any:
+        if not isinstance(tensor, StoredParameter):
+            return tensor
+        with _DisableTorchFunction():
+            return torch.autograd.graph.get_gradient_edge(tensor)
+
+    inputs = place(inputs) if isinstance(inputs, torch.Tensor) else [place(each) for each in inputs]
+    return torch.autograd.grad(outputs, inputs, *args, **kwargs)
 
 
 def _on_lent(func, args: tuple, kwargs: dict) -> Any:

@@ -9,6 +9,7 @@ a tensor of our own, against the formula of https://arxiv.org/abs/2302.06675, Al
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -155,7 +156,9 @@ def _try_lion(optimizer: torch.optim.Optimizer) -> None:
         decay = settings["weight_decay"] if "weight_decay" in group else 0.0
         param = torch.nn.Parameter(torch.linspace(-1, 1, 16))
         trial = kind.__new__(kind)
-        trial.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+        own = {name: value for name, value in vars(optimizer).items() if name not in ("step", "state", "param_groups")}
+        for name, value in own.items():  # the trial is not to change what is the user's
+            trial.__dict__[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
         trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         trial.state = defaultdict(dict)
         trial.param_groups = [group | {key: value for key, value in settings.items() if key in group} | {"params": [param]}]

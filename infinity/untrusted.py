@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 from pathlib import Path
@@ -16,13 +17,19 @@ def read_text(path: str | os.PathLike, *, most_nbytes: int = LARGEST_NBYTES) -> 
     """The text of a regular file. Raises OSError for anything else (a pipe would be waited for, a device never ends), ValueError for
     what is too long or not UTF-8."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
+    try:
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if status.st_size > most_nbytes:
             raise ValueError(f"{path} has {status.st_size} bytes, more than the {most_nbytes} that are read")
-        return file.read(most_nbytes + 1).decode("utf-8")
+        with open(descriptor, "rb", closefd=False) as file:
+            raw = file.read(most_nbytes + 1)
+    finally:
+        os.close(descriptor)
+    if len(raw) > most_nbytes:
+        raise ValueError(f"{path} has more than the {most_nbytes} bytes that are read")
+    return raw.decode("utf-8")
 
 
 def parse_json(text: str) -> Any:
@@ -31,8 +38,12 @@ def parse_json(text: str) -> Any:
     def refuse(constant: str) -> Any:
         raise ValueError(f"the number {constant}")
 
+    def number(digits: str) -> float:
+        value = float(digits)
+        return value if math.isfinite(value) else refuse(digits[:20])
+
     try:
-        return json.loads(text, parse_constant=refuse)
+        return json.loads(text, parse_constant=refuse, parse_float=number)
     except RecursionError:
         raise ValueError("lists and tables are nested too deep") from None
 

@@ -619,7 +619,7 @@ def full_params(
         Parameter names or module prefixes; None: all. The tensors are copies in the dtype the model computes in, tied
         parameters one under all their names. They stay valid afterwards, charged to ``device_memory`` only inside. In the
         block the parameters of the module stand for them. What is computed from either trains: a gradient of it is the
-        parameter's.
+        parameter's. Where that is not wanted (an average of weights, numpy()), use torch.no_grad() around it, or detach().
     writeback
         Writes edits to the master when the block ends. Elements that were not edited keep their master's bits.
 

@@ -190,3 +190,30 @@ def test_locks_are_those_of_this_test(tmp_path):
         code = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)"
         done = subprocess.run([sys.executable, "-c", code, str(tmp_path / ".lock")], capture_output=True, text=True)
     assert "BlockingIOError" in done.stderr
+
+
+def test_a_lock_that_cannot_be_removed_is_free_all_the_same(tmp_path, monkeypatch):
+    def refuse(self, **_):
+        raise OSError(errno.EIO, "Input/output error", str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        with writing(tmp_path):
+            pass
+    with writing(tmp_path):
+        pass
+
+
+def test_data_that_cannot_be_opened_is_not_taken_for_gone(tmp_path, monkeypatch):
+    (tmp_path / "infinity-00000000000a").mkdir()
+    (tmp_path / "infinity-00000000000a" / OF_READERS).touch()
+
+    def no_descriptors(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder.os, "open", no_descriptors)
+        remove_data(tmp_path)
+        with pytest.raises(infinity.StorageError):
+            hold(tmp_path / "infinity-00000000000a")
+    assert (tmp_path / "infinity-00000000000a" / OF_READERS).exists()

@@ -135,3 +135,26 @@ def test_an_unwrapped_model_is_copied_and_saved_again():
     loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
     for other in (copied, loaded):
         assert differing(dict(other.state_dict()), dict(model.state_dict())) == []
+
+
+def test_autograd_grad_recomputes_checkpoints_with_weights_used_outside_their_module(tmp_path):
+    """Method: a checkpointed function multiplies by a parameter of the model; its recomputation runs inside autograd.grad."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.extra = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return checkpoint(lambda x: nn.functional.linear(self.first(x), self.extra.weight * 2), x, use_reentrant=False)
+
+    def grads(wrapped: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Odd()
+        if wrapped:
+            model, _ = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "nvme", "optimizer": "nvme", "nvme_paths": [os.fspath(tmp_path)]})
+        loss = model(torch.ones(2, 8)).square().sum()
+        return [grad.clone() for grad in torch.autograd.grad(loss, [model.first.weight, model.extra.weight])]
+
+    assert all(map(torch.equal, grads(True), grads(False)))

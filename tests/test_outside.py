@@ -288,3 +288,15 @@ def test_a_backward_of_values_that_a_step_has_changed_raises(tmp_path):
     optimizer.zero_grad()
     with pytest.raises(infinity.UsageError, match="before that"):
         penalty.backward()
+
+
+def test_after_a_step_inside_the_block_the_parameter_is_at_rest(tmp_path):
+    """Method: a step changes the home; what the block has is of before, and the parameter does not stand for it any more."""
+    model = Penalised()
+    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), at_home("host", "host", tmp_path))
+    with infinity.full_params(model):
+        model.body[0].weight.sum()
+        model(torch.ones(1, 16)).sum().backward()
+        optimizer.step()
+        with pytest.raises(infinity.UsageError, match="full_params"):
+            model.body[0].weight.sum()

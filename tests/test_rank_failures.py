@@ -22,7 +22,7 @@ from ranks import Failed, launch, run_torchrun
 
 
 @pytest.mark.parametrize(("how", "told"), [
-    ("killed", "without a reason: it was killed"), ("raises", "rank 1 failed: ValueError: the user's own"),
+    ("killed", "without a word: it left, or was killed"), ("raises", "rank 1 failed: ValueError: the user's own"),
     pytest.param("raises in a forward", "rank 1 failed: KeyError: 'no such key'", marks=pytest.mark.slow),
     ("raises in a backward", "rank 1 failed: ZeroDivisionError"),
     pytest.param("has no memory", "rank 1 failed: MemoryError: 2 GiB of 1 GiB", marks=pytest.mark.slow),

@@ -36,6 +36,11 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path):
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
         with pytest.raises(OSError):
             read_text(path)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(OSError):
+            read_text(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
     (tmp_path / "large").write_text("x" * 1000)
     with pytest.raises(ValueError, match="1000 bytes"):
         read_text(tmp_path / "large", most_nbytes=999)
@@ -90,7 +95,8 @@ def test_models_that_no_machine_builds_are_refused(changes, said, tmp_path, caps
     assert "Traceback" not in err and (said in err or "transformers cannot read" in err), err
 
 
-@pytest.mark.parametrize("given", [{"update_threads": 10**6}, {"host_memory": "9" * 400 + "GiB"}, {"host_memory": 10**40}, {"micro_batch": 10**40, "update_threads": 0}])
+@pytest.mark.parametrize("given", [{"update_threads": 10**6}, {"host_memory": "9" * 400 + "GiB"}, {"host_memory": 10**40}, {"micro_batch": 10**40, "update_threads": 0},
+                                   {"nvme_paths": ["/tmp/a\0b"]}])
 def test_numbers_that_take_the_machine_are_refused(given):
     with pytest.raises(infinity.ConfigError) as error:
         infinity.Config(**given)

@@ -62,9 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         if os.environ.get("INFINITY_TRACEBACK") == "1":
             raise
+        farewell.leave(error)
         print(f"infinity {args.subcommand}: {_missing(error)}", file=sys.stderr)
         return BAD_INPUT_STATUS
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        farewell.leave(error)
         print(f"infinity {args.subcommand}: interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
 

@@ -48,8 +48,10 @@ def _check_sizes(path: Path, config: Any) -> None:
     text = config.get_text_config()
     for name, most in MOST.items():
         value = getattr(text, name, None)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most):
-            raise ConfigError(f"{path}: {name} is {str(value)[:40]}, which is not a number from 0 to {most:,}")
+        values = value if isinstance(value, (list, tuple)) else [value]  # one for each layer, in some
+        for each in values if len(values) <= MOST["num_hidden_layers"] else [value]:
+            if each is not None and (isinstance(each, bool) or not isinstance(each, (int, float)) or not 0 <= each <= most):
+                raise ConfigError(f"{path}: {name} is {str(each)[:40]}, which is not a number from 0 to {most:,}")
 
 
 def is_trusted(model_config: Any) -> bool:
