@@ -438,7 +438,9 @@ class ShardStore:
             self._pages.stop()
             self._pages = None
         self._absent = []
-        self.engine = None  # waits for what is in flight and closes the descriptors
+        if self.engine is not None:  # waits for what is in flight and closes the files, whoever still refers to it
+            self.engine.shut_down()
+        self.engine = None
         self._returning.clear()
         self._service = self.staging = None
         while self._charges:

@@ -23,7 +23,7 @@ import torch
 import infinity
 from homes import MIB, Disk, Staging, fault_plan, outcome_in_child
 from infinity import native, processors
-from models import leftovers, transformer
+from models import leftovers, swap_files, transformer
 from runs import adamw
 
 BLOCK = native.CHECKSUM_NBYTES
@@ -207,7 +207,7 @@ def test_checksums_can_be_switched_off(checksums, tmp_path):
         model.state_dict()
 
     step()
-    file = next(swap.glob("*/swap"))
+    (file,) = swap_files(swap)
     descriptor = os.open(file, os.O_RDWR)
     for at in range(0, os.stat(file).st_size, 4096):
         byte = os.pread(descriptor, 1, at)[0]

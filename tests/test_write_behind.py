@@ -226,7 +226,7 @@ def wrong_on_a_slow_disk(folder: Path, *, blocks: int = 5, seeds: int = 15) -> l
                 home.check_all()
             except (AssertionError, CorruptionError):
                 wrong.append(seed)
-            home.store.engine = None
+            home.store.engine = home.store.engine._engine
     return wrong
 
 
@@ -392,7 +392,7 @@ def test_ctrl_c_in_a_wait_leaves_nothing_under_way(transfer, folder):
             home.write(writer, 4, 0, home.arrays[4].numel, 1)  # more than there are parts
             home.write(writer, 1, 5, 50_000, 1)  # ragged: a read
         assert disk.under_way() == 0
-        home.store.engine = None
+        home.store.engine = disk._engine
 
 
 # --- what a wrap makes of it ---

@@ -141,6 +141,7 @@ IoEngine::IoEngine(const IoOptions& options) : options_(options) {
   INFINITY_REQUIRE(options.threads >= 1, "the thread engine needs at least one thread, not ", options.threads);
   INFINITY_REQUIRE(options.timeout_seconds > 0, "an I/O timeout of ", options.timeout_seconds, " seconds");
   backend_ = choose_backend(options, notes_);
+  backend_name_ = backend_->name();
   slots_.resize(options.depth);
   for (unsigned i = 0; i < options.depth; ++i) free_slots_.push_back(options.depth - 1 - i);
   try {
@@ -150,9 +151,12 @@ IoEngine::IoEngine(const IoOptions& options) : options_(options) {
   }
 }
 
-IoEngine::~IoEngine() {
+IoEngine::~IoEngine() { shut_down(); }
+
+void IoEngine::shut_down() {
   {
     std::unique_lock<std::mutex> lock(mutex_);
+    if (stopping_) return;
     idle_.wait(lock, [this] {
       return waiting_.empty() && dependent_ == 0 && !completing_ && free_slots_.size() + given_up_ == slots_.size();
     });
@@ -169,7 +173,7 @@ IoEngine::~IoEngine() {
     return;
   }
   backend_.reset();
-  for (const File& file : files_) close(file.descriptor);
+  for (File& file : files_) close(std::exchange(file.descriptor, -1));
 }
 
 int IoEngine::create_file(const std::string& path, std::uint64_t nbytes) {
@@ -286,6 +290,7 @@ void IoEngine::validate(const Request& request) const {
 TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr& after) {
   INFINITY_REQUIRE(is_ours(), "an I/O engine of process ", process_, " was used in its forked child ", getpid());
   INFINITY_REQUIRE(!requests.empty(), "a submission without requests");
+  INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
   std::size_t pieces = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -12,6 +12,7 @@
 // never drains between requests.
 #pragma once
 
+#include <atomic>
 #include <unistd.h>
 
 #include <algorithm>
@@ -61,6 +62,10 @@ class IoEngine {
   IoEngine(const IoEngine&) = delete;
   IoEngine& operator=(const IoEngine&) = delete;
 
+  // Waits for what is in flight, then closes the files, whoever still holds this object: what has no name is gone then. A second call
+  // does nothing.
+  void shut_down();
+
   // Creates `path` with mode 0600 and reserves `nbytes` on its file system, so that no later write can meet
   // ENOSPC. O_DIRECT where the file system has it. Returns the file's index. Throws StorageError.
   int create_file(const std::string& path, std::uint64_t nbytes);
@@ -95,7 +100,7 @@ class IoEngine {
     return given_up_ > 0;
   }
 
-  const char* backend_name() const { return backend_->name(); }
+  const char* backend_name() const { return backend_name_; }
   std::vector<std::string> notes() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return notes_;
@@ -139,6 +144,7 @@ class IoEngine {
   const IoOptions options_;
   const int process_ = getpid();
   std::unique_ptr<Backend> backend_;
+  const char* backend_name_ = "";
   std::vector<std::string> notes_;
 
   mutable std::mutex mutex_;
@@ -154,7 +160,7 @@ class IoEngine {
   bool troubled_ = false;     // a device is hung, or broken_: what waits is looked through
   std::exception_ptr broken_;  // why the backend cannot serve any longer
   bool completing_ = false;   // tickets are being told outside the lock: what follows them may submit
-  bool stopping_ = false;
+  std::atomic<bool> stopping_{false};
 
   struct Meter {
     IoTotals totals;

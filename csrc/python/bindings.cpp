@@ -236,6 +236,7 @@ void bind_io(py::module_& m) {
       .def_property_readonly("notes", &IoEngine::notes)
       .def("create_file", &IoEngine::create_file, py::arg("path"), py::arg("nbytes"),
            py::call_guard<py::gil_scoped_release>())
+      .def("shut_down", &IoEngine::shut_down, py::call_guard<py::gil_scoped_release>())
       .def("create_swap_file", &IoEngine::create_swap_file, py::arg("folder"), py::arg("nbytes"),
            py::call_guard<py::gil_scoped_release>())
       .def("open_file", &IoEngine::open_file, py::arg("path"), py::call_guard<py::gil_scoped_release>())
