@@ -48,7 +48,7 @@ def refuse(calls: list[int], error: int) -> None:
 def test_a_wait_that_ctrl_c_ends_frees_no_memory_that_the_disk_still_writes(tmp_path):
     """Method: a late read is forgotten in the middle of its wait, with its lease; who leases next gets other memory, or none.
     Twin: without the lease the transfer's memory is given away."""
-    disk = Disk(tmp_path, faults=fault_plan(delay=1.0, delay_seconds=0.3))
+    disk = Disk(tmp_path, faults=fault_plan(delay=1.0, delay_seconds=2.0))
     extent = disk.extent(BLOCK)
     for owned in (True, False):
         pool = native.PinnedPool(native.Region(BLOCK, touch_threads=0))
