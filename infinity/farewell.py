@@ -48,7 +48,7 @@ class _Farewell:
         for rank in range(self._size):
             if rank == self._rank:
                 continue
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # of a store that is gone nothing is known: the transport's error is told
                 if self._store.check([f"why/{rank}"]):
                     found.append(f"rank {rank} failed: {self._store.get(f'why/{rank}').decode(errors='replace')}")
                 elif self._store.check([f"who/{rank}"]):

@@ -185,6 +185,7 @@ class Passes:
         if not self.frames and any(tensor.grad_fn is not None for tensor in _tensors((args, kwargs))):
             def come_from_another(_grad: torch.Tensor) -> None:
                 if passes := me():
+                    passes.join_task()  # whose end takes the mark back, whether any gradient lands or not
                     passes.engine.gradients.adds_to_consumed = True
 
             for tensor in _tensors(output):

@@ -232,10 +232,11 @@ def _tell_of_other_values(model: nn.Module, peers: Peers) -> None:
     if peers.alone:
         return
     mine = {}
-    for name, param in model.named_parameters():
-        if is_managed(param) and not param.is_meta and param.numel():
-            sample = param.detach().reshape(-1)[:: max(1, param.numel() // SAMPLED)].cpu().contiguous()
-            mine[name] = hashlib.blake2b(sample.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
+    with peers.together("comparing the values"):
+        for name, param in model.named_parameters():
+            if is_managed(param) and not param.is_meta and param.numel():
+                sample = param.detach().reshape(-1)[:: max(1, param.numel() // SAMPLED)].cpu().contiguous()
+                mine[name] = hashlib.blake2b(sample.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
     everyones = peers.collect(mine, "samples of the values")
     others = sorted({name for theirs in everyones for name, digest in theirs.items() if digest != everyones[0].get(name)})
     if others and peers.is_first:

@@ -300,3 +300,17 @@ def test_after_a_step_inside_the_block_the_parameter_is_at_rest(tmp_path):
         optimizer.step()
         with pytest.raises(infinity.UsageError, match="full_params"):
             model.body[0].weight.sum()
+
+
+def test_after_a_loss_through_a_frozen_model_zero_grad_is_asked_for_again(tmp_path):
+    """Method: a loss of another model passes through this one, of which nothing is trained just then; the next own backward without
+    zero_grad raises as ever."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), at_home("host", "host", tmp_path))
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    model.requires_grad_(False)
+    model(nn.Linear(8, 8)(torch.ones(1, 8))).sum().backward()
+    model.requires_grad_(True)
+    with pytest.raises(infinity.UsageError, match="zero_grad"):
+        model(torch.ones(1, 8)).sum().backward()

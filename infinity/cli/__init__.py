@@ -53,17 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code
     try:
         return _module(args.subcommand).run(args)
-    except (InfinityError, OSError) as error:
+    except (InfinityError, OSError, ImportError) as error:
         if os.environ.get("INFINITY_TRACEBACK") == "1":
             raise
         farewell.leave(error)
-        print(f"infinity {args.subcommand}: {error}", file=sys.stderr)
-        return BAD_INPUT_STATUS
-    except ImportError as error:
-        if os.environ.get("INFINITY_TRACEBACK") == "1":
-            raise
-        farewell.leave(error)
-        print(f"infinity {args.subcommand}: {_missing(error)}", file=sys.stderr)
+        said = _missing(error) if isinstance(error, ImportError) else error
+        print(f"infinity {args.subcommand}: {said}", file=sys.stderr)
         return BAD_INPUT_STATUS
     except KeyboardInterrupt as error:
         farewell.leave(error)
