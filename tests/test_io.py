@@ -589,6 +589,22 @@ def test_swap_files_have_no_name_on_any_file_system(lacking, tmp_path, no_tmpfil
     assert direct.strip() == "False" or "O_DIRECT" not in lacking
 
 
+def test_an_engine_that_was_shut_down_refuses_and_holds_nothing(tmp_path, kind):
+    """Method: shut down with a transfer in flight, while somebody still refers to the engine; its files are closed, the transfer is
+    over, and what is asked of it then is a UsageError."""
+    engine = native.IoEngine(kind=kind)
+    before = len(os.listdir("/proc/self/fd"))
+    extent, region = native.Extent.in_file(engine.create_swap_file(str(tmp_path), MIB), 0, MIB), native.Region(MIB, True, 1)
+    ticket = engine.write(extent, 0, region.address, MIB)
+    engine.shut_down()
+    engine.shut_down()
+    assert ticket.done and len(os.listdir("/proc/self/fd")) <= before
+    for call in (lambda: engine.read(extent, 0, region.address, MIB), lambda: engine.register([(region.address, MIB)])):
+        with pytest.raises(UsageError, match="was shut down"):
+            call()
+    assert engine.backend in ("uring", "threads")
+
+
 @pytest.mark.parametrize("what", ["missing", "not a folder", "too large", "no whole blocks"])
 def test_a_swap_file_that_cannot_be_made_is_an_error_and_leaves_nothing(what, tmp_path, kind):
     engine = native.IoEngine(kind=kind)

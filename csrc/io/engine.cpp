@@ -252,6 +252,7 @@ int IoEngine::add(File file) {
 
 void IoEngine::register_files_and_buffers(const std::vector<Span>& buffers) {
   std::lock_guard<std::mutex> lock(mutex_);
+  INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
   INFINITY_CHECK(free_slots_.size() == slots_.size(), "registration while pieces are in flight");
   std::vector<int> descriptors;
   for (const File& file : files_) descriptors.push_back(file.descriptor);
@@ -290,10 +291,10 @@ void IoEngine::validate(const Request& request) const {
 TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr& after) {
   INFINITY_REQUIRE(is_ours(), "an I/O engine of process ", process_, " was used in its forked child ", getpid());
   INFINITY_REQUIRE(!requests.empty(), "a submission without requests");
-  INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
   std::size_t pieces = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
     for (const Request& request : requests) check(request);
     if (after) ++dependent_;
   }

@@ -12,7 +12,6 @@
 // never drains between requests.
 #pragma once
 
-#include <atomic>
 #include <unistd.h>
 
 #include <algorithm>
@@ -63,7 +62,7 @@ class IoEngine {
   IoEngine& operator=(const IoEngine&) = delete;
 
   // Waits for what is in flight, then closes the files, whoever still holds this object: what has no name is gone then. A second call
-  // does nothing.
+  // does nothing; a submission raises UsageError. Not beside one: who shuts down owns the engine.
   void shut_down();
 
   // Creates `path` with mode 0600 and reserves `nbytes` on its file system, so that no later write can meet
@@ -160,7 +159,7 @@ class IoEngine {
   bool troubled_ = false;     // a device is hung, or broken_: what waits is looked through
   std::exception_ptr broken_;  // why the backend cannot serve any longer
   bool completing_ = false;   // tickets are being told outside the lock: what follows them may submit
-  std::atomic<bool> stopping_{false};
+  bool stopping_ = false;
 
   struct Meter {
     IoTotals totals;
