@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING
 from .errors import CapacityError, ConfigError, CorruptionError, InfinityError, StorageError, UsageError
 
 if TYPE_CHECKING:
-    from .checkpoint import load_checkpoint, save_checkpoint
-    from .config import Config
-    from .measure import Stats, stats
-    from .pretrained import save_pretrained
-    from .wrap import full_params, unwrap_model, wrap_model
+    from .checkpoint.load import load_checkpoint
+    from .checkpoint.save import save_checkpoint
+    from .config.config import Config
+    from .api.stats import Stats, stats
+    from .checkpoint.pretrained import save_pretrained
+    from .api.full_params import full_params
+    from .api.unwrap import unwrap_model
+    from .api.wrap import wrap_model
 
 __version__ = "0.1.0"
 
@@ -41,15 +44,15 @@ __all__ = [
 
 # Imported when first asked for, so that `infinity --help` does not wait for torch.
 _HOMES = {
-    "Config": "config",
-    "Stats": "measure",
-    "full_params": "wrap",
-    "load_checkpoint": "checkpoint",
-    "save_checkpoint": "checkpoint",
-    "save_pretrained": "pretrained",
-    "stats": "measure",
-    "unwrap_model": "wrap",
-    "wrap_model": "wrap",
+    "Config": "config.config",
+    "Stats": "api.stats",
+    "full_params": "api.full_params",
+    "load_checkpoint": "checkpoint.load",
+    "save_checkpoint": "checkpoint.save",
+    "save_pretrained": "checkpoint.pretrained",
+    "stats": "api.stats",
+    "unwrap_model": "api.unwrap",
+    "wrap_model": "api.wrap",
 }
 
 

@@ -24,13 +24,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from infinity import device as devices
-from infinity import native, optimizer
-from infinity.gradients import LandedGrad
-from infinity.parameter import StoredAlias
-from infinity.shard import ParamShard
+from infinity.machine import accelerator, device
+from infinity import native
+from infinity.optim import optimizer
+from infinity.gradients.tensor import LandedGrad
+from infinity.state.parameter import StoredAlias
+from infinity.state.shard import ParamShard
 
-LINES = ("compute", "host", "updater", *devices.QUEUES)
+LINES = ("compute", "host", "updater", *device.QUEUES)
 Clock = dict[str, int]
 PAGE = 4096
 
@@ -74,7 +75,7 @@ class DetectedMoment:
         self._detector.join("host", self.clock)
 
 
-class RaceDetector(devices.Device):
+class RaceDetector(device.Device):
     """See the module. ``races`` are what it found, as text."""
 
     is_host = False
@@ -132,7 +133,7 @@ class RaceDetector(devices.Device):
     def pin(self, region):
         self.host_memory.append((region.address, region.address + region.nbytes))
 
-    def resize(self, storage, nbytes, *, behind=devices.PAST):
+    def resize(self, storage, nbytes, *, behind=device.PAST):
         if not nbytes and storage.nbytes():
             self.join("in", self.clocks["compute"])  # as a GPU's does
             self.free(storage._cdata, "in")
@@ -252,7 +253,7 @@ def detecting(monkeypatch, kernels=None):
         made[-1].kernels, made[-1].kernels_refusal = kernels, "" if kernels else "none were given"
         return made[-1]
 
-    monkeypatch.setitem(devices.KINDS, "cpu", make)
+    monkeypatch.setitem(accelerator.KINDS, "cpu", make)
     _watch_updates(monkeypatch, lambda: made[-1])
     yield lambda: made[-1]
 

@@ -26,10 +26,10 @@ if __name__ == "__main__":
 
 import infinity  # noqa: E402
 import models  # noqa: E402
-from infinity import device as devices  # noqa: E402
-from infinity.wrap import wrapped  # noqa: E402
+from infinity.machine import accelerator, device, threaded_device  # noqa: E402
+from infinity.runtime.registry import wrapped  # noqa: E402
 from gpu_stand_in import load_stand_in  # noqa: E402
-from infinity.stepper import DeviceStepper  # noqa: E402
+from infinity.optim.device_step import DeviceStepper  # noqa: E402
 from ranks import Failed  # noqa: E402
 
 
@@ -112,16 +112,16 @@ def parity(config: dict, dtype=torch.float32, micro: int = 1, clip=None, shape=N
 def elsewhere(nodes: bool = False, kernels: str | None = None, share: float = 0.0, **arguments) -> dict[str, Any]:
     """On a device whose memory the processor does not use, with late copies and groups of its own for bulk bytes; with
     ``kernels`` (a file) and a share of the host's state to step."""
-    devices.KINDS["cpu"] = _Elsewhere
+    accelerator.KINDS["cpu"] = _Elsewhere
     _Elsewhere.loaded = load_stand_in(Path(kernels)) if kernels else None
     DeviceStepper.choose_share = lambda self, *rates: setattr(self, "share", share)
     try:
         return in_nodes(**arguments) if nodes else parity(**arguments)
     finally:
-        devices.KINDS["cpu"] = devices.Device
+        accelerator.KINDS["cpu"] = device.Device
 
 
-class _Elsewhere(devices.ThreadedDevice):
+class _Elsewhere(threaded_device.ThreadedDevice):
     """Copies in run at once, since they start collectives; what leaves is late at random."""
 
     is_host, backend = False, "gloo"
@@ -135,7 +135,7 @@ class _Elsewhere(devices.ThreadedDevice):
         if queue == "in":
             for moment in more.get("behind", ()):
                 moment.wait()
-            return devices.Device.put(self, queue, work, freight=more.get("freight"))
+            return device.Device.put(self, queue, work, freight=more.get("freight"))
 
         def late() -> None:
             time.sleep(random.choice([0, 0.0005, 0.002]))
@@ -524,12 +524,12 @@ def other_values(same: bool) -> list[str]:
 
 def full_disk(path: str, full: int) -> dict[str, str]:
     """Saves once, then again while the disk of rank ``full`` has no room; what that raised, and what is loaded then."""
-    from infinity import checkpoint
+    from infinity.checkpoint import save as saving
 
     model = build()
     model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
     infinity.save_checkpoint(path, model, optimizer, extra="first")
-    write, me = checkpoint._write_units, dist.get_rank()
+    write, me = saving._write_units, dist.get_rank()
 
     def no_room(engine, data):
         if me == full:
@@ -537,14 +537,14 @@ def full_disk(path: str, full: int) -> dict[str, str]:
         time.sleep(0.5)  # the others still write
         return write(engine, data)
 
-    checkpoint._write_units = no_room
+    saving._write_units = no_room
     try:
         infinity.save_checkpoint(path, model, optimizer, extra="second")
         said = "saved"
     except infinity.InfinityError as error:
         said = f"{type(error).__name__}: {error}"
     finally:
-        checkpoint._write_units = write
+        saving._write_units = write
     loaded = infinity.load_checkpoint(path, model, optimizer)
     infinity.save_checkpoint(path, model, optimizer, extra="third")
     names = sorted(name for name in os.listdir(path) if name.startswith("infinity-"))

@@ -28,7 +28,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity import activations, native
+from infinity import native
+from infinity.runtime import activation_store, saved_tensor
 from models import (
     at_home,
     differing,
@@ -68,7 +69,7 @@ def no_hooks_left() -> Iterator[None]:
 
 @pytest.fixture
 def small_ones_too(monkeypatch) -> None:
-    monkeypatch.setattr(activations, "SMALLEST_NBYTES", 1)
+    monkeypatch.setattr(activation_store, "SMALLEST_NBYTES", 1)
 
 
 def configuration(home: str, build: Callable[[], nn.Module], folder: Path, **more: Any) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def configuration(home: str, build: Callable[[], nn.Module], folder: Path, **mor
 
 def spare() -> int:
     """Device memory that "auto" has for activations: for one or two of them."""
-    return max(2 * KIB, 2 * activations.SMALLEST_NBYTES)
+    return max(2 * KIB, 2 * activation_store.SMALLEST_NBYTES)
 
 
 def moved(model: nn.Module) -> int:
@@ -367,11 +368,11 @@ def test_every_kind_of_saved_tensor_comes_back(home, middle, small_ones_too, tmp
 
 def test_a_wrong_stride_is_seen(small_ones_too, tmp_path, monkeypatch):
     """Method: the twin; square activations that come back transposed give other bits in the same comparison."""
-    class Transposed(activations.View):
+    class Transposed(saved_tensor.View):
         def __init__(self, saved, dtype, size, stride, *rest) -> None:
             super().__init__(saved, dtype, size, stride[::-1] if size == (WIDTH, WIDTH) else stride, *rest)
 
-    monkeypatch.setattr(activations, "View", Transposed)
+    monkeypatch.setattr(activation_store, "View", Transposed)
     with pytest.raises(AssertionError, match="blocks"):
         assert_same_bits(between(lambda h: (h.t() @ h.cos() * 0.1).sin().sum(0) + h), "host", tmp_path)
 
@@ -822,7 +823,7 @@ def kept_nbytes(model: nn.Module, graphs: int) -> int:
     alive = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().nbytes() >= activations.SMALLEST_NBYTES and tensor.is_floating_point():
+        if tensor.untyped_storage().nbytes() >= activation_store.SMALLEST_NBYTES and tensor.is_floating_point():
             kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
             alive.append(tensor)  # so that no storage has the address of another
         return tensor
@@ -1043,7 +1044,7 @@ def test_everything_is_given_back_with_the_model(home, holding, tmp_path):
             x = rows_of(0, rows, WIDTH).requires_grad_()
             stepped(optimizer, model(x).square().mean())
             loss = model(x).square().mean()
-            engine = weakref.ref(infinity.wrap.wrapped(model).engine)
+            engine = weakref.ref(infinity.runtime.registry.wrapped(model).engine)
             held = {"nothing": None, "a graph": loss, "a tensor": x}[holding]
             del model, optimizer, loss, x
             gc.collect()

@@ -31,8 +31,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity
-import infinity.pretrained
-from infinity import checkpoint
+import infinity.checkpoint.pretrained
+from infinity.checkpoint import manifest
 from models import (
     TIERS,
     at_home,
@@ -366,7 +366,7 @@ CALLS = ["os.replace", "os.fsync", "shutil.rmtree", "save_file", "json.dumps"]
 def test_a_save_that_fails_leaves_the_old_checkpoint(call, error, tmp_path, swap, monkeypatch):
     """Method: let every n-th call of what a save is made of fail, for all n; the old checkpoint loads (or the new one,
     once it is in place), nothing half-written stays, and the next save works."""
-    import infinity.checkpoint as module
+    import infinity.checkpoint.save as module
 
     seed_everything()
     job = Job(("host", "host"), swap)
@@ -727,7 +727,7 @@ def test_no_manifest_gets_through_unchecked(saved, intact, path, odd):
         content = json.loads((saved / "manifest.json").read_text())
         content.pop("crc32c")
         try:
-            sealed = checkpoint._seal(replaced(content, path, odd))
+            sealed = manifest.seal_manifest(replaced(content, path, odd))
         except (TypeError, ValueError, AttributeError):
             return  # no manifest at all: other tests have those
         os.remove(copied / "manifest.json")
@@ -1006,7 +1006,7 @@ def test_saved_models_load_in_plain_transformers(home, sharded, which, tmp_path,
     optimizer.step()
     optimizer.zero_grad()
     if sharded:
-        monkeypatch.setattr(infinity.pretrained, "FILE_NBYTES", 20_000)
+        monkeypatch.setattr(infinity.checkpoint.pretrained, "FILE_NBYTES", 20_000)
     folder = tmp_path / "model"
     infinity.save_pretrained(model, folder)
     files = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -1064,7 +1064,7 @@ def test_checkpoints_hold_no_pickle(saved):
 
 def test_a_file_that_cannot_be_written_is_a_storage_error_with_its_number(tmp_path):
     """safetensors has an error of its own for what the system refuses; the twin writes."""
-    from infinity.weights import save_file
+    from infinity.checkpoint.weight_files import save_file
 
     with pytest.raises(infinity.StorageError) as caught:
         save_file({"a": torch.ones(4)}, tmp_path / "gone" / "a.safetensors", metadata={"format": "pt"})

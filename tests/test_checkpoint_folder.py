@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import checkpoint_folder
-from infinity.checkpoint import read_manifest
-from infinity.checkpoint_folder import DATA_NAME, OF_READERS, hold, reading, remove_data, writing
+from infinity.checkpoint import folder as folders
+from infinity.checkpoint.manifest import read_manifest
+from infinity.checkpoint.folder import DATA_NAME, hold, OF_READERS, reading, remove_data, writing
 
 JOB = """
 import sys, time, torch
 from torch import nn
 import infinity
-from infinity.export import export
+from infinity.checkpoint.export import export
 from pathlib import Path
 what, folder, seconds, seed = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
 torch.manual_seed(seed)
@@ -153,7 +153,7 @@ def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "no locks")
 
     model, optimizer = one()
-    monkeypatch.setattr(checkpoint_folder.fcntl, "flock", no_locks)
+    monkeypatch.setattr(folders.fcntl, "flock", no_locks)
     infinity.save_checkpoint(tmp_path / "saved", model, optimizer, extra=1)
     infinity.save_checkpoint(tmp_path / "saved", model, optimizer, extra=2)
     assert infinity.load_checkpoint(tmp_path / "saved", model, optimizer) == 2
@@ -173,13 +173,13 @@ def test_what_is_held_is_not_removed_and_what_is_not_is(tmp_path):
 
 def test_a_manifest_that_names_data_elsewhere_is_refused(tmp_path):
     """Method: sealed as it should be, but its data is a path out of the folder, a fifo, or no text."""
-    from infinity.checkpoint import _seal
+    from infinity.checkpoint.manifest import seal_manifest
 
     model, optimizer = one()
     infinity.save_checkpoint(tmp_path / "saved", model, optimizer)
     content = read_manifest(tmp_path / "saved")
     for data in ("../elsewhere", "/etc", "infinity-0123456789ab/..", 7, None, ["x"]):
-        (tmp_path / "saved" / "manifest.json").write_bytes(_seal(content | {"data": data}))
+        (tmp_path / "saved" / "manifest.json").write_bytes(seal_manifest(content | {"data": data}))
         with pytest.raises(infinity.CorruptionError, match="names data"):
             infinity.load_checkpoint(tmp_path / "saved", model, optimizer)
 
@@ -212,7 +212,7 @@ def test_data_that_cannot_be_opened_is_not_taken_for_gone(tmp_path, monkeypatch)
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_folder.os, "open", no_descriptors)
+        patch.setattr(folders.os, "open", no_descriptors)
         remove_data(tmp_path)
         with pytest.raises(infinity.StorageError):
             hold(tmp_path / "infinity-00000000000a")

@@ -22,7 +22,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import infinity.cli  # noqa: E402
-from infinity.cli import compute  # noqa: E402
+from infinity.cli.training import compute  # noqa: E402
 from infinity.cli import plan as plan_cli  # noqa: E402
 
 TINY = {"model_type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 2}

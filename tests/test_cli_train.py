@@ -18,7 +18,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 import infinity.cli  # noqa: E402
-from infinity.cli import job, model, places, settings, text  # noqa: E402
+from infinity.cli.training import job, model as model_module, places, settings  # noqa: E402
+from infinity.data import corpus as corpora  # noqa: E402
 from infinity.errors import ConfigError  # noqa: E402
 
 TINY = {
@@ -134,11 +135,11 @@ def test_the_human_report_goes_to_stdout_and_names_the_same_things(place, capsys
 def test_saved_folder_gives_the_reported_loss_in_plain_transformers(place, report):
     """The folder is loaded without the engine and evaluated on the same held-out windows."""
     result = report(out="trained")
-    model = transformers.AutoModelForCausalLM.from_pretrained("trained").eval()
-    assert model.dtype == torch.bfloat16 and model.config.use_cache
-    corpus = text.read_corpus(text.find_text_files("text"), sequence_length=32, limit_nbytes=1 << 20)
-    batches = text.Batches(corpus=corpus, batch_size=4, sequence_length=32, seed=SEED)
-    assert job.held_out_loss(model, batches.held_out(2)) == result["held_out_loss_after"]
+    model_module = transformers.AutoModelForCausalLM.from_pretrained("trained").eval()
+    assert model_module.dtype == torch.bfloat16 and model_module.config.use_cache
+    corpus = corpora.read_corpus(corpora.find_text_files("text"), sequence_length=32, limit_nbytes=1 << 20)
+    batches = corpora.Batches(corpus=corpus, batch_size=4, sequence_length=32, seed=SEED)
+    assert job.held_out_loss(model_module, batches.held_out(2)) == result["held_out_loss_after"]
 
 
 def test_homes_budgets_and_recomputation_never_change_a_bit(place, report):
@@ -253,8 +254,8 @@ def test_resume_refuses_to_continue_another_job(place, capsys, changes, message)
 
 
 def batches_of(path, *, sequence_length=16, batch_size=4, seed=SEED):
-    corpus = text.read_corpus(text.find_text_files(path), sequence_length=sequence_length, limit_nbytes=1 << 20)
-    return text.Batches(corpus=corpus, batch_size=batch_size, sequence_length=sequence_length, seed=seed)
+    corpus = corpora.read_corpus(corpora.find_text_files(path), sequence_length=sequence_length, limit_nbytes=1 << 20)
+    return corpora.Batches(corpus=corpus, batch_size=batch_size, sequence_length=sequence_length, seed=seed)
 
 
 def test_batches_follow_from_seed_and_step_alone(place):
@@ -290,15 +291,15 @@ def test_a_folder_is_read_in_sorted_order_without_what_is_not_text(place):
     Path("mixed", "latin.txt").write_bytes(b"un caf\xe9")
     Path("mixed", ".git").mkdir()
     Path("mixed", ".git", "config").write_text("hidden")
-    files = text.find_text_files("mixed")
+    files = corpora.find_text_files("mixed")
     assert files.names == ["a.txt", "b/2.md", "b.txt"]
-    corpus = text.read_corpus(files, sequence_length=2, limit_nbytes=1000)
+    corpus = corpora.read_corpus(files, sequence_length=2, limit_nbytes=1000)
     assert bytes(corpus.tokens) == "one é\0two\0three\0".encode()
-    assert bytes(text.read_corpus(files, sequence_length=2, limit_nbytes=8).tokens) == "one é\0t".encode()
+    assert bytes(corpora.read_corpus(files, sequence_length=2, limit_nbytes=8).tokens) == "one é\0t".encode()
 
 
 def test_default_data_is_the_standard_library_without_its_tests():
-    files = text.find_text_files()
+    files = corpora.find_text_files()
     assert files.names == sorted(files.names, key=lambda name: tuple(name.split("/")))
     assert "argparse.py" in files.names and "json/decoder.py" in files.names
     assert not [name for name in files.names if {"test", "tests", "site-packages"} & set(name.split("/"))]
@@ -309,7 +310,7 @@ def test_default_data_is_the_standard_library_without_its_tests():
 
 def test_the_built_in_model_has_about_50_million_parameters():
     with torch.device("meta"):
-        built_in = transformers.AutoModelForCausalLM.from_config(model.built_in_model_config())
+        built_in = transformers.AutoModelForCausalLM.from_config(model_module.built_in_model_config())
     assert 48e6 < sum(parameter.numel() for parameter in built_in.parameters()) < 52e6
 
 
@@ -323,11 +324,11 @@ def test_the_built_in_model_has_about_50_million_parameters():
     ],
 )
 def test_a_budget_in_percent_is_a_share_of_the_training_state(dtype, changes, nbytes):
-    model = torch.nn.Linear(100, 100, bias=False, dtype=dtype)
-    config = settings.engine_config({"host_memory": "25%", **changes}, model)
+    model_module = torch.nn.Linear(100, 100, bias=False, dtype=dtype)
+    config = settings.engine_config({"host_memory": "25%", **changes}, model_module)
     assert config.host_memory == nbytes * 100 * 100 // 4
-    model.weight.requires_grad_(False)
-    assert settings.training_state_nbytes(model, config) == model.weight.nbytes
+    model_module.weight.requires_grad_(False)
+    assert settings.training_state_nbytes(model_module, config) == model_module.weight.nbytes
 
 
 def test_learning_rate_warms_up_and_ends_at_a_tenth():

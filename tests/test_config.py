@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.config import Config
+from infinity.config.config import Config
 from infinity.errors import ConfigError, InfinityError
 
 KEYS = [field.name for field in dataclasses.fields(Config)]

@@ -1446,7 +1446,7 @@ def test_a_failed_wrap_leaves_everything_as_it_was(cause, tmp_path, monkeypatch)
             (tmp_path / "w.safetensors").write_bytes(b"nonsense" * 100)
             bad["weights"] = tmp_path / "w.safetensors"
         elif cause == "interrupted":
-            from infinity.shard import ParamShard
+            from infinity.state.shard import ParamShard
 
             written = []
 

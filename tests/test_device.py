@@ -22,12 +22,14 @@ from torch import nn
 
 import infinity
 from gpu_stand_in import build_stand_in
-from infinity import device as devices
-from infinity import gradients, native
+from infinity.machine import accelerator, device as devices, threaded_device
+from infinity import native
+from infinity.gradients import bank as banks
+from infinity.machine import in_flight
 from infinity.errors import CapacityError, ConfigError, CorruptionError, StorageError
-from infinity.trace import Traffic
-from infinity.unit import ParamUnit
-from infinity.wrap import wrapped
+from infinity.machine.traffic import Traffic
+from infinity.state.unit import ParamUnit
+from infinity.runtime.registry import wrapped
 from race_detector import RaceDetector, Watch, detecting
 
 SEED = 20261122
@@ -99,7 +101,7 @@ def same(a, b) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True)) and all(torch.equal(a[1][k], b[1][k]) for k in b[1])
 
 
-class Delayed(devices.ThreadedDevice):
+class Delayed(threaded_device.ThreadedDevice):
     """Threads whose every piece of work comes late, by up to two milliseconds."""
 
     def __init__(self, where, traffic):
@@ -135,7 +137,7 @@ def compute_on(monkeypatch):
             device.kernels = with_kernels
             return device
 
-        monkeypatch.setitem(devices.KINDS, "cpu", make)
+        monkeypatch.setitem(accelerator.KINDS, "cpu", make)
 
     return choose
 
@@ -185,14 +187,14 @@ def test_a_step_that_is_split_has_the_same_bits(moments, kernels, compute_on, mo
         stepper.share = 0.5
         shares.append(stepper.share)
 
-    monkeypatch.setattr("infinity.stepper.DeviceStepper.choose_share", half)
+    monkeypatch.setattr("infinity.optim.device_step.DeviceStepper.choose_share", half)
     assert same(trained(config, clip=True), by_processor)
     assert shares
 
 
 def test_the_share_is_where_both_are_done_together(kernels):
     """1 GB/s over the edge at 20 bytes per element is 50 M elements a second: beside 150 M, a quarter."""
-    from infinity.stepper import DeviceStepper
+    from infinity.optim.device_step import DeviceStepper
 
     traffic = Traffic()
     stepper = DeviceStepper(devices.Device(torch.device("cpu"), traffic), traffic, 1 << 20)
@@ -272,7 +274,7 @@ def test_pieces_of_a_unit_are_copied_as_they_are_read(compute_on, monkeypatch, t
     config = config_at(("nvme", "nvme"), tmp_path)
     at_once = trained(config, clip=True)
     compute_on(Elsewhere)
-    monkeypatch.setattr("infinity.unit.PIECE_NBYTES", native.CHECKSUM_NBYTES)
+    monkeypatch.setattr("infinity.state.unit.PIECE_NBYTES", native.CHECKSUM_NBYTES)
     real, counts = ParamUnit._copy_piece, []
 
     def copy_piece(unit, store, slot, piece, *, beside=False):
@@ -291,7 +293,7 @@ def test_pieces_of_a_unit_are_copied_as_they_are_read(compute_on, monkeypatch, t
 def test_a_read_that_fails_while_pieces_are_copied_is_a_typed_error_and_leaves_nothing(fault, compute_on, monkeypatch, tmp_path):
     """Claim: whichever piece fails, the error is the disk's, and no swap file, thread or lease stays behind."""
     monkeypatch.setattr(sys.modules[__name__], "WIDTH", 128)
-    monkeypatch.setattr("infinity.unit.PIECE_NBYTES", native.CHECKSUM_NBYTES)
+    monkeypatch.setattr("infinity.state.unit.PIECE_NBYTES", native.CHECKSUM_NBYTES)
     monkeypatch.setenv("INFINITY_FAULTS", f"seed=3,{fault}")
     compute_on(Elsewhere)
     threads = threading.active_count()
@@ -308,7 +310,7 @@ def test_an_activation_that_is_changed_on_its_way_home_is_refused(compute_on):
     """As torch refuses a saved tensor that was changed. The copy starts after the change here, so it has the wrong bytes."""
     go = threading.Event()
 
-    class Held(devices.ThreadedDevice):
+    class Held(threaded_device.ThreadedDevice):
         is_host = False
 
         def put(self, queue, work, **more):
@@ -380,7 +382,7 @@ def test_what_the_device_is_planned_to_hold_is_charged(compute_on, kernels):
 
 
 def test_a_split_step_is_in_order(kernels, monkeypatch):
-    monkeypatch.setattr("infinity.stepper.DeviceStepper.choose_share", lambda stepper, *rates: setattr(stepper, "share", 0.5))
+    monkeypatch.setattr("infinity.optim.device_step.DeviceStepper.choose_share", lambda stepper, *rates: setattr(stepper, "share", 0.5))
     assert races_of(monkeypatch, {"params": "host", "optimizer": "host"}, kernels)[0] == []
 
 
@@ -401,12 +403,12 @@ def _resize(detector, storage, nbytes, *, behind=devices.PAST, real=RaceDetector
 
 
 TWINS = {
-    "gradients that are freed while they are sent": (gradients.Borrowed, "keep", lambda self, tensor, moment: None),
+    "gradients that are freed while they are sent": (in_flight.InFlight, "keep", lambda self, tensor, moment: None),
     "gradients that are sent before they are computed": (RaceDetector, "now", lambda self: devices.PAST),
     "weights that are used before they came": (ParamUnit, "finish_gather", _finish_gather),
     "weights that are freed while they are used": (RaceDetector, "resize", _resize),
-    "updates that do not wait for gradients": (gradients.GradientBank, "close_shard", lambda self, shard: []),
-    "a gradient that is read before it landed": (gradients.GradientBank, "norm", _norm_taken_anew),
+    "updates that do not wait for gradients": (banks.GradientBank, "close_shard", lambda self, shard: []),
+    "a gradient that is read before it landed": (banks.GradientBank, "norm", _norm_taken_anew),
 }
 
 
@@ -424,11 +426,11 @@ def test_nobody_stands_still_between_two_steps(monkeypatch):
     config = {"params": "host", "optimizer": "host"}
     assert races_of(monkeypatch, config, micro=2)[1] == 0
 
-    def value(self, handle, grad, *, real=gradients.GradientBank._send):
+    def value(self, handle, grad, *, real=banks.GradientBank._send):
         real(self, handle, grad)
         self._settle_landing(handle.shard)
 
-    monkeypatch.setattr(gradients.GradientBank, "_send", value)
+    monkeypatch.setattr(banks.GradientBank, "_send", value)
     assert races_of(monkeypatch, config)[1] > 0
 
 
@@ -448,7 +450,7 @@ def test_work_of_a_queue_is_in_order_and_behind_what_it_was_put_behind():
 
 
 def test_an_error_in_a_queue_is_raised_where_it_is_waited_for_and_behind_it():
-    device = devices.ThreadedDevice(torch.device("cpu"), Traffic())
+    device = threaded_device.ThreadedDevice(torch.device("cpu"), Traffic())
 
     def fail() -> None:
         raise CapacityError("no room")
@@ -463,7 +465,7 @@ def test_an_error_in_a_queue_is_raised_where_it_is_waited_for_and_behind_it():
 
 
 def test_a_ticket_finishes_with_all_of_its_moments():
-    device = devices.ThreadedDevice(torch.device("cpu"), Traffic())
+    device = threaded_device.ThreadedDevice(torch.device("cpu"), Traffic())
     go = [False]
 
     def wait() -> None:
@@ -480,7 +482,7 @@ def test_a_ticket_finishes_with_all_of_its_moments():
 
 def test_a_closed_device_leaves_no_thread():
     before = threading.active_count()
-    device = devices.ThreadedDevice(torch.device("cpu"), Traffic())
+    device = threaded_device.ThreadedDevice(torch.device("cpu"), Traffic())
     assert threading.active_count() == before + len(devices.QUEUES)
     device.close()
     assert threading.active_count() == before

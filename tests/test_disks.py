@@ -11,18 +11,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infinity import disks, native
-from infinity.store import ShardStore
-from infinity.ledger import Ledger
-from infinity.tiers import Tier
-from infinity.trace import Traffic
+from infinity import native
+from infinity.machine import disk_profile
+from infinity.storage.store import ShardStore
+from infinity.machine.ledger import Ledger
+from infinity.machine.tiers import Tier
+from infinity.machine.traffic import Traffic
 
 
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path, monkeypatch):
     """A cache of its own, and a process that remembers nothing."""
     monkeypatch.setenv("INFINITY_CACHE", str(tmp_path / "cache"))
-    forget = disks.disk_profile.cache_clear
+    forget = disk_profile.disk_profile.cache_clear
     forget()
     yield tmp_path / "cache"
     forget()
@@ -33,31 +34,31 @@ def measured(monkeypatch) -> list[str]:
     """The folders that were measured, instead of measuring them."""
     folders = []
 
-    def measure(folder: str, kind: str) -> disks.DiskProfile:
+    def measure(folder: str, kind: str) -> disk_profile.DiskProfile:
         folders.append(folder)
-        return disks.DiskProfile(3e9, 2e9, 2.5e9, 4 * disks.MIB, 16)
+        return disk_profile.DiskProfile(3e9, 2e9, 2.5e9, 4 * disk_profile.MIB, 16)
 
-    monkeypatch.setattr(disks, "_measure", measure)
+    monkeypatch.setattr(disk_profile, "_measure", measure)
     return folders
 
 
 def test_a_disk_is_measured_once_and_kept(tmp_path, measured, cache_folder):
     """Method: ask in one process, forget, ask again; the second answer comes from the file. Another identity, or no
     file, is measured anew."""
-    first = disks.disk_profile(str(tmp_path))
-    disks.disk_profile.cache_clear()
-    assert disks.disk_profile(str(tmp_path)) == first and len(measured) == 1
+    first = disk_profile.disk_profile(str(tmp_path))
+    disk_profile.disk_profile.cache_clear()
+    assert disk_profile.disk_profile(str(tmp_path)) == first and len(measured) == 1
     assert [one for one in os.listdir(cache_folder)] == ["disks.json"]
     os.remove(cache_folder / "disks.json")
-    disks.disk_profile.cache_clear()
-    assert disks.disk_profile(str(tmp_path)) == first and len(measured) == 2
+    disk_profile.disk_profile.cache_clear()
+    assert disk_profile.disk_profile(str(tmp_path)) == first and len(measured) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '{"a": 1}', '{"a": {"read_rate": 1}}', "\x00", "[" * 100000])
 def test_a_damaged_cache_is_measured_anew_and_replaced(tmp_path, measured, cache_folder, text):
     cache_folder.mkdir()
     (cache_folder / "disks.json").write_text(text)
-    assert disks.disk_profile(str(tmp_path)).depth == 16 and len(measured) == 1
+    assert disk_profile.disk_profile(str(tmp_path)).depth == 16 and len(measured) == 1
     assert json.loads((cache_folder / "disks.json").read_text())
 
 
@@ -69,29 +70,29 @@ NUMBERS = st.one_of(st.integers(), st.floats(), st.text(max_size=3), st.none(), 
 def test_no_content_of_the_cache_gets_through_unchecked(tmp_path, measured, cache_folder, entry):
     """Method: any numbers under the right names; what is used is one that a disk could have."""
     cache_folder.mkdir(exist_ok=True)
-    key = f"{disks.identity(str(tmp_path))} {native.io_kind()}"
+    key = f"{disk_profile.identity(str(tmp_path))} {native.io_kind()}"
     (cache_folder / "disks.json").write_text(json.dumps({key: entry}))
-    disks.disk_profile.cache_clear()
-    profile = disks.disk_profile(str(tmp_path))
-    assert (profile.block_nbytes, profile.depth) in disks.SETTINGS
+    disk_profile.disk_profile.cache_clear()
+    profile = disk_profile.disk_profile(str(tmp_path))
+    assert (profile.block_nbytes, profile.depth) in disk_profile.SETTINGS
     assert min(profile.read_rate, profile.write_rate, profile.mixed_rate) > 0
 
 
 def test_a_real_measurement_gives_rates_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(disks, "SETTINGS", disks.SETTINGS[:1])
+    monkeypatch.setattr(disk_profile, "SETTINGS", disk_profile.SETTINGS[:1])
     folder = tmp_path / "disk"
     folder.mkdir()
-    profile = disks.disk_profile(str(folder))
+    profile = disk_profile.disk_profile(str(folder))
     assert min(profile.read_rate, profile.write_rate, profile.mixed_rate) > 1e6
     assert os.listdir(folder) == []
 
 
 def test_a_folder_that_cannot_be_measured_gets_a_guess_that_is_not_kept(tmp_path, monkeypatch, cache_folder):
-    def refuse(folder: str, kind: str) -> disks.DiskProfile:
+    def refuse(folder: str, kind: str) -> disk_profile.DiskProfile:
         raise PermissionError(13, "no", folder)
 
-    monkeypatch.setattr(disks, "_measure", refuse)
-    assert disks.disk_profile(str(tmp_path)) == disks.GUESS
+    monkeypatch.setattr(disk_profile, "_measure", refuse)
+    assert disk_profile.disk_profile(str(tmp_path)) == disk_profile.GUESS
     assert not cache_folder.exists()
 
 
@@ -101,7 +102,7 @@ def test_a_user_without_a_home_can_still_use_a_disk(tmp_path, measured, monkeypa
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.chdir(tmp_path)
-    assert disks.disk_profile(str(tmp_path)).depth == 16
+    assert disk_profile.disk_profile(str(tmp_path)).depth == 16
     assert os.listdir(tmp_path) == []
 
 
@@ -112,9 +113,9 @@ def test_bytes_are_spread_by_rate_and_a_device_has_one_writer(tmp_path, monkeypa
     for folder in folders:
         os.mkdir(folder)
     rate = {"slow": 1e9, "fast": 3e9}
-    monkeypatch.setattr(disks, "identity", lambda folder: os.path.basename(folder).removesuffix("-too"))
+    monkeypatch.setattr(disk_profile, "identity", lambda folder: os.path.basename(folder).removesuffix("-too"))
     monkeypatch.setattr(
-        disks, "disk_profile", lambda folder: disks.DiskProfile(*[rate[disks.identity(folder)]] * 3)
+        disk_profile, "disk_profile", lambda folder: disk_profile.DiskProfile(*[rate[disk_profile.identity(folder)]] * 3)
     )
     store = ShardStore(folders, Ledger(), Traffic(), service_nbytes=1024 * 1024)
     held = [0, 0, 0]
@@ -122,13 +123,13 @@ def test_bytes_are_spread_by_rate_and_a_device_has_one_writer(tmp_path, monkeypa
         array = store.allocate(Tier.NVME, torch.float32, 4096, "an array")
         held[array.extent.file] += array.nbytes
     assert held[2] == 0 and held[1] == 3 * held[0]
-    assert disks.rates(folders) == (4e9, 4e9, 4e9)
+    assert disk_profile.rates(folders) == (4e9, 4e9, 4e9)
 
 
 def test_memory_that_is_given_as_a_disk_is_said(tmp_path, caplog):
     """Method: a wrap with a folder on tmpfs, and one on the disk of this test."""
     import infinity
-    from infinity.disks import IN_MEMORY, file_system
+    from infinity.machine.disk_profile import file_system, IN_MEMORY
 
     shm = Path("/dev/shm")
     if not shm.is_dir() or file_system(str(shm)) != "tmpfs":

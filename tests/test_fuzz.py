@@ -23,11 +23,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import infinity
-from infinity import checkpoint
+from infinity.checkpoint import manifest as manifests
 from infinity.bench import report
 from infinity.cli import trace
 from infinity.errors import InfinityError
-from infinity.weights import INDEX, WeightFiles
+from infinity.checkpoint.weight_files import INDEX, WeightFiles
 
 LONG = float(os.environ.get("INFINITY_FUZZ_SECONDS", "600"))
 HOSTILE = [None, True, -1, 0, 1.5, 10**30, 1e308, "", "x", "../../etc/passwd", "/dev/zero", "\x00", "\x1b[2J", [], {}, [[]], {"a": 1}, "9" * 5000,
@@ -106,7 +106,7 @@ class Manifest(Target):
         self.optimizer.step()
         self.path = folder / "saved"
         infinity.save_checkpoint(self.path, self.model, self.optimizer, extra={"step": 3, "tensor": torch.ones(2), "list": [1, (2.5, None)]})
-        self.content = checkpoint.read_manifest(self.path)
+        self.content = manifests.read_manifest(self.path)
         self.raw = (self.path / "manifest.json").read_bytes()
 
     def put(self, rng):
@@ -118,7 +118,7 @@ class Manifest(Target):
             for _ in range(rng.choice([1, 1, 2, 3])):
                 content = mutated_value(rng, content)
             try:
-                manifest.write_bytes(checkpoint._seal(content if isinstance(content, dict) else {"x": content}))
+                manifest.write_bytes(manifests.seal_manifest(content if isinstance(content, dict) else {"x": content}))
             except ValueError:  # what JSON cannot say
                 manifest.write_bytes(b"{}")
         return lambda: infinity.load_checkpoint(self.path, self.model, self.optimizer)

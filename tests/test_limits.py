@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infinity.limits import GIB, for_the_engine, memory_left
+from infinity.machine.limits import for_the_engine, GIB, memory_left
 
 MIB = 1024**2
 
@@ -80,7 +80,7 @@ def test_without_limits_the_machine_counts(said, tmp_path):
 @pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
 def test_ulimits_count(limit):
     code = (
-        "import resource, sys; from infinity import limits; size = int(sys.argv[2])\n"
+        "import resource, sys; from infinity.machine import limits; size = int(sys.argv[2])\n"
         "resource.setrlimit(int(sys.argv[1]), (size, size)); print(limits.memory_left())"
     )
     done = subprocess.run([sys.executable, "-c", code, str(limit), str(3 * GIB)], capture_output=True, text=True, check=True)

@@ -24,11 +24,11 @@ from torch.utils.checkpoint import checkpoint
 transformers = pytest.importorskip("transformers")
 
 import infinity  # noqa: E402
-from infinity import tiling  # noqa: E402
+from infinity.forwards import tiled_layers  # noqa: E402
 from infinity.errors import UsageError  # noqa: E402
-from infinity.logits import Logits  # noqa: E402
-from infinity.tiers import Tier  # noqa: E402
-from infinity.wrap import wrapped  # noqa: E402
+from infinity.forwards.lazy_logits import Logits  # noqa: E402
+from infinity.machine.tiers import Tier  # noqa: E402
+from infinity.runtime.registry import wrapped  # noqa: E402
 from models import leftovers, seeded, swap_files  # noqa: E402
 
 SEED, DEVICE = 12, 256 * 1024
@@ -57,8 +57,8 @@ def counts(monkeypatch) -> dict[str, int]:
 
         monkeypatch.setattr(function, method, staticmethod(counted))
 
-    count(tiling.TiledCrossEntropy, "forward", "fused")
-    count(tiling.TiledLinear, "product", "whole")
+    count(tiled_layers.TiledCrossEntropy, "forward", "fused")
+    count(tiled_layers.TiledLinear, "product", "whole")
     torch._dynamo.reset()
     return found
 
@@ -152,7 +152,7 @@ FUSED = {
 def test_cross_entropy_without_the_logits(monkeypatch, counts, name, bias, parts):
     """Pairs whose logits are never whole; with parts of a tile that are one row, too."""
     if parts:
-        monkeypatch.setattr(tiling, "LOGITS_NBYTES", 1)
+        monkeypatch.setattr(tiled_layers, "LOGITS_NBYTES", 1)
     same(pair(lambda: Model(bias)), lambda m, x: FUSED[name](m(x), labels()))
     assert counts == {"fused": 2 if name in ("twice", "checkpoint") else 1, "whole": 0}
 
@@ -184,7 +184,7 @@ class Largest(TorchDispatchMode):
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch, nbytes):
     """3000 tokens of 1200 words, forward and backward: nothing is larger than a tile's logits, nor than LOGITS_NBYTES (or the
     hidden states). Twin: the untiled model's logits."""
-    monkeypatch.setattr(tiling, "LOGITS_NBYTES", nbytes)
+    monkeypatch.setattr(tiled_layers, "LOGITS_NBYTES", nbytes)
     models, found = pair(lambda: Model(vocab=1200)), []
     for model in models:
         with Largest() as largest:

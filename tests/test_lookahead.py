@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import infinity
-from infinity import lookahead
-from infinity.lookahead import DEEPEST, NEGLIGIBLE, LookAhead, choose, waiting
-from infinity.wrap import wrapped
+from infinity.planning import lookahead
+from infinity.planning.lookahead import choose, DEEPEST, LookAhead, NEGLIGIBLE, waiting
+from infinity.runtime.registry import wrapped
 from models import at_home, differing, environment, least_host_memory, leftovers, loss_of, tokens, transformer
 from runs import adamw
 

@@ -1,6 +1,6 @@
 """Models on ``meta``: what is read from safetensors files, what modules draw for themselves, and what a failure leaves.
 
-Words used here: **home**, **child** as in `models.py`. **piece**, **block** as in `infinity/weights.py`.
+Words used here: **home**, **child** as in `models.py`. **piece**, **block** as in `infinity/checkpoint/weight_files.py`.
 **small blocks**: blocks of 64 KiB, the least that can be asked for, instead of 4 MiB, so that small files have several.
 **awkward file**: one whose tensors start at odd offsets, behind a header and one-byte tensors of odd length.
 **twin**: the same check on something that is wrong, or on something that is known to be right.
@@ -28,8 +28,10 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import materialize, native, weights
-from infinity.weights import WeightFiles
+from infinity import native
+from infinity.api import initialiser
+from infinity.checkpoint import weight_files
+from infinity.checkpoint.weight_files import WeightFiles
 from models import (
     TIERS,
     Prescribed,
@@ -129,8 +131,8 @@ def small_blocks(monkeypatch) -> Callable[..., None]:
     """Sets how much of a file is read, and how much of an initialised parameter is sent, at once."""
 
     def set_to(nbytes: int = SMALL) -> None:
-        monkeypatch.setattr(weights, "BLOCK_NBYTES", nbytes)
-        monkeypatch.setattr(materialize, "PIECE", 777)
+        monkeypatch.setattr(weight_files, "READ_NBYTES", nbytes)
+        monkeypatch.setattr(initialiser, "PIECE_ELEMENTS", 777)
 
     set_to()
     return set_to
@@ -143,7 +145,7 @@ def faulty_files(monkeypatch, **faults: float) -> None:
         setattr(plan, name, value)
     mine = types.SimpleNamespace(**vars(native))
     mine.make_io_engine = lambda *args, **kwargs: native.make_io_engine(plan, **kwargs)
-    monkeypatch.setattr(weights, "native", mine)
+    monkeypatch.setattr(weight_files, "native", mine)
 
 
 def random_file(path: Path, seed: int) -> State:
@@ -197,7 +199,7 @@ def test_an_element_across_two_blocks(dtype, small_blocks, tmp_path):
 def test_real_blocks_of_4_mib(tmp_path):
     """Method: nothing is made small. Behind odd bytes, an fp32 tensor of 10 MiB that is cut at two block ends, a bf16 one
     that is cut at the third, and 5 fp64 numbers in the file's last 4096 bytes."""
-    assert weights.BLOCK_NBYTES == BLOCK
+    assert weight_files.BLOCK_NBYTES == BLOCK
     wide = random_bytes(10 * MIB, torch.float32, 1)
     filler = 3 * BLOCK - 4097 - 7 - wide.nbytes - 2 * 100 - 1  # the bf16 element 100 then starts one byte ahead
     tensors = {

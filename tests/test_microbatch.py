@@ -760,12 +760,12 @@ def weight_traffic(home: str, folder: Any, rows: int, chunk: int | None, backwar
     edges = ("nvme->host", "host->device")
     found = []
     for _ in range(4):
-        infinity.wrap.wrapped(wrapped.model).engine.settle()
+        infinity.runtime.registry.wrapped(wrapped.model).engine.settle()
         before = {edge: wrapped.moved(edge) for edge in edges}
         for part in tokens(SEED, rows).chunk(backwards):
             loss_of(wrapped.model, part).backward()
         wrapped.optimizer.step()
-        infinity.wrap.wrapped(wrapped.model).engine.settle()
+        infinity.runtime.registry.wrapped(wrapped.model).engine.settle()
         found.append({edge: wrapped.moved(edge) - before[edge] for edge in edges})
         wrapped.optimizer.zero_grad()
     return {edge: min(step[edge] for step in found[1:]) for edge in edges}
@@ -876,7 +876,7 @@ def test_a_wrapped_model_is_freed():
 
     wrapped = Wrapped(quiet, micro_batch=2, **DEVICE)
     loss_of(wrapped.model, tokens(SEED, 7)).backward()
-    engine = weakref.ref(infinity.wrap.wrapped(wrapped.model).engine)
+    engine = weakref.ref(infinity.runtime.registry.wrapped(wrapped.model).engine)
     block = weakref.ref(wrapped.model.blocks[0])
     del wrapped
     gc.collect()

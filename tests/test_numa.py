@@ -7,7 +7,7 @@ import os
 import pytest
 
 import models
-from infinity import numa
+from infinity.machine import numa
 
 
 def system(tmp_path, *lists: str):

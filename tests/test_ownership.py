@@ -22,7 +22,8 @@ import torch
 
 import infinity
 from homes import MIB, Disk, Staging, fault_plan, outcome_in_child
-from infinity import native, processors
+from infinity import native
+from infinity.machine import processors
 from models import leftovers, swap_files, transformer
 from runs import adamw
 

@@ -18,13 +18,17 @@ from torch import nn
 
 import infinity
 from infinity import native
-from infinity.config import Config
+from infinity.config.config import Config
 from infinity.errors import CapacityError
-from infinity.plan import ShardSize, UnitSize, make_plan
-from infinity.predict import Rates, predict, traffic
-from infinity.shard import ShardSpec
-from infinity.tiers import BUDGETS, Tier
-from infinity.wrap import lay_out, wrapped
+from infinity.planning.plan import make_plan
+from infinity.planning.unit_sizes import ShardSize, UnitSize
+from infinity.machine.rates import Rates
+from infinity.planning.predict import predict
+from infinity.planning.step_traffic import traffic
+from infinity.state.shard_spec import ShardSpec
+from infinity.machine.tiers import BUDGETS, Tier
+from infinity.api.lay_out import lay_out
+from infinity.runtime.registry import wrapped
 from models import loss_of, seeded, tokens, transformer
 from runs import adamw, check_same_bits, wrapped_run
 

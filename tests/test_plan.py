@@ -17,11 +17,13 @@ import torch
 
 import infinity
 from infinity import native
-from infinity.config import Config
+from infinity.config.config import Config
 from infinity.errors import CapacityError, ConfigError
-from infinity.plan import LADDER, MIN_CHUNK, MemoryPlan, ShardSize, UnitSize, make_plan
-from infinity.shard import ShardSpec
-from infinity.tiers import Tier
+from infinity.planning.memory_plan import LADDER, MemoryPlan
+from infinity.planning.plan import make_plan
+from infinity.planning.unit_sizes import MIN_CHUNK, ShardSize, UnitSize
+from infinity.state.shard_spec import ShardSpec
+from infinity.machine.tiers import Tier
 from models import at_home, differing, loss_of, tokens, transformer, with_least
 from runs import adamw
 

@@ -329,7 +329,7 @@ def elements(world: int = 2) -> int:
     """Of the weights as the engine lays them out: padded, for ``world`` ranks."""
     model = rank_jobs.build()
     model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"})
-    units = infinity.wrap.wrapped(model).engine.units
+    units = infinity.runtime.registry.wrapped(model).engine.units
     padding = 4096 * world
     total = sum(-(-shard.layout.numel // padding) * padding for unit in units for shard in unit.shards)
     infinity.unwrap_model(model, optimizer)
@@ -375,7 +375,7 @@ def test_second_slices_change_no_bit_and_keep_the_backwards_gather_in_the_machin
 
 def test_compressed_gathers_pass_a_quarter_of_the_bytes_within_the_stated_error(two):
     """fp32 as 8-bit codes with a scale per 256; both ranks compute with the same weights, near the exact ones."""
-    from infinity.collectives import decode_blocks, encode_blocks
+    from infinity.distributed.quantize import decode_blocks, encode_blocks
 
     first, second = two["parity:compressed"]
     exact = two["parity:parameters-host"][0]
@@ -511,7 +511,7 @@ def test_what_one_rank_gets_wrong_is_an_error_on_all_and_the_next_wrap_works(two
 
 def test_what_is_too_long_to_be_said_still_differs():
     """The twin: texts that are cut to the same beginning would pass for equal."""
-    from infinity.collectives import SAID_NBYTES, _cut
+    from infinity.distributed.channel import _cut, SAID_NBYTES
 
     one, other = "x" * SAID_NBYTES + "a", "x" * SAID_NBYTES + "b"
     assert _cut(one) != _cut(other) and max(len(_cut(text).encode()) for text in (one, "\u00e9" * 999)) <= SAID_NBYTES

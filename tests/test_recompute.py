@@ -32,10 +32,13 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity import Config, activations, recompute
-from infinity.recompute import Choice, Measured, choose
-from infinity.tiers import Tier
-from infinity.wrap import lay_out, wrapped
+from infinity import Config
+from infinity.forwards import checkpointed
+from infinity.runtime import activation_store
+from infinity.planning.activation_choice import ActivationChoice, choose, Measured
+from infinity.machine.tiers import Tier
+from infinity.api.lay_out import lay_out
+from infinity.runtime.registry import wrapped
 from models import at_home, differing, seeded
 from runs import adamw
 from zoo import ZOO, make_batch, make_model, seed_everything
@@ -50,15 +53,15 @@ not_kept = pytest.mark.parametrize("choice", ["sent", "recomputed"])
 @pytest.fixture(autouse=True)
 def recomputations(monkeypatch) -> Iterator[list]:
     """Where forwards ran a second time. Afterwards torch's stack of hooks is empty."""
-    seen, compute = [], recompute.Checkpointed.compute
+    seen, compute = [], checkpointed.Checkpointed.compute
 
     def spy(self, spec, *leaves, **how):
         if (task := torch._C._current_graph_task_id()) != -1:
             seen.append(task)
         return compute(self, spec, *leaves, **how)
 
-    monkeypatch.setattr(recompute.Checkpointed, "compute", spy)
-    monkeypatch.setattr(activations, "SMALLEST_NBYTES", 1)
+    monkeypatch.setattr(checkpointed.Checkpointed, "compute", spy)
+    monkeypatch.setattr(activation_store, "SMALLEST_NBYTES", 1)
     yield seen
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
@@ -169,11 +172,11 @@ def test_choices_keep_within_the_device_and_repeat_only_what_may_be(blocks, devi
     """Any blocks, budgets and rates: kept bytes fit, beside the largest block where any is not kept."""
     found = choose(blocks, device_nbytes=device, host_nbytes=host, send_rate=rate)
     assert len(found) == len(blocks)
-    kept = sum(block.nbytes for block, choice in zip(blocks, found) if choice is Choice.KEEP)
+    kept = sum(block.nbytes for block, choice in zip(blocks, found) if choice is ActivationChoice.KEEP)
     whole = sum(block.nbytes for block in blocks) <= device
-    assert all(choice is Choice.KEEP for choice in found) if whole else kept <= max(0, device - max(b.nbytes for b in blocks))
-    assert all(block.is_repeatable for block, choice in zip(blocks, found) if choice is Choice.RECOMPUTE)
-    assert sum(b.nbytes for b, choice in zip(blocks, found) if choice is Choice.SEND and b.is_repeatable) <= host
+    assert all(choice is ActivationChoice.KEEP for choice in found) if whole else kept <= max(0, device - max(b.nbytes for b in blocks))
+    assert all(block.is_repeatable for block, choice in zip(blocks, found) if choice is ActivationChoice.RECOMPUTE)
+    assert sum(b.nbytes for b, choice in zip(blocks, found) if choice is ActivationChoice.SEND and b.is_repeatable) <= host
 
 
 @pytest.mark.parametrize("choice", RATES)

@@ -18,8 +18,8 @@ from torch import nn
 
 import campaign
 import infinity
-from infinity.engine import Engine
-from infinity.journal import Journal
+from infinity.runtime.engine import Engine
+from infinity.state.journal import Journal
 from models import differing
 from runs import adamw
 
@@ -235,7 +235,7 @@ def test_a_step_that_is_called_again_is_made_once(tmp_path, monkeypatch):
     for each in (model, expected):
         backward(each)
     plain.step()
-    change = infinity.parameter.ParamHandle.changed
+    change = infinity.state.handle.ParamHandle.changed
     struck = []
 
     def strike(handle):
@@ -244,7 +244,7 @@ def test_a_step_that_is_called_again_is_made_once(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         change(handle)
 
-    monkeypatch.setattr(infinity.parameter.ParamHandle, "changed", strike)
+    monkeypatch.setattr(infinity.state.handle.ParamHandle, "changed", strike)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     optimizer.step()
@@ -265,7 +265,7 @@ def test_a_load_that_is_cut_short_stops_everything_until_it_is_done(tmp_path, mo
     optimizer.step()
     optimizer.zero_grad()
     with monkeypatch.context() as patch:
-        patch.setattr("infinity.checkpoint._restore_step", lambda *_: 1 / 0)
+        patch.setattr("infinity.checkpoint.load._restore_step", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             infinity.load_checkpoint(tmp_path / "checkpoint", model, optimizer)
     for use in (lambda: backward(model), model.state_dict, optimizer.step, optimizer.zero_grad,
@@ -284,7 +284,7 @@ def test_an_unwrap_that_is_cut_short_is_carried_on(tmp_path, monkeypatch):
     backward(model)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     with monkeypatch.context() as patch:
-        patch.setattr("infinity.wrap.InfinityOptimizer.wrapped", property(lambda self: 1 / 0), raising=False)
+        patch.setattr("infinity.api.unwrap.InfinityOptimizer.wrapped", property(lambda self: 1 / 0), raising=False)
         with pytest.raises(ZeroDivisionError):
             infinity.unwrap_model(model, optimizer)
     plain_model, plain = infinity.unwrap_model(model, optimizer)

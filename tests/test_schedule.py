@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.schedule import RESYNC_DISTANCE, Schedule
+from infinity.planning.schedule import RESYNC_DISTANCE, Schedule
 
 TRACES = st.lists(st.integers(0, 12), max_size=60)
 

@@ -198,7 +198,7 @@ def test_long_soak(tmp_path):
 
 def test_a_soak_tells_other_numbers(tmp_path, monkeypatch):
     """The twin: an engine whose gradients lose one bit is found out in a few rounds."""
-    from infinity.gradients import GradientBank
+    from infinity.gradients.bank import GradientBank
 
     land = GradientBank.land
 

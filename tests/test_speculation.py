@@ -26,9 +26,10 @@ from torch.nn.utils import clip_grad_value_
 
 import infinity
 from infinity import native
-from infinity.optimizer import InfinityOptimizer
-from infinity.tiers import Tier, parse_nbytes
-from infinity.wrap import wrapped
+from infinity.optim.optimizer import InfinityOptimizer
+from infinity.machine.sizes import parse_nbytes
+from infinity.machine.tiers import Tier
+from infinity.runtime.registry import wrapped
 from models import (
     Fail, at_home, differing, environment, least_host_memory, leftovers, loss_of, seeded, tokens, transformer,
 )  # fmt: skip

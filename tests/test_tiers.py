@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.config import Config
+from infinity.config.config import Config
 from infinity.errors import CapacityError, ConfigError
-from infinity.ledger import Ledger
-from infinity.tiers import Tier, format_nbytes, parse_nbytes
+from infinity.machine.ledger import Ledger
+from infinity.machine.sizes import format_nbytes, parse_nbytes
+from infinity.machine.tiers import Tier
 
 GIB = 1024**3
 

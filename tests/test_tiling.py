@@ -23,8 +23,8 @@ from transformers.pytorch_utils import Conv1D  # noqa: E402
 
 import infinity  # noqa: E402
 from infinity.errors import CapacityError, UsageError  # noqa: E402
-from infinity.tiers import Tier  # noqa: E402
-from infinity.wrap import wrapped  # noqa: E402
+from infinity.machine.tiers import Tier  # noqa: E402
+from infinity.runtime.registry import wrapped  # noqa: E402
 from models import leftovers, seeded, swap_files  # noqa: E402
 from runs import adamw  # noqa: E402
 
@@ -787,7 +787,7 @@ def largest_width(budget: int, *, tiled: bool) -> int:
             model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         settings = infinity.Config(params="host", optimizer="host", device_memory=budget, host_memory="1TiB")
         try:
-            plan, units = infinity.wrap.lay_out(model, None, settings)
+            plan, units = infinity.api.lay_out.lay_out(model, None, settings)
         except CapacityError:
             break
         if not tiled and any(unit.tile_nbytes for unit in units):

@@ -28,7 +28,7 @@ from torch import nn
 import infinity
 from infinity import cli
 from infinity.cli import trace as summarise
-from infinity.trace import COLLECTIVES, EDGES, LANES, Timeline
+from infinity.machine.timeline import COLLECTIVES, EDGES, LANES, Timeline
 from models import at_home, differing, in_child, leftovers, loss_of, seeded, start_child, tokens, transformer
 from runs import adamw
 
@@ -81,7 +81,7 @@ def work_of(path: Path) -> list[dict[str, Any]]:
 def units_of(folder: Path) -> set[str]:
     model = transformer(SEED, blocks=2)
     model, _ = infinity.wrap_model(model, adamw(model, LR), at_home("host", "host", folder))
-    return {unit.name for unit in infinity.wrap.wrapped(model).engine.units}
+    return {unit.name for unit in infinity.runtime.registry.wrapped(model).engine.units}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_a_row_never_holds_two_things_at_once(ended):
 def test_the_timeline_is_whole_however_the_run_ends(how, swap, path):
     """Method: unwrap, drop, and drop after a failed forward; the file is JSON, and has every step's updates."""
     model, optimizer, _ = trained(swap, path)
-    units = {unit.name for unit in infinity.wrap.wrapped(model).engine.units}
+    units = {unit.name for unit in infinity.runtime.registry.wrapped(model).engine.units}
     if how == "unwrapped":
         infinity.unwrap_model(model, optimizer)
     if how == "dropped after an exception":

@@ -14,13 +14,15 @@ import torch
 from homes import ENGINES, MIB, fault_plan, same_bits, seeded
 from infinity import native
 from infinity.errors import CorruptionError, InfinityError, StorageError, UsageError
-from infinity.parameter import ResidentParameter, StoredParameter
-from infinity.shard import ParamShard, ShardSpec
-from infinity.store import ShardStore
-from infinity.ledger import Ledger
-from infinity.tiers import Tier
-from infinity.trace import Traffic
-from infinity.unit import MOVES, ParamUnit, Piece, Residency
+from infinity.state.parameter import ResidentParameter, StoredParameter
+from infinity.state.shard import ParamShard
+from infinity.state.shard_spec import ShardSpec
+from infinity.storage.store import ShardStore
+from infinity.machine.ledger import Ledger
+from infinity.machine.tiers import Tier
+from infinity.machine.traffic import Traffic
+from infinity.state.residency import MOVES, Residency
+from infinity.state.unit import ParamUnit, ReadPiece
 from models import swap_files
 
 VERBS = ("fetch", "stage", "drop", "gather", "release")
@@ -303,7 +305,7 @@ def test_slots_are_given_back_only_when_no_read_is_under_way_into_them(tmp_path,
 
     kept = home.unit._slots
     home.unit._slots = [Slot(read) for read in reads]
-    home.unit._pieces = [Piece(i, 0, 0, read) for i, read in enumerate(reads)]
+    home.unit._pieces = [ReadPiece(i, 0, 0, read) for i, read in enumerate(reads)]
     with pytest.raises(type(error)):
         home.do("stage")
     assert kept and not any(under_way_at_release)

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infinity
-from infinity import checkpoint
+from infinity.checkpoint import manifest, save
 from infinity.cli import main
-from infinity.export import export
+from infinity.checkpoint.export import export
 from infinity.untrusted import parse_json, printable, read_text
-from infinity.weights import INDEX, WeightFiles
+from infinity.checkpoint.weight_files import INDEX, WeightFiles
 from models import differing
 
 # --- reading ---
@@ -169,9 +169,9 @@ def test_a_manifest_that_lies_is_refused_before_anything_changes(number, tmp_pat
     path, value = HOSTILE[number]
     model, optimizer = job()
     infinity.save_checkpoint(tmp_path / "saved", model, optimizer)
-    content = checkpoint.read_manifest(tmp_path / "saved")
+    content = manifest.read_manifest(tmp_path / "saved")
     change(content, path, value)
-    (tmp_path / "saved" / "manifest.json").write_bytes(checkpoint._seal(content))
+    (tmp_path / "saved" / "manifest.json").write_bytes(manifest.seal_manifest(content))
     before = copy.deepcopy({name: tensor.clone() for name, tensor in model.state_dict().items()})
     keys = [set(group) for group in optimizer.param_groups]
     try:
@@ -189,7 +189,7 @@ def test_a_manifest_that_lies_is_refused_before_anything_changes(number, tmp_pat
 def test_files_that_lie_are_refused_before_anything_changes(what, tmp_path):
     model, optimizer = job()
     infinity.save_checkpoint(tmp_path / "saved", model, optimizer)
-    content = checkpoint.read_manifest(tmp_path / "saved")
+    content = manifest.read_manifest(tmp_path / "saved")
     name = next(name for name in content["files"] if name.startswith("unit"))
     path = tmp_path / "saved" / content["data"] / name
     if what in ("a pipe", "a link"):
@@ -202,8 +202,8 @@ def test_files_that_lie_are_refused_before_anything_changes(what, tmp_path):
             tensors[key] = tensors[key].to(torch.float32)
         else:
             tensors["weight/stranger"] = torch.zeros(1)
-        content["files"][name] = checkpoint._write_tensors(path, tensors)
-        (tmp_path / "saved" / "manifest.json").write_bytes(checkpoint._seal(content))
+        content["files"][name] = save._write_tensors(path, tensors)
+        (tmp_path / "saved" / "manifest.json").write_bytes(manifest.seal_manifest(content))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(infinity.CorruptionError):
         infinity.load_checkpoint(tmp_path / "saved", model, optimizer)

@@ -32,11 +32,12 @@ import infinity
 from homes import ENGINES, MIB, fault_plan, same_bits
 from infinity import native
 from infinity.errors import CorruptionError, InfinityError, StorageError, UsageError
-from infinity.store import ShardStore, StateArray
-from infinity.ledger import Ledger
-from infinity.tiers import Tier
-from infinity.trace import Traffic
-from infinity.write_behind import PARTS, Part, WriteBehind
+from infinity.storage.arrays import StateArray
+from infinity.storage.store import ShardStore
+from infinity.machine.ledger import Ledger
+from infinity.machine.tiers import Tier
+from infinity.machine.traffic import Traffic
+from infinity.storage.write_behind import OpenPart, PARTS, WriteBehind
 from models import (
     at_home, differing, environment, gradients, in_child, leftovers, loss_of, prescribed, seeded, tokens, transformer,
 )  # fmt: skip
@@ -239,7 +240,7 @@ def test_a_slow_disk_gives_the_same_bytes(blocks, folder):
 own_take = WriteBehind._take
 
 
-def takes_one_under_way(self: WriteBehind) -> Part:
+def takes_one_under_way(self: WriteBehind) -> OpenPart:
     return self._under_way.pop() if self._under_way and not self._free else own_take(self)
 
 
@@ -247,7 +248,7 @@ def forgets_places(self: WriteBehind, array: StateArray, start: int, end: int) -
     pass
 
 
-def zeros_around(self: WriteBehind, part: Part, begin: int, end: int) -> None:
+def zeros_around(self: WriteBehind, part: OpenPart, begin: int, end: int) -> None:
     part.memory[begin - part.start : end - part.start] = 0
 
 
@@ -473,7 +474,7 @@ def test_a_model_from_a_file_is_the_model_wrapped_from_memory(homes, own, more, 
 def test_values_in_another_order_of_elements_and_pieces(source, tmp_path, monkeypatch):
     """Method: transposed and channels-last bf16 parameters, which are read back and written again piece by piece while other
     parts are under way, on disk with a split master, against the host; also after a step that the low bits show in."""
-    monkeypatch.setattr(infinity.weights, "BLOCK_NBYTES", BLOCK)
+    monkeypatch.setattr(infinity.checkpoint.weight_files, "READ_NBYTES", BLOCK)
     plain = prescribed(SEED).bfloat16()
     path = awkward_file(tmp_path / "m.safetensors", dict(plain.state_dict()))
     states = []
@@ -499,7 +500,7 @@ def test_zeros_that_nobody_writes_are_there(tmp_path, monkeypatch):
     for home in ("nvme", "host"):
         model = transformer(SEED, blocks=1).bfloat16()
         model, _ = infinity.wrap_model(model, adamw(model, LR), at_home(home, home, tmp_path, master="split"))
-        engine = infinity.wrap.wrapped(model).engine
+        engine = infinity.runtime.registry.wrapped(model).engine
         masters = [shard.arrays["master"] for unit in engine.units for shard in unit.shards]
         assert all(not engine.store.read(array, 0, array.numel).any() for array in masters)
     allocate = ShardStore.allocate
@@ -513,7 +514,7 @@ def test_zeros_that_nobody_writes_are_there(tmp_path, monkeypatch):
     monkeypatch.setattr(ShardStore, "allocate", dirty)
     model = transformer(SEED, blocks=1).bfloat16()
     model, _ = infinity.wrap_model(model, adamw(model, LR), at_home("host", "host", tmp_path, master="split"))
-    engine = infinity.wrap.wrapped(model).engine
+    engine = infinity.runtime.registry.wrapped(model).engine
     assert all(shard.arrays["master"].flat.any() for unit in engine.units for shard in unit.shards)
 
 
@@ -610,9 +611,9 @@ FAILURES = {
     "the first write": (StorageError, "eio=1.0", None),
     "a later write": (StorageError, "enospc=1.0,first_piece=5", None),
     "a block that is changed in part": (CorruptionError, "bit_flip=1.0", None),
-    "a value": (MemoryError, "", ("infinity.wrap._first", fails)),
-    "the device's window": (MemoryError, "", ("infinity.unit.ParamUnit.allocate", fails)),
-    "the pages": (MemoryError, "", ("infinity.processors.for_pages", fails)),
+    "a value": (MemoryError, "", ("infinity.api.send_home._of_first_rank", fails)),
+    "the device's window": (MemoryError, "", ("infinity.state.unit.ParamUnit.allocate", fails)),
+    "the pages": (MemoryError, "", ("infinity.machine.processors.for_pages", fails)),
 }
 
 

@@ -13,7 +13,7 @@ import torch
 
 from infinity import native
 
-from . import peers
+from . import rivals
 from .results import Measured, Row, row
 from .rounds import alternate, paired
 from .settings import Settings
@@ -139,13 +139,13 @@ def _measure(variant: Variant, count: int, threads: int, settings: Settings) -> 
     jobs = {"ours": ours.step, "moving": ours.move}
     notes = []
     if settings.peers:
-        for peer in peers.OPTIMIZER_PEERS:
+        for peer in rivals.OPTIMIZER_PEERS:
             found = peer.find(count, whole_job=variant.name != "fp32", factor=GRAD_FACTOR)
             if isinstance(found, str):
                 notes.append(f"{peer.NAME}: {found}")
             else:
                 jobs[peer.NAME] = found
-    with peers.openmp_threads(threads):
+    with rivals.openmp_threads(threads):
         times = alternate(jobs, settings.rounds)
     rates = {who: [count / seconds / 1e9 for seconds in of_one.wall] for who, of_one in times.items()}
     ratios = {

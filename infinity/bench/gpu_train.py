@@ -58,7 +58,7 @@ def plain(args: argparse.Namespace) -> tuple[Step, dict]:
 def ours(args: argparse.Namespace) -> tuple[Step, dict]:
     """Infinity, from a model on meta, with the configuration that is given."""
     import infinity
-    from infinity.wrap import wrapped
+    from ..runtime.registry import wrapped
 
     torch.manual_seed(0)
     with torch.device("meta"):

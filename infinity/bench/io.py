@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from infinity import native
-from infinity.disks import disk_profile
+from ..machine.disk_profile import disk_profile
 
-from . import peers
+from . import rivals
 from .results import Measured, Row, row
 from .rounds import Times, alternate, paired
 from .settings import Settings
@@ -119,7 +119,7 @@ def measure(settings: Settings) -> Measured:
         systems = {"ours": ours.run, "raw disk": raw.run}
         notes = []
         if settings.peers:
-            for peer in peers.DISK_PEERS:
+            for peer in rivals.DISK_PEERS:
                 found = peer.find(file.path, file.nbytes)
                 notes += [f"{peer.NAME}: {found}"] if isinstance(found, str) else []
                 if not isinstance(found, str):

@@ -20,7 +20,8 @@ import safetensors.torch
 import torch
 
 import infinity
-from infinity import disks, native
+from ..machine import disk_profile
+from infinity import native
 
 from .io import Raw, TestFile
 from .llama import SHAPES, Llama
@@ -92,7 +93,7 @@ def measure(settings: Settings) -> Measured:
             for use in USES:
                 jobs[f"{home}.{use}"] = lambda asked=[shape, home, use, str(weights), str(swap)]: _in_process(asked)
         times = alternate(jobs, min(3, settings.rounds))
-        written = nbytes / disks.seconds([str(swap)], nbytes, nbytes) / 1e9
+        written = nbytes / disk_profile.seconds([str(swap)], nbytes, nbytes) / 1e9
     peers = {name: times.pop(name).wall for name in ("raw", "safetensors")}
     read = [nbytes / seconds / 1e9 for seconds in peers["raw"]]
     rows = []

@@ -11,7 +11,7 @@ import tempfile
 import torch
 
 import infinity
-from infinity.wrap import wrapped
+from ..runtime.registry import wrapped
 
 from .results import Measured, row
 from .rounds import alternate, paired

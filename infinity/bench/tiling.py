@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.tiers import Tier
-from infinity.wrap import lay_out
+from ..machine.tiers import Tier
+from ..api.lay_out import lay_out
 
 from .results import Measured, row
 from .settings import Settings

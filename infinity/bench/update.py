@@ -15,7 +15,7 @@ import tempfile
 import torch
 
 from infinity import native
-from infinity.tiers import format_nbytes
+from ..machine.sizes import format_nbytes
 
 from .results import Measured, Row, row
 from .rounds import alternate

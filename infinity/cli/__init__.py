@@ -21,7 +21,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from .. import __version__, farewell
+from .. import __version__
+from ..distributed import farewell
 from ..errors import InfinityError
 
 SUBCOMMANDS = ("bench", "env", "export", "plan", "trace", "train")

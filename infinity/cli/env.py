@@ -160,9 +160,9 @@ def _direct_storage() -> Finding:
 def _memory() -> Finding:
     import psutil
 
-    from infinity import processors
-    from infinity.limits import for_the_engine, memory_left
-    from infinity.tiers import format_nbytes
+    from ..machine import processors
+    from ..machine.limits import for_the_engine, memory_left
+    from ..machine.sizes import format_nbytes
 
     memory, left = psutil.virtual_memory(), memory_left()
     told = f"{format_nbytes(memory.available)} free of {format_nbytes(memory.total)}, {os.cpu_count()} processors"
@@ -174,9 +174,9 @@ def _memory() -> Finding:
 
 
 def _guard(torch) -> Finding:
-    from infinity import guard
+    from ..machine import storage_guard
 
-    if guard.is_available():
+    if storage_guard.is_available():
         return Finding("storage guard", "on: a parameter at rest cannot be read past torch's functions")
     return Finding("storage guard", f"off: torch {torch.__version__} is not known here",
                    "torch.func or DLPack on a parameter at rest would crash: use torch 2.10 to 2.13")  # fmt: skip
@@ -185,7 +185,7 @@ def _guard(torch) -> Finding:
 def _disk(folder: str) -> list[Finding]:
     from infinity import native
     from infinity.errors import InfinityError
-    from infinity.tiers import format_nbytes
+    from ..machine.sizes import format_nbytes
 
     name = f"disk {folder}"
     try:

@@ -20,9 +20,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Writes the folder and says how much that was."""
-    from ..config import DTYPES
-    from ..export import export
-    from ..tiers import format_nbytes
+    from ..config.choices import DTYPES
+    from ..checkpoint.export import export
+    from ..machine.sizes import format_nbytes
 
     written = export(args.checkpoint, args.out, dtype=DTYPES[args.dtype] if args.dtype else None, model=args.model)
     if args.json:

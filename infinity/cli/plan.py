@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..tiers import Tier, format_nbytes
-from .options import HOMES
-from .settings import engine_config, engine_settings
+from ..machine.sizes import format_nbytes
+from ..machine.tiers import Tier
+from .training.options import HOMES
+from .training.settings import engine_config, engine_settings
 
 BAR = 48  # characters of the memory map
 STATE = {"weights": "weight", "optimizer": "exp_avg", "gradients": "grad"}
@@ -63,11 +64,12 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from ..predict import Rates, predict
-    from ..wrap import lay_out
-    from .compute import compute_time
-    from .job import make_optimizer
-    from .model import choose_sequence_length, read_model_config
+    from ..machine.rates import Rates
+    from ..planning.predict import predict
+    from ..api.lay_out import lay_out
+    from .training.compute import compute_time
+    from .training.job import make_optimizer
+    from .training.model import choose_sequence_length, read_model_config
 
     logging.set_verbosity_error()
     settings = _settings(args)

@@ -159,7 +159,7 @@ def _print(found: dict[str, Any]) -> None:
 
 def draw(events: list[dict]) -> str:
     """One lane under the other, time from left to right, as an SVG picture."""
-    from ..trace import LANES
+    from ..machine.timeline import LANES
 
     begin, end = min(event["start"] for event in events), max(event["end"] for event in events)
     lanes = [lane for lane in LANES if any(event["lane"] == lane for event in events)]

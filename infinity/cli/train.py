@@ -20,28 +20,19 @@ from typing import TYPE_CHECKING, Any
 import infinity
 
 from ..errors import ConfigError
-from ..tiers import parse_nbytes
-from .compute import compute_time, multiplies_bf16
-from .interrupt import Interrupt
-from .job import EdgeCounts, Job, held_out_loss, make_job, resume, train
-from .model import (
-    build_model,
-    check_vocabulary,
-    checkpoint_activations,
-    choose_sequence_length,
-    is_streamed,
-    no_cache,
-    read_model_config,
-    read_tokenizer,
-)
-from .options import add_options, check_options, has_checkpoint
-from .places import check_room
-from .progress import ProgressBar, ProgressLines, Scalars, make_progress
-from .ranks import Ranks
-from .report import make_report, measure_disks, predict_step, print_report
-from .sample import printable, sample
-from .settings import engine_config, engine_settings, training_state_nbytes
-from .text import Batches, TextFiles, find_text_files, read_corpus
+from ..machine.sizes import parse_nbytes
+from .training.compute import compute_time, multiplies_bf16
+from .training.interrupt import Interrupt
+from .training.job import EdgeCounts, held_out_loss, Job, make_job, resume, train
+from .training.model import build_model, check_vocabulary, checkpoint_activations, choose_sequence_length, is_streamed, no_cache, read_model_config, read_tokenizer
+from .training.options import add_options, check_options, has_checkpoint
+from .training.places import check_room
+from .training.progress import make_progress, ProgressBar, ProgressLines, Scalars
+from .training.ranks import Ranks
+from .training.report import make_report, measure_disks, predict_step, print_report
+from .training.sample import printable, sample
+from .training.settings import engine_config, engine_settings, training_state_nbytes
+from ..data.corpus import Batches, find_text_files, read_corpus, TextFiles
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,0 +1,1 @@
+"""Holds one file for each public verb."""

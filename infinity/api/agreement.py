@@ -1,0 +1,97 @@
+"""TODO api.agreement."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+
+import torch
+from torch import nn
+
+from ..config.config import Config
+from ..distributed.data_ranks import DataRanks
+from ..errors import ConfigError
+from ..machine.device import Device
+from ..machine.tiers import Tier
+from ..planning.budgets import measured_free
+from ..planning.plan import check_folders
+from ..state.handle import raw_grad
+from ..state.partition import is_managed
+from ..state.tensors import overwrite
+
+logger = logging.getLogger(__name__)
+
+
+def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> dict[str, str]:
+    """What has to be the same on every rank."""
+    told = {f"Config({field.name})": repr(getattr(config, field.name)) for field in dataclasses.fields(config)
+            if field.name not in ("nvme_paths", "trace", "device")}  # fmt: skip
+    told["the model"] = type(model).__name__
+    names_of = {param: name for name, param in model.named_parameters()}
+    given = {param for group in (optimizer.param_groups if optimizer is not None else []) for param in group["params"]}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        told[f"parameter {name}"] = f"{tuple(param.shape)} {param.dtype} {'trained' if param.requires_grad else 'frozen'}"
+        if raw_grad(param) is not None:
+            told[f"the gradient of {name}"] = "present"
+        if state := optimizer.state.get(param) if optimizer is not None else None:
+            told[f"the optimizer's state of {name}"] = ", ".join(sorted(state))
+        if optimizer is not None and param.requires_grad and param not in given and is_managed(param):
+            raise ConfigError(
+                f"parameter {name} requires a gradient but is not in the optimizer: with several ranks nobody would average it. "
+                "Give it to the optimizer, or set requires_grad=False."
+            )
+    told["the optimizer"] = type(optimizer).__name__
+    for i, group in enumerate(optimizer.param_groups if optimizer is not None else []):
+        names = [names_of.get(param, "another") for param in group["params"]]
+        told[f"the optimizer's group {i}"] = f"{len(names)} parameters, {', '.join(names[:3])}, ..."
+        told[f"all names of the optimizer's group {i}"] = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
+    return told
+
+
+SAMPLED = 64  # elements of a parameter that are compared over the ranks
+
+
+def tell_of_other_values(model: nn.Module, peers: DataRanks) -> None:
+    """Says where the ranks have been given other values: of replicas the first one's count, but stages of a pipeline are none."""
+    if peers.alone:
+        return
+    mine = {}
+    with peers.together("comparing the values"):
+        for name, param in model.named_parameters():
+            if is_managed(param) and not param.is_meta and param.numel():
+                sample = param.detach().reshape(-1)[:: max(1, param.numel() // SAMPLED)].cpu().contiguous()
+                mine[name] = hashlib.blake2b(sample.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
+    everyones = peers.collect(mine, "samples of the values")
+    others = sorted({name for theirs in everyones for name, digest in theirs.items() if digest != everyones[0].get(name)})
+    if others and peers.is_first:
+        logger.warning(
+            "wrap_model was given other values on other ranks, in %d of %d parameters (%s, ...): the first rank's count on all of them. If the ranks "
+            "have different parts of a model, stages of a pipeline say, they are no replicas: give wrap_model a mesh that says so.",
+            len(others), len(mine), others[0],
+        )  # fmt: skip
+
+
+def broadcast_rest(model: nn.Module, peers: DataRanks) -> None:
+    """Buffers and parameters that the engine does not move are the first rank's from here on."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not peers.alone and tensor.layout is torch.strided and not (isinstance(tensor, nn.Parameter) and is_managed(tensor)):
+            overwrite(tensor, peers.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), name))
+
+
+def own_budgets(config: Config, peers: DataRanks) -> Config:
+    """The configuration with this rank's part of what the ranks of one machine share."""
+    if not peers.alone:
+        peers.local_size = -peers.least([-peers.local_size], "ranks on a machine")[0]
+    shared = {name: getattr(config, name) for name in ("host_memory", "nvme_capacity")}
+    return dataclasses.replace(config, **{name: n // peers.local_size for name, n in shared.items() if n is not None})
+
+
+def free_everywhere(config: Config, peers: DataRanks, device: Device) -> dict[Tier, int] | None:
+    """What every rank has free at least: plans must not differ between ranks."""
+    if peers.alone:
+        return None
+    check_folders(config)
+    shared = {tier: 1 if tier is Tier.DEVICE and not device.is_host else peers.local_size for tier in Tier}
+    mine = [measured_free(tier, config, device) // shared[tier] if tier is not Tier.NVME or config.nvme_paths else 0 for tier in Tier]
+    return dict(zip(Tier, peers.least(mine, "free memory")))

@@ -1,0 +1,103 @@
+"""TODO api.before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..state.partition import is_managed
+from .meta_init import Materialized
+
+
+class Before:
+    """Model and optimizer as they were before a wrap: what is changed there is known before it is changed, and :meth:`restore` may
+    be called at any time, and more than once. Values are referred to, not copied."""
+
+    HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+             "_forward_hooks_always_called", "_state_dict_hooks", "_load_state_dict_pre_hooks")  # fmt: skip
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
+        self.materialized: Materialized | None = None  # what else has to be undone
+        self._modules = [
+            (module, _attributes_of(module), {name: type(hooks)(hooks) for name in self.HOOKS if (hooks := getattr(module, name, None))})
+            for module in model.modules()
+        ]
+        self._params = [_ParamBefore(param) for param in model.parameters()]
+        self._buffers = [(buffer, buffer.data) for buffer in model.buffers()]
+        self._optimizer, self._attributes, self._state = optimizer, {}, {}
+        if optimizer is not None:
+            self._attributes, self._state = dict(optimizer.__dict__), dict(optimizer.state)
+
+    def restore(self) -> None:
+        for module, attributes, hooks_of in self._modules:
+            for name in _attributes_of(module).keys() - attributes.keys():
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
+            for name in self.HOOKS:
+                if (hooks := getattr(module, name, None)) is not None:
+                    hooks.clear()
+                    hooks.update(hooks_of.get(name, {}))
+        for param in self._params:
+            param.restore()
+        if self.materialized is not None:
+            self.materialized.undo()
+        for buffer, data in self._buffers:
+            if buffer.device != data.device:
+                buffer.data = data
+        if self._optimizer is not None:
+            self._optimizer.__dict__.update(self._attributes)
+            self._optimizer.state.update(self._state)
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Its own attributes, but weak references to its weights: while there is one, torch does not let their contents be swapped."""
+    return {name: value for name, value in module.__dict__.items() if name != "_flat_weight_refs"}
+
+
+class _ParamBefore:
+    """One parameter as it was."""
+
+    def __init__(self, param: nn.Parameter):
+        self._param, self._class, self._data, self._grad = param, param.__class__, param.data, param.grad
+        self._wanted = param.requires_grad
+        self._has_data = param.layout is torch.strided and not param.is_meta
+        hooks = param._post_accumulate_grad_hooks
+        self._attributes, self._hooks = dict(param.__dict__), None if hooks is None else type(hooks)(hooks)
+
+    def restore(self) -> None:
+        param = self._param
+        if param.__class__ is not self._class:
+            param.__class__ = self._class
+        if param.__dict__.keys() != self._attributes.keys():
+            for name in param.__dict__.keys() - self._attributes.keys():
+                del param.__dict__[name]
+        if param._post_accumulate_grad_hooks is not None:
+            param._post_accumulate_grad_hooks = self._hooks
+        if self._has_data and not param.is_meta and param.untyped_storage()._cdata != self._data.untyped_storage()._cdata:
+            param.data = self._data
+        if param.grad is not self._grad:
+            param.grad = self._grad
+        param.requires_grad_(self._wanted)
+
+
+class MovedRest:
+    """What a model has beside managed parameters, on the device that computes; :meth:`remove` puts it back."""
+
+    def __init__(self, model: nn.Module, where: torch.device):
+        self._from: dict[torch.Tensor, torch.device] = {}
+        for tensor in _rest_of(model):
+            if not tensor.is_meta and tensor.device != where:
+                self._from[tensor] = tensor.device
+                tensor.data = tensor.data.to(where)
+
+    def remove(self) -> None:
+        """A second call does nothing."""
+        for tensor, where in self._from.items():
+            tensor.data = tensor.data.to(where)
+
+
+def _rest_of(model: nn.Module) -> list[torch.Tensor]:
+    """Buffers, and parameters that the engine does not move."""
+    return [*model.buffers(), *(param for param in model.parameters() if not is_managed(param))]

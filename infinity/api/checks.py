@@ -1,0 +1,139 @@
+"""Checks: what wrap_model is given, before anything is changed.
+
+A model that something else already moves, shards or fills is refused by the name of that something: two owners of one weight would
+train wrongly without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import torch
+from torch import nn
+
+from .. import native
+from ..config.config import Config
+from ..errors import ConfigError, UsageError
+from ..machine.sizes import format_nbytes
+from ..optim.optimizer import InfinityOptimizer
+from ..state.handle import handle_of
+from ..state.partition import is_managed, parameter_names
+
+logger = logging.getLogger(__name__)
+
+# Module of a class -> what it does with a model, and what to do instead.
+OWNERS = {
+    "torch.nn.parallel.distributed": ("averages its gradients", "give wrap_model the model inside (.module): the engine averages over the ranks itself"),
+    "torch.nn.parallel.data_parallel": ("copies it to several devices", "give wrap_model the model inside (.module), one process per device"),
+    "torch.distributed.fsdp": ("shards its parameters", "give wrap_model the model as it was before: the engine shards it over the ranks itself"),
+    "torch.distributed._composable": ("manages its parameters", "give wrap_model the model as it was before"),
+    "deepspeed.runtime": ("manages its parameters", "give wrap_model the model that deepspeed.initialize was given (and no zero.Init)"),
+    "accelerate.utils.other": ("manages its parameters", "give wrap_model the model that accelerator.prepare was given"),
+}  # fmt: skip
+
+
+def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
+    """Raises ConfigError or UsageError for what cannot be wrapped as it is."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+    if isinstance(optimizer, InfinityOptimizer):
+        raise UsageError("this optimizer is wrapped already: give wrap_model the plain one, or unwrap_model first")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    native.simd_unit()  # raises for an unknown INFINITY_SIMD
+    _check_owners(model)
+    names = parameter_names(model)
+    for param, param_names in names.items():
+        if handle_of(param) is not None:
+            raise UsageError(
+                f"this model is wrapped already (parameter {param_names[0]} is managed): unwrap_model it first"
+            )
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"parameter {param_names[0]} is not initialised yet: run one forward before wrap_model")
+        if hasattr(param, "ds_id"):
+            raise ConfigError(f"parameter {param_names[0]} is a placeholder that DeepSpeed fills: build the model outside zero.Init")
+    _check_storages(names)
+    if optimizer is not None:
+        _check_optimizer(optimizer, names, config)
+
+
+def _check_owners(model: nn.Module) -> None:
+    """Raises ConfigError for a module that something else moves."""
+    for name, module in model.named_modules():
+        where = f"module {name}" if name else "the model"
+        for kind in type(module).__mro__:
+            for owner, (does, instead) in OWNERS.items():
+                if kind.__module__ == owner or kind.__module__.startswith(owner + "."):
+                    raise ConfigError(f"{where} is a {kind.__name__} ({kind.__module__}), which {does}: {instead}.")
+        if (hook := module.__dict__.get("_hf_hook")) is not None:
+            raise ConfigError(
+                f"{where} has accelerate's {type(hook).__name__} (of device_map, cpu_offload or disk_offload), which moves its weights "
+                "in and out itself. Load the model without device_map, or take the hooks off: "
+                "accelerate.hooks.remove_hook_from_submodules(model)."
+            )
+
+
+def _check_storages(names: dict[torch.Tensor, list[str]]) -> None:
+    """Two Parameters over the same bytes would part when each gets a home of its own."""
+    managed = [param for param in names if is_managed(param)]  # what others are made of is their own business
+    on_meta: dict[int, str] = {}
+    for param in managed:
+        if param.is_meta and (other := on_meta.setdefault(param.untyped_storage()._cdata, names[param][0])) != names[param][0]:
+            raise _share_memory(other, names[param][0])
+    spans = sorted(
+        (param.data_ptr(), param.data_ptr() + param.untyped_storage().nbytes() - param.storage_offset() * param.itemsize
+         if not param.is_contiguous() else param.data_ptr() + param.nbytes, names[param][0])
+        for param in managed if not param.is_meta and param.numel()
+    )  # fmt: skip
+    for (_, end, name), (begin, _, other) in zip(spans, spans[1:]):
+        if begin < end:
+            raise _share_memory(name, other)
+
+
+def _share_memory(name: str, other: str) -> ConfigError:
+    return ConfigError(
+        f"parameters {name} and {other} share memory without being one Parameter. Tie them properly "
+        "(module.weight = other.weight), or give one of them a copy."
+    )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, names: dict, config: Config) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param not in names:
+                raise ConfigError(
+                    f"the optimizer has a parameter of shape {tuple(param.shape)} that is not one of the model's "
+                    f"{len(names)}: build the optimizer from model.parameters() of this very model"
+                )
+            if any(isinstance(value, torch.Tensor) and value.is_meta for value in optimizer.state.get(param, {}).values()):
+                raise ConfigError(f"the optimizer's state of {names[param][0]} is on meta: build it anew, without steps")
+            dtype = config.param_dtype or param.dtype
+            if param.dtype not in native.DTYPES or dtype not in native.DTYPES or not is_managed(param):
+                raise ConfigError(
+                    f"parameter {names[param][0]} ({type(param).__name__}, {param.dtype}) cannot be trained: "
+                    "fp32, bf16 and fp16 Parameters can. Freeze it, or convert the model."
+                )
+            grad = config.grad_dtype
+            if grad is not None and grad not in (torch.float32, dtype):
+                raise ConfigError(f"grad_dtype={grad} with {dtype} parameters: use {dtype} or torch.float32")
+
+
+def rest_nbytes(param: torch.Tensor) -> int:
+    """Bytes of a parameter that the engine does not hold: of a quantised one, of what it is made of."""
+    parts = getattr(param, "__tensor_flatten__", None)
+    if parts is None:
+        return param.numel() * param.element_size() if param.layout is torch.strided else 0
+    names, _ = parts()
+    return sum(rest_nbytes(getattr(param, name)) for name in names)
+
+
+def tell_of_the_rest(model: nn.Module) -> None:
+    """Says what of the model's weights no budget counts."""
+    rest = [param for param in model.parameters() if not is_managed(param) and handle_of(param) is None]
+    if rest:
+        kinds = ", ".join(f"{count} {name}" for name, count in Counter(type(param).__name__ for param in rest).items())
+        logger.warning(
+            "%s of this model's weights (%s) stay where they are, frozen: the engine does not move them, and no budget counts them",
+            format_nbytes(sum(map(rest_nbytes, rest))), kinds,
+        )  # fmt: skip

@@ -1,0 +1,106 @@
+"""TODO api.full_params."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ..errors import UsageError
+from ..machine.tiers import Tier
+from ..runtime.engine import Engine
+from ..runtime.registry import engine_of
+from ..state.handle import handle_of
+from ..state.lent import Lent
+
+
+@contextmanager
+def full_params(
+    model: nn.Module, names: str | list[str] | None = None, writeback: bool = False
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Gathers parameters for reading or editing: yields ``{name: tensor}``.
+
+    names
+        Parameter names or module prefixes; None: all. The tensors are copies in the dtype the model computes in, tied
+        parameters one under all their names. They stay valid afterwards, charged to ``device_memory`` only inside. In the
+        block the parameters of the module stand for them. What is computed from either trains: a gradient of it is the
+        parameter's. Where that is not wanted (an average of weights, numpy()), use torch.no_grad() around it, or detach().
+    writeback
+        Writes edits to the master when the block ends. Elements that were not edited keep their master's bits.
+
+    Raises UsageError at the end when something was edited without ``writeback``; the old values stand then, as they do
+    when the block raises. Raises CapacityError when the parameters exceed a given ``device_memory``.
+    """
+    engine = engine_of(model)
+    with engine.using():
+        selected = _select(model, names)
+        nbytes = sum(param.numel() * param.itemsize for param in set(selected.values()))
+        charge = engine.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
+        copies = {param: _FullCopy(engine, param) for param in dict.fromkeys(selected.values())}
+    try:
+        yield {name: copies[param].lent.tensor for name, param in selected.items()}
+    finally:
+        for copy in copies.values():
+            copy.lent.end()
+        charge.release()
+    with engine.using():
+        edited = {name: copies[param] for name, param in selected.items() if copies[param].is_edited()}
+        if edited and not writeback:
+            raise UsageError(
+                f"full_params: {', '.join(list(edited)[:5])} was edited without writeback=True; the old values stand. "
+                "Use `with infinity.full_params(model, names, writeback=True)`."
+            )
+        for copy in edited.values():
+            copy.check_unchanged_at_home()
+        if writeback and not engine.peers.alone:
+            engine.peers.same(f"leaving full_params with {len(edited)} edited", *(copy.tensor for copy in edited.values()))
+        engine.write_edits([(copy.handle, copy.tensor) for copy in dict.fromkeys(edited.values())])
+
+
+class _FullCopy:
+    """One gathered parameter: the copy that the user has, and what it was."""
+
+    def __init__(self, engine: Engine, param: nn.Parameter):
+        self.handle = handle_of(param)
+        self._version = self.handle.version
+        value = self.handle.shard.read_value(engine.store, self.handle.index, self.handle.shard.spec.dtype)
+        self.lent = Lent(param, value.to(engine.device.where))
+        self._digest = self._hash()
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The value as it is now."""
+        return self.lent.tensor.detach()
+
+    def _hash(self) -> bytes:
+        flat = self.tensor.cpu().contiguous().view(-1)
+        return hashlib.blake2b(flat.view(torch.uint8).numpy() if flat.numel() else b"").digest()
+
+    def is_edited(self) -> bool:
+        return self._hash() != self._digest
+
+    def check_unchanged_at_home(self) -> None:
+        if self.handle.version != self._version:
+            raise UsageError(
+                f"full_params: {self.handle.name} was edited, but a step, a load or another full_params changed it "
+                "meanwhile. End the block before that."
+            )
+
+
+def _select(model: nn.Module, names: str | list[str] | None) -> dict[str, nn.Parameter]:
+    managed = {n: p for n, p in model.named_parameters(remove_duplicate=False) if handle_of(p) is not None}
+    if names is None:
+        return managed
+    selected = {}
+    for wanted in [names] if isinstance(names, str) else names:
+        found = {n: p for n, p in managed.items() if n == wanted or n.startswith(wanted + ".") or wanted == ""}
+        if not found:
+            near = difflib.get_close_matches(wanted, managed, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"full_params: no parameter or module {wanted!r}{hint}")
+        selected |= found
+    return selected

@@ -1,0 +1,142 @@
+"""TODO api.initialiser."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from ..state.tensors import give_storage, take_storage
+
+PIECE_ELEMENTS = 4 * 1024 * 1024  # elements that are sent at once
+
+
+class Home(Protocol):
+    """Where values of managed parameters go."""
+
+    def send(self, param: nn.Parameter, begin: int, values: torch.Tensor, *, drawn: bool) -> None:
+        """Flat ``values``, counted row by row from element ``begin``; ``drawn`` by an initialisation, or from a file."""
+
+    def span(self, param: nn.Parameter) -> tuple[int, int]:
+        """Which elements are wanted of a file."""
+
+    def recall(self, param: nn.Parameter) -> torch.Tensor:
+        """The value that was sent."""
+
+
+class Initialiser:
+    """Runs the modules' own initialisation, children before their parent, and sends home what it sets."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        unfilled: set[torch.Tensor],
+        empty: set[nn.Parameter],
+        home: Home,
+        sent: set[nn.Parameter],
+        overwritten: list[tuple[torch.Tensor, torch.Tensor]],
+    ):
+        self._model, self._unfilled, self._empty, self._home, self._sent = model, unfilled, empty, home, sent
+        self._overwritten = overwritten  # what is to be put back should anything fail
+        self._names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        self._seen: set[nn.Module] = set()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        self._module(self._model, None)
+
+    def _module(self, module: nn.Module, init: Callable[[nn.Module], Any] | None) -> bool:
+        """Initialises ``module`` and all below it. Returns whether there was anything to initialise."""
+        if module in self._seen:
+            return False
+        self._seen.add(module)
+        init = _init_weights_of(module) or init
+        own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+        waiting = [tensor for tensor in own if tensor in self._unfilled and tensor not in self._sent]
+        drawn_below = False
+        for child in module.children():
+            drawn_below |= self._module(child, init)
+        resets = _resets_of(module)
+        if waiting or (drawn_below and (resets or init is not None)):
+            self._initialise(module, waiting, resets, init)
+        return bool(waiting) or drawn_below
+
+    def _initialise(self, module: nn.Module, waiting: list[torch.Tensor], resets: list[Callable], init) -> None:
+        """Runs the initialisation of ``module`` itself. It may set what its children have set before."""
+        reach = list(module.modules()) if resets else [module, *module.children()]
+        params = {param for each in reach for param in each.parameters(recurse=False)}
+        lent = [param for param in params if param in self._empty]
+        for param in lent:
+            give_storage(param)
+            if param in self._sent:
+                param.copy_(self._home.recall(param))
+        given = {tensor for each in reach for tensor in each.buffers(recurse=False)} | (params - set(lent))
+        given = {tensor: tensor.clone() for tensor in given if tensor not in self._unfilled and not tensor.is_meta}
+        self._overwritten += given.items()
+        before = [(tensor, _spoil(tensor)) for tensor in waiting]
+        try:
+            for reset in resets:
+                reset()
+            if init is not None:
+                init(module)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            raise ConfigError(
+                f"{type(module).__name__} cannot be initialised by itself ({error}): give "
+                "Config(weights='model.safetensors')"
+            ) from error
+        for tensor, value in given.items():  # what was real already has its value
+            tensor.copy_(value)
+        del self._overwritten[len(self._overwritten) - len(given) :]
+        if left := sorted(self._names[id(tensor)] for tensor, version in before if _is_spoiled(tensor, version)):
+            raise ConfigError(
+                f"{', '.join(left)} is on meta, and {type(module).__name__} does not set it (in reset_parameters(), or "
+                "the model's _init_weights): give Config(weights='model.safetensors')"
+            )
+        for param in lent:
+            if param in self._sent or any(param is tensor for tensor in waiting):
+                for begin in range(0, param.numel(), PIECE_ELEMENTS):
+                    self._home.send(param, begin, param.data.reshape(-1)[begin : begin + PIECE_ELEMENTS], drawn=True)
+                self._sent.add(param)
+            take_storage(param)
+
+
+def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """A ``transformers`` model's initialisation of one of its modules."""
+    init = getattr(module, "_init_weights", None)
+    if not callable(init):
+        return None
+    required = [p for p in inspect.signature(init).parameters.values() if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD]
+    return init if len(required) == 1 else None
+
+
+def _resets_of(module: nn.Module) -> list[Callable[[], Any]]:
+    """What sets the module's own tensors anew."""
+    if callable(reset := getattr(module, "reset_lora_parameters", None)):  # of an adapter: its B has to be zero
+        return [lambda adapter=adapter: reset(adapter, True) for adapter in getattr(module, "lora_A", {})]
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return [reset] if callable(reset) else []
+
+
+def _spoil(tensor: torch.Tensor) -> int:
+    """Fills ``tensor`` with what no initialisation leaves. Returns torch's count of its changes."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    else:
+        tensor.zero_() if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).max)
+    return tensor._version
+
+
+def _is_spoiled(tensor: torch.Tensor, version: int) -> bool:
+    """Whether some of ``tensor`` is as :func:`_spoil` left it. Writes through ``.data`` are not counted by torch: where
+    it counted none, the values tell."""
+    if not tensor.numel():
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    if tensor._version != version:
+        return False
+    return not tensor.any() if tensor.dtype == torch.bool else bool((tensor == torch.iinfo(tensor.dtype).max).all())

@@ -1,0 +1,160 @@
+"""TODO api.lay_out."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from .. import native
+from ..config.choices import MOMENT_DTYPES
+from ..config.config import Config
+from ..distributed.data_ranks import DataRanks
+from ..errors import CapacityError, ConfigError
+from ..forwards.tiles import candidates, SMALLEST_TILE_NBYTES
+from ..machine.accelerator import make_device
+from ..machine.device import Device
+from ..machine.sizes import format_nbytes
+from ..machine.tiers import Tier
+from ..optim.rules import moment_names, recognise
+from ..planning.memory_plan import MemoryPlan
+from ..planning.plan import make_plan
+from ..planning.unit_sizes import ShardSize, UnitSize
+from ..state.partition import Group, held_nbytes, is_managed, partition
+from ..state.shard import ParamShard
+from ..state.shard_spec import ShardSpec
+from .checks import check
+
+logger = logging.getLogger(__name__)
+
+
+def choose_device(model: nn.Module, config: Config, peers: DataRanks) -> Device:
+    """What computes: what the configuration says, else where the parameters are."""
+    places = {param.device for param in model.parameters() if is_managed(param) and not param.is_meta}
+    if config.device is None and len(places) > 1:
+        raise ConfigError(
+            f"the model's parameters are on {', '.join(sorted(map(str, places)))}: move it to one device, or say which computes: "
+            "Config(device='cuda')"
+        )
+    where = torch.device(config.device) if config.device is not None else next(iter(places), torch.device("cpu"))
+    if where.type != "cpu" and where.index is None and not peers.alone:  # each rank of a machine has a device of its own
+        where = torch.device(where.type, int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.accelerator.device_count()))
+        torch.accelerator.set_device_index(where.index)  # else every rank would have a context on the first one as well
+    if where.type == "cpu" and config.device is None and torch.accelerator.is_available():
+        there = torch.accelerator.current_accelerator()
+        logger.warning("this model is on the CPU and is computed there, though there is %s: Config(device=%r)", there, str(there))
+    return make_device(where, peers.traffic)
+
+
+def lay_out(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
+) -> tuple[MemoryPlan, list[UnitSize]]:
+    """The plan that :func:`wrap_model` would follow, and the sizes of the model's units. Nothing is allocated or changed."""
+    check(model, optimizer, config)
+    rule = recognise(optimizer) if optimizer is not None else None
+    group_of = groups_of_optimizer(optimizer)
+    alone = DataRanks()
+    device = choose_device(model, config, alone)
+    try:
+        shards_of = partial(shards_of_group, group_of=group_of, rule=rule, optimizer=optimizer, config=config, peers=alone)
+        groups, shards, plan = lay_out_groups(model, config, shards_of, device)
+    finally:
+        device.close()
+    return plan, [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
+
+
+def lay_out_groups(
+    model: nn.Module,
+    config: Config,
+    make_shards: Callable[[Group], list[ParamShard]],
+    device: Device,
+    free: Mapping[Tier, int] | None = None,
+) -> tuple[list[Group], list[list[ParamShard]], MemoryPlan]:
+    """Groups, their shards and the plan. Where the device's budget is below what one moment holds, large layers run in
+    tiles, of the largest size that fits."""
+    refused: CapacityError | None = None
+    for limit in (None, *_tile_limits(config)):
+        tiled = candidates(model, limit, config.param_dtype) if limit is not None else {}
+        if limit is not None and not tiled:
+            continue
+        groups = partition(model, config.units, tiled)
+        shards = [make_shards(group) for group in groups]
+        sizes = [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
+        held = held_nbytes(model, groups, {id(group): size.weight_nbytes for group, size in zip(groups, sizes)})
+        try:
+            plan = make_plan(sizes, config, held_nbytes=held, free=free, device=device)
+        except CapacityError as error:
+            refused = error
+            if any(size.is_sliced for size in sizes):
+                break  # tiles would be gathered one by one
+            continue
+        if tiled:
+            _tell_of_tiles([group for group in groups if group.tile_rows], config)
+        return groups, shards, plan
+    raise refused
+
+
+def _tell_of_tiles(groups: list[Group], config: Config) -> None:
+    counts = [f"{group.name} x {-(-group.params[0].size(0) // group.tile_rows)}" for group in groups]
+    logger.warning(
+        "device_memory=%s does not hold the largest unit: %d layers run in tiles (%s%s). Their sums are added in another "
+        "order than untiled ones.", format_nbytes(config.device_memory), len(groups), ", ".join(counts[:4]),
+        ", ..." if len(counts) > 4 else "",
+    )  # fmt: skip
+
+
+def _tile_limits(config: Config) -> Iterator[int]:
+    """Sizes of a tile to try, in bytes, largest first."""
+    if config.device_memory is not None and config.params != "device":
+        limit = 1 << max(0, (config.device_memory // 4).bit_length() - 1)
+        while limit > SMALLEST_TILE_NBYTES:
+            yield limit
+            limit //= 2
+        yield SMALLEST_TILE_NBYTES
+
+
+def unit_size(group: Group, shards: list[ParamShard]) -> UnitSize:
+    tile_nbytes = group.tile_rows * group.params[0].size(1) * shards[0].spec.dtype.itemsize if group.tile_rows else 0
+    return UnitSize(group.name, tuple(_size_of_shard(shard) for shard in shards), tile_nbytes)
+
+
+def _size_of_shard(shard: ParamShard) -> ShardSize:
+    node_size = shard.peers.node.size if shard.peers.node is not None else 0
+    return ShardSize(shard.spec, shard.layout.numel, shard.peers.size, shard.peers.keeps_gradients, node_size)
+
+
+def groups_of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, int]:
+    groups = optimizer.param_groups if optimizer is not None else []
+    return {param: index for index, group in enumerate(groups) for param in group["params"]}
+
+
+def shards_of_group(group: Group, group_of: dict, rule, optimizer, config: Config, peers: DataRanks) -> list[ParamShard]:
+    """One shard per kind of parameter in the group; inside one, parameters of an optimizer group are neighbours."""
+    by_spec: dict[ShardSpec, list[nn.Parameter]] = {}
+    for param in group.params:
+        spec = _spec_of(param, param in group_of, rule, optimizer, config)
+        by_spec.setdefault(spec, []).append(param)
+    return [
+        ParamShard(spec, sorted(params, key=lambda param: group_of.get(param, 0)), peers) for spec, params in by_spec.items()
+    ]
+
+
+def _spec_of(param: nn.Parameter, stepped: bool, rule, optimizer, config: Config) -> ShardSpec:
+    dtype = config.param_dtype if config.param_dtype and param.is_floating_point() else param.dtype
+    master = native.Master.OWN
+    if stepped and dtype != torch.float32 and config.master != "none":
+        split = config.master == "split" and dtype == torch.bfloat16
+        master = native.Master.SPLIT if split else native.Master.FLOAT32
+    return ShardSpec(
+        wrapped_dtype=param.dtype,
+        dtype=dtype,
+        master=master,
+        grad_dtype=config.grad_dtype or dtype,
+        moment_dtype=MOMENT_DTYPES[config.moments],
+        moment_count=len(moment_names(rule, optimizer.param_groups)) if stepped else 0,
+        stepped=stepped,
+    )

@@ -1,0 +1,48 @@
+"""TODO api.state_dict."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from ..errors import UsageError
+from ..runtime.engine import Engine
+from ..state.handle import handle_of
+
+
+def install_state_dict(engine: Engine, model: nn.Module) -> list:
+    """Hooks that put full tensors into state dicts, and refuse a load that would replace the parameters."""
+    removers = []
+
+    def fill(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+        with engine.using():
+            for name, param in module._parameters.items():
+                value = state.get(prefix + name)
+                # With keep_vars the value is the Parameter itself, and stays it.
+                if value is not None and handle_of(param) is not None and not isinstance(value, nn.Parameter):
+                    state[prefix + name] = _full_value(engine, handle_of(param), state)
+
+    def before_load(module, state, prefix, metadata, strict, missing, unexpected, errors) -> None:
+        with engine.using():
+            pass  # what an exception left of the last use is put right
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError("load_state_dict(assign=True) would replace managed parameters: load without assign")
+
+    for module in model.modules():
+        if any(handle_of(param) is not None for param in module.parameters(recurse=False)):
+            removers.append(module._register_state_dict_hook(fill))
+            removers.append(module.register_load_state_dict_pre_hook(before_load))
+    return removers
+
+
+def _full_value(engine: Engine, handle, state: dict) -> torch.Tensor:
+    """The value of a parameter. A tied one is one tensor under all its names in one state dict, as torch has it."""
+    known = engine.tied_copies.get(handle, lambda: None)()
+    if known is not None and any(value is known for value in state.values()):
+        return known
+    value = handle.shard.read_value(engine.store, handle.index)
+    if len(handle.names) > 1:
+        engine.tied_copies[handle] = weakref.ref(value)
+    return value

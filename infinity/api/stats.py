@@ -1,0 +1,107 @@
+"""Stats: what moved, what it cost, how full the tiers are, and how far the last step is from its bound.
+
+bound   no step can be faster than its slowest resource: the compute, the disk's reads and writes at their measured
+        rates, or the optimizer's bytes at the measured memory bandwidth (they can all overlap)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from torch import nn
+
+from .. import native
+from ..machine import disk_profile
+from ..machine.rates import memory_rate
+from ..machine.tiers import Tier
+from ..machine.traffic import EdgeTraffic
+from ..runtime.engine import Engine
+from ..runtime.registry import wrapped
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """Bytes of one tier: the most that was charged, what was planned, and the budget (None: none was given)."""
+
+    peak_nbytes: int
+    planned_nbytes: int
+    budget_nbytes: int | None
+
+
+@dataclass(frozen=True)
+class Stats:
+    """See the module. ``edges``: "nvme->host", "host->nvme", "host->device", "device->host". ``collectives``: "all-gather",
+    "all-gather in node" and "reduce-scatter" with the bytes this rank received; empty without other ranks. ``tiers``:
+    "device", "host", "nvme". ``drafts``: updates that were "made" ahead and "kept" (``Config(speculate=True)``). ``blocks``: how many have what they save for the backward "kept" on the device, "sent" home
+    and "recomputed", where that is chosen. ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence.
+    """
+
+    edges: dict[str, EdgeTraffic]
+    collectives: dict[str, EdgeTraffic]
+    tiers: dict[str, TierStats]
+    steps: int
+    step_seconds: float
+    bound_seconds: float
+    bottleneck: str
+    drafts: dict[str, int]
+    blocks: dict[str, int]
+
+    def as_dict(self) -> dict:
+        """Plain dicts and numbers, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+def stats(model: nn.Module) -> Stats:
+    """What the engine of a wrapped ``model`` has done so far.
+
+    The bound goes by the disk's measured rates (:mod:`infinity.machine.disk_profile`).
+    """
+    engine = wrapped(model).engine
+    edges = {name: dataclasses.replace(edge) for name, edge in engine.traffic.edges.items()}
+    for name, op in (("nvme->host", native.Op.READ), ("host->nvme", native.Op.WRITE)):
+        edges[name].nbytes = engine.store.engine.nbytes(op)
+        edges[name].busy_seconds = engine.store.engine.busy_seconds(op)
+    tiers = {
+        str(tier): TierStats(account.peak_nbytes, account.planned_nbytes, account.budget_nbytes)
+        for tier, account in engine.ledger.accounts.items()
+    }
+    bounds = _bounds(engine, edges)
+    step_seconds = engine.clock.step_seconds if engine.clock.steps else 0.0
+    slowest = max(bounds, key=bounds.get)
+    bound = bounds[slowest]
+    if not engine.clock.steps:
+        sentence = "No step has been taken yet."
+    else:
+        sentence = (
+            f"The last step took {step_seconds:.3f} s; {slowest} alone needs {bound:.3f} s "
+            f"({100 * bound / step_seconds if step_seconds else 0:.0f} % of it) and is the bottleneck."
+        )
+    counted = {} if engine.peers.alone else engine.traffic.collectives
+    collectives = {name: dataclasses.replace(traffic) for name, traffic in counted.items()}
+    ahead = engine.speculation
+    drafts = {"made": ahead.made, "kept": ahead.kept} if ahead is not None else {"made": 0, "kept": 0}
+    planner = engine.activations.planner if engine.activations is not None else None
+    blocks = planner.counts() if planner is not None else {}
+    return Stats(edges, collectives, tiers, engine.clock.steps, step_seconds, bound, sentence, drafts, blocks)
+
+
+def _bounds(engine: Engine, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
+    """Seconds that each resource alone needs for one step, by what the steps so far moved on average."""
+    steps = max(1, engine.clock.steps)
+    waited = [*edges.values(), *engine.traffic.collectives.values()]
+    stalls = sum(edge.stall_seconds for edge in waited) / steps
+    bounds = {"compute": max(0.0, engine.clock.step_seconds - stalls)}
+    if engine.plan.planned_nbytes(Tier.NVME):
+        moved = (edges[edge].nbytes / steps for edge in ("nvme->host", "host->nvme"))
+        bounds["the disk"] = disk_profile.seconds(engine.config.nvme_paths, *moved)
+    moved = sum(
+        2 * sum(spec.nbytes_per_element().values()) - spec.nbytes_per_element()["grad"]
+        for spec in (shard.spec for unit in engine.units for shard in unit.shards)
+        if spec.stepped
+    )
+    elements = engine.updater.elements / steps if engine.updater is not None else 0
+    if moved and elements:
+        shards = sum(shard.spec.stepped for unit in engine.units for shard in unit.shards)
+        bounds["memory traffic of the optimizer"] = elements * moved / shards / memory_rate()
+    return bounds

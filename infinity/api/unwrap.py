@@ -1,0 +1,75 @@
+"""TODO api.unwrap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from .. import native
+from ..errors import UsageError
+from ..optim.optimizer import InfinityOptimizer
+from ..runtime.registry import RECORD, Wrapped, wrapped
+
+
+@torch.no_grad()
+def unwrap_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Gives plain torch objects back: parameters with their bytes in memory, in the dtypes they were wrapped with, and
+    the optimizer that was wrapped, with its state. The homes are closed and removed.
+
+    Raises UsageError when ``model`` is not wrapped, or its optimizer is not given.
+    """
+    if isinstance(optimizer, InfinityOptimizer) and optimizer.is_unwrapped and RECORD not in model.__dict__:
+        return model, optimizer.wrapped  # an exception struck, and the unwrap came to its end all the same
+    record = wrapped(model)
+    engine = record.engine
+    managed = optimizer if optimizer is not None else record.optimizer
+    if managed is not None and (not isinstance(managed, InfinityOptimizer) or managed._engine is not engine):
+        raise UsageError("this optimizer is not the one that wrap_model returned with this model")
+    plain = managed.wrapped if managed is not None else None
+    if record.unwrapping is None:
+        with engine.using():
+            change = _plan_unwrap(model, record, managed)
+        engine.halted = partial(UsageError, "unwrap_model was cut short by an exception: call it again, with the same model")
+        record.unwrapping = change
+    try:
+        native.insist(record.unwrapping)
+    except BaseException:
+        if managed is not None:
+            managed.is_unwrapped = True
+        raise
+    return model, plain
+
+
+def _plan_unwrap(model: nn.Module, record: Wrapped, managed: InfinityOptimizer | None) -> Callable[[], None]:
+    """Reads all that goes back into memory. Returns what makes the model and its optimizer plain ones: nothing is changed before
+    that is called, and it may be called until it comes to its end."""
+    engine = record.engine
+    engine.settle()
+    state = managed.plain_state_dict() if managed is not None else None
+    values: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    for unit in engine.units:
+        for shard in unit.shards:
+            for index, param in enumerate(shard.params):
+                value, grad, place = shard.read_value(engine.store, index), param.grad, record.came_from[param]
+                values[param] = value.to(place), None if grad is None else grad.clone().to(place, shard.spec.wrapped_dtype)
+    engine.prefetcher.release_all(engine.units)
+
+    def change() -> None:
+        for remover in reversed(record.removers):  # a forward may have been replaced twice
+            remover.remove()
+        for param, (value, grad) in values.items():
+            param.__class__ = nn.Parameter
+            param.__dict__.pop("_infinity", None)
+            param.data, param.grad = value, grad
+        if managed is not None:
+            managed.wrapped.load_state_dict(state)
+        engine.shut_down()
+        model.__dict__.pop(RECORD, None)
+        engine.halted = None
+
+    return change

@@ -1,0 +1,190 @@
+"""wrap_model and its counterparts: from plain torch objects to managed ones and back.
+
+A wrap checks everything first, then takes all memory and disk space, then copies every value home, and only then
+changes the model: whatever fails before leaves model and optimizer as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import native
+from ..config.config import Config
+from ..distributed.data_ranks import DataRanks
+from ..distributed.mesh import join_device, join_node, peers_of
+from ..errors import ConfigError
+from ..forwards import micro_batch
+from ..forwards.replaced_forward import ReplacedForward
+from ..forwards.tiled_layers import install_tiles
+from ..gradients.record import GradState
+from ..machine.device import Device
+from ..machine.traffic import Traffic
+from ..optim.optimizer import InfinityOptimizer
+from ..optim.rules import recognise, saved_step
+from ..runtime.engine import Engine
+from ..runtime.hooks import install_hooks
+from ..runtime.registry import RECORD, Wrapped
+from ..state.handle import handle_of, raw_grad, set_raw_grad
+from ..state.partition import Group, is_managed, parameter_names
+from ..state.shard import ParamShard
+from ..state.unit import ParamUnit
+from .agreement import broadcast_rest, describe, free_everywhere, own_budgets, tell_of_other_values
+from .before import Before, MovedRest
+from .checks import check, tell_of_the_rest
+from .lay_out import choose_device, groups_of_optimizer, lay_out_groups, shards_of_group, unit_size
+from .meta_init import Materialized
+from .send_home import Homes, send_shard_home
+from .state_dict import install_state_dict
+
+logger = logging.getLogger(__name__)
+
+
+@torch.inference_mode(False)  # what is made here is trained on, whatever mode the caller is in
+def wrap_model(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: Config | Mapping[str, Any] | str | os.PathLike | None = None,
+    *,
+    mesh: Any = None,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Gives ``model``'s parameters and ``optimizer``'s state their homes, and returns both, ready for a usual loop.
+
+    model
+        Any module on the CPU or on ``meta``. The same object comes back, hooked.
+    optimizer
+        ``torch.optim`` AdamW, Adam, SGD, or a Lion; its groups, hyperparameters and state are taken over. None: the
+        weights stream and nothing is updated.
+    config
+        A :class:`Config`, a dict of its fields, or the path of a TOML or JSON file.
+    mesh
+        A ``torch.distributed.device_mesh.DeviceMesh`` of the whole job with axes ``dp``, or ``dp_replicate`` and
+        ``dp_shard``. None: the default process group, where there is one. Every rank has to call, with the same model and
+        configuration; values of the first rank count.
+
+    Raises ConfigError, CapacityError or StorageError with model and optimizer as they were, on all ranks.
+    """
+    peers = peers_of(mesh, traffic=Traffic())
+    try:
+        with peers.together("checking what wrap_model was given"):
+            config = Config.make(config)
+            check(model, optimizer, config)
+            description = {} if peers.alone else describe(model, optimizer, config)
+        peers.compare(description, "wrap_model")
+        tell_of_other_values(model, peers)
+        peers.shard, peers.compresses = config.shard, config.compress_gathers
+        if config.shard_in_node:
+            join_node(peers, mesh)
+        peers.allow_flags(len(list(model.parameters())) + 1)
+        return _wrap(model, optimizer, config, peers, mesh)
+    except BaseException:
+        peers.close()
+        raise
+
+
+def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, peers: DataRanks, mesh: Any) -> tuple:
+    rule = recognise(optimizer) if optimizer is not None else None
+    group_of = groups_of_optimizer(optimizer)
+    config = own_budgets(config, peers)
+
+    def make_shards(group: Group) -> list[ParamShard]:
+        return shards_of_group(group, group_of, rule, optimizer, config, peers)
+
+    device = None
+    try:
+        with peers.together("planning"):
+            device = choose_device(model, config, peers)
+            groups, shards, plan = lay_out_groups(model, config, make_shards, device, free_everywhere(config, peers, device))
+    except BaseException:  # on another rank, perhaps
+        if device is not None:
+            device.close()
+        raise
+    engine = None
+    before = Before(model, optimizer)
+    try:
+        if not peers.alone and (device.backend is not None or device.where.type != "cpu"):
+            join_device(peers, mesh, device.backend)
+        with peers.together("allocating"):
+            if config.micro_batch is not None:
+                _check_micro_batch(model, groups)
+            units = [ParamUnit(i, group.name, s, device) for i, (group, s) in enumerate(zip(groups, shards))]
+            engine = Engine(config, plan, units, stepping=optimizer is not None, device=device, peers=peers)
+            engine.sizes = [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
+        with peers.together("sending the values home"):
+            materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real
+            before.materialized = materialized
+            with engine.store.writing_behind() as store:
+                materialized.fill(Homes(engine, store))
+                for unit in units:
+                    for shard in unit.shards:
+                        send_shard_home(engine.peers, store, shard, optimizer, rule, done=materialized.sent)
+            engine.store.await_pages()
+            device.warm(plan.device_window_nbytes)
+            for unit in units:
+                unit.allocate()
+            broadcast_rest(model, peers)
+            moved = MovedRest(model, device.where)
+            tell_of_the_rest(model)
+        return _commit(model, optimizer, rule, engine, groups, group_of, moved)
+    except BaseException:
+        native.insist(partial(_undo, before, engine, device))
+        raise
+
+
+def _undo(before: Before, engine: Engine | None, device: Device) -> None:
+    """Puts everything back as it was before a wrap that failed. Cut short, it is called again."""
+    before.restore()
+    device.close() if engine is None else engine.shut_down()
+
+
+def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
+    blocks = [group for group in groups if group.block is not None]
+    if not blocks:
+        raise ConfigError(
+            f"micro_batch: {type(model).__name__} has no repeated block to run in parts of a batch. Name the classes "
+            "that are: Config(units=[...])"
+        )
+    for group in blocks:
+        micro_batch.check(group.name, group.block)
+
+
+def _commit(
+    model, optimizer, rule, engine: Engine, groups: list[Group], group_of: dict, moved: MovedRest
+) -> tuple:
+    """Changes the model. Everything that can fail for want of space or for bad input is behind us."""
+    came_from = {param: param.device for unit in engine.units for shard in unit.shards for param in shard.params}
+    engine.attach(parameter_names(model), group_of)
+    owners: dict[nn.Module, list[ParamUnit]] = {}
+    for group, unit in zip(groups, engine.units):
+        for owner in group.owners:
+            owners.setdefault(owner, []).append(unit)
+    for group, unit in zip(groups, engine.units):
+        # Also one whose module runs around others: its gradients may come before and after theirs.
+        around = any(module in owners for owner in group.owners for module in owner.modules() if module is not owner)
+        unit.is_shared = len(group.owners) != 1 or around
+    removers = [moved, *install_hooks(engine, model, owners), *install_state_dict(engine, model)]
+    removers += install_tiles(engine, model, {g.params[0]: g.tile_rows for g in groups if g.tile_rows})
+    if engine.config.micro_batch is not None:
+        blocks = [(group.name, group.block) for group in groups if group.block is not None]
+        removers += [micro_batch.install(engine, name, block, engine.config.micro_batch) for name, block in blocks]
+    if engine.activations is not None and (planner := engine.activations.planner) is not None:
+        blocks = [group.block for group in groups if group.block is not None]
+        removers += [ReplacedForward(block, planner.add(block, engine.units_of(block))) for block in blocks]
+    managed = None
+    if optimizer is not None:
+        managed = InfinityOptimizer(engine, optimizer, rule)
+        for param in group_of:
+            handle = handle_of(param)
+            handle.step = saved_step(optimizer.state.get(param, {}))
+            if raw_grad(param) is not None:
+                set_raw_grad(param, None)
+                handle.grad.state = GradState.LANDED
+        optimizer.state.clear()
+    model.__dict__[RECORD] = Wrapped(engine, removers, managed, came_from)
+    return model, managed

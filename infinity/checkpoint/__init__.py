@@ -1,0 +1,1 @@
+"""Reads and writes the files that users keep."""

@@ -1,0 +1,47 @@
+"""TODO checkpoint.random_state."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def read_random_state() -> dict[str, Any]:
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+    }
+
+
+def random_state_tensors() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def check_random_state(state: dict[str, Any], tensors: dict[str, torch.Tensor], rank: int) -> tuple:
+    """The states as the generators take them, tried on generators of our own."""
+    version, internal, gauss = state["python"]
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    for_python = (version, tuple(internal), gauss)
+    for_numpy = (kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached)
+    random.Random().setstate(for_python)
+    np.random.RandomState().set_state(for_numpy)
+    torch.Generator().set_state(tensors[f"random/{rank}/cpu"])
+    return for_python, for_numpy
+
+
+def restore_random_state(states: tuple, tensors: dict[str, torch.Tensor], rank: int) -> None:
+    for_python, for_numpy = states
+    random.setstate(for_python)
+    np.random.set_state(for_numpy)
+    torch.set_rng_state(tensors[f"random/{rank}/cpu"])
+    for i in range(torch.cuda.device_count()):
+        if f"random/{rank}/cuda:{i}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda:{i}"], i)

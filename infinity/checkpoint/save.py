@@ -1,0 +1,182 @@
+"""Checkpoints: everything needed to go on bit for bit, in safetensors and JSON, replaced atomically.
+
+A checkpoint folder holds ``manifest.json`` and one folder ``infinity-<random>`` of data files, new at every save. A save writes its
+data, syncs it, and then replaces the manifest in one rename; until then the old manifest names the old data, which
+is removed afterwards. So whatever happens, the manifest names data that is whole. Who may write, and what is read while
+others write: :mod:`infinity.checkpoint.folder`.
+
+Tensors are stored per parameter, under its name:  ``weight/<name>`` in the dtype the model computes in,
+``master/<name>`` (low halves or fp32) where there is one, ``exp_avg/<name>`` and ``exp_avg_sq/<name>``.
+
+Of several ranks each writes what it has at home, in files of its own; a file's header says which elements of a tensor
+its part is. Any number of ranks reads them: each what its own homes need. The header's form is that of
+torch.distributed.checkpoint, whose ``HuggingFaceStorageReader`` loads the data folder too.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..distributed.data_ranks import DataRanks
+from ..errors import PeerError, StorageError, UsageError
+from ..gradients.record import GradState
+from ..runtime.engine import Engine
+from .content import (
+    buffers_of,
+    describe_groups,
+    describe_parameter,
+    engine_of_pair,
+    flat_bytes,
+    persistent_buffers,
+    unit_tensors,
+    unmanaged_parameters,
+)
+from .folder import OF_READERS, remove_data, writing
+from .manifest import file_checksum, FORMAT, MANIFEST, seal_manifest, sync_folder, write_synced
+from .parts import PARTS_KEY
+from .random_state import random_state_tensors, read_random_state
+from .values import encode_value
+from .weight_files import save_file
+
+
+def save_checkpoint(
+    path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, extra: Any = None
+) -> None:
+    """Writes model, optimizer, random number generators and ``extra`` to the folder ``path``, replacing what was there.
+
+    extra
+        Anything of dicts, lists, numbers, strings, None and tensors; :func:`load_checkpoint` returns it.
+
+    One unit at a time is in memory. Returns when everything is on the disk. Raises StorageError with the old
+    checkpoint as it was, UsageError while another process saves to that folder.
+    """
+    engine = engine_of_pair(model, optimizer)
+    with engine.using(), engine.peers.together("save_checkpoint"):
+        _save_all(Path(path), engine, model, optimizer, extra)
+
+
+def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> None:
+    peers = engine.peers
+    engine.settle()
+    if landed := [handle.name for handle in engine.group_of if handle.grad.state is GradState.LANDED]:
+        raise UsageError(
+            f"save_checkpoint between backward and step: the gradients of {len(landed)} parameters ({landed[0]}, ...) "
+            "would be lost. Save after step(), or call zero_grad() first."
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    content = {
+        "format": FORMAT,
+        "data": f"infinity-{_token(peers)}",
+        "parameters": {handle.name: describe_parameter(handle) for unit in engine.units for handle in unit.handles},
+        "optimizer": optimizer.rule_name if optimizer is not None else None,
+        "groups": encode_value(describe_groups(optimizer), tensors, "groups"),
+        "random": peers.collect(read_random_state(), "random state"),
+        "step_index": engine.step_index,
+        "extra": encode_value(extra, tensors, "extra"),
+        "persistent_buffers": persistent_buffers(model),
+    }
+    buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(model).items()}
+    tensors |= {f"buffer/{name}": buffer for name, buffer in buffers.items()} | _buffers_of_others(buffers, peers)
+    tensors |= {f"unmanaged/{name}": param.detach().clone() for name, param in unmanaged_parameters(model).items()}
+    for rank, states in enumerate(peers.collect(random_state_tensors(), "random state")):
+        tensors |= {f"random/{rank}/{name}": state for name, state in states.items()}
+    published = False
+    try:
+        with writing(root) if peers.is_first else nullcontext():
+            peers.meet(f"writing to {content['data']}, which the first rank may")  # before anybody makes a folder
+            _write_data(root / content["data"], engine, content, tensors)
+            if peers.is_first:
+                os.replace(root / content["data"] / MANIFEST, root / MANIFEST)
+                published = True  # from here on the new data is the checkpoint, whatever fails
+                sync_folder(root)
+                remove_data(root, keep=content["data"])
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        state = "is written, but may not be on the disk yet" if published else "was not written; the old one stands"
+        raise StorageError(
+            error.errno, f"checkpoint {root} {state}: {os.strerror(error.errno or 0)}", str(error.filename or root)
+        ) from error
+
+
+def _write_data(data: Path, engine: Engine, content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Writes everything of a checkpoint, and its manifest beside the data. Of ranks the first one removes what a failed save has
+    written, when all of them have stopped writing."""
+    peers = engine.peers
+    try:
+        failure, files = None, {}
+        try:
+            data.mkdir(parents=True, exist_ok=not peers.alone)
+            files = _write_units(engine, data) if peers.writes else {}
+        except Exception as error:  # noqa: BLE001 - the others are told of it, and it is raised below
+            if peers.alone:
+                raise
+            failure = error
+        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        everyones = peers.collect((peers.world_rank, files, told), "the files of a checkpoint")
+        if failure is not None:
+            raise failure
+        for rank, _, why in everyones:
+            if why is not None:
+                raise PeerError(f"rank {rank} could not write its part of the checkpoint {data.parent}: {why}. The old one stands.")
+        if peers.is_first:
+            content["files"] = {name: entry for _, of_one, _ in everyones for name, entry in of_one.items()}
+            content["files"][OF_READERS] = _write_tensors(data / OF_READERS, tensors)
+            if missing := [name for name in content["files"] if not (data / name).exists()]:
+                raise StorageError(
+                    errno.ENOENT, f"{missing[0]}, which another rank wrote, is not there: all ranks must see the same folder",
+                    str(data / missing[0]),
+                )  # fmt: skip
+            write_synced(data / MANIFEST, seal_manifest(content))
+            sync_folder(data)
+    except BaseException:
+        if peers.is_first:
+            shutil.rmtree(data, ignore_errors=True)
+        raise
+
+
+def _buffers_of_others(mine: dict[str, torch.Tensor], peers: DataRanks) -> dict[str, torch.Tensor]:
+    """Buffers of the other ranks that are not the first one's: running statistics, of other batches."""
+    if peers.alone:
+        return {}
+    digests = {name: hashlib.blake2b(flat_bytes(buffer), digest_size=16).digest() for name, buffer in mine.items()}
+    first = peers.collect(digests, "digests of the buffers")[0]
+    others = peers.collect({name: mine[name].cpu() for name in mine if digests[name] != first.get(name)}, "buffers that differ")
+    return {f"buffer-of-rank/{rank}/{name}": buffer for rank, of_one in enumerate(others) for name, buffer in of_one.items()}
+
+
+def _token(peers: DataRanks) -> str:
+    """A name nobody had before, the same on all ranks."""
+    return bytes(peers.broadcast(torch.tensor(list(secrets.token_bytes(6)), dtype=torch.uint8), "a name").tolist()).hex()
+
+
+def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
+    """Writes what this rank has at home. Returns the manifest's entries."""
+    entries = {}
+    for unit in engine.units:
+        rank = "" if engine.peers.size == 1 else f"-rank-{engine.peers.rank:05d}"
+        name = f"unit-{unit.index:05d}{rank}.safetensors"
+        entries[name] = _write_tensors(data / name, *unit_tensors(engine, unit))
+    return entries
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor], begins: dict[str, int] | None = None) -> dict[str, Any]:
+    begins = begins or {}
+    offsets = {name: [begins.get(name, 0)] + [0] * (tensor.dim() - 1) for name, tensor in tensors.items()}
+    told = {name: {"saved_offsets": offset[: tensors[name].dim()]} for name, offset in offsets.items()}
+    header = {"format": "pt", "DCP_VERSION": "1.0", PARTS_KEY: json.dumps(told)}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=header)
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+    return {"nbytes": path.stat().st_size, "crc32c": file_checksum(path)}

@@ -1,0 +1,1 @@
+"""Runs the training job of ``infinity train``: model, loop, progress, report."""

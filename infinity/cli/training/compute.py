@@ -1,0 +1,121 @@
+"""How long a model computes on this machine, measured on a few of its blocks.
+
+A model of one block and one of three, of the same kind, run forward and backward on a batch of the real size: the
+difference is two blocks, the rest what stands around them. A block too large for that is estimated from its
+multiplications and the rate of one large product.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .model import is_trusted
+
+LARGEST_PROBE_NBYTES = 3 << 29
+LARGEST_PROBE_FLOPS = 3e12
+ROUNDS = 3
+
+
+def multiplies_bf16(device: str | None) -> bool:
+    """Whether products of bf16 matrices are fast where the model computes. A processor without AVX-512 has torch's plain loop for them, which
+    takes some fifty times as long as fp32."""
+    import torch
+
+    if device is not None and not device.startswith("cpu"):
+        return True
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return supported is None or bool(supported())
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Forward and backward of one batch."""
+
+    seconds: float
+    how: str  # measured or estimated
+
+
+def compute_time(model: nn.Module, config: Any, *, batch: int, length: int, dtype: torch.dtype, checkpointing: bool) -> Compute:
+    """Of ``model``, which may be on meta, with ``config`` (transformers')."""
+    layers = _layer_count(config)
+    params = sum(param.numel() for param in model.parameters())
+    flops = _flops(config, params, batch * length, length) * (4 / 3 if checkpointing else 1)
+    try:
+        if layers and _is_small(_with_layers(config, 3), batch * length, length, dtype):
+            one, three = (_measure(config, count, batch, length, dtype, checkpointing) for count in (1, 3))
+            return Compute(max(one, one + (layers - 1) * (three - one) / 2), "measured")
+    except Exception:  # noqa: BLE001 - an architecture that cannot be had smaller: it is estimated
+        pass
+    return Compute(flops / _product_rate(dtype), "estimated")
+
+
+def _with_layers(config: Any, layers: int) -> Any:
+    """A copy of ``config`` with so many layers, of the same kinds in turn."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    text.num_hidden_layers = layers
+    if isinstance(types := getattr(text, "layer_types", None), list) and types:
+        text.layer_types = [types[index % len(types)] for index in range(layers)]
+    small.use_cache = False
+    return small
+
+
+def _is_small(config: Any, tokens: int, length: int, dtype: torch.dtype) -> bool:
+    """Whether a model of ``config`` can be built and run in passing: with gradients, and logits of a batch."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=is_trusted(config))
+    params = sum(param.numel() for param in model.parameters())
+    logits = 4 * tokens * (getattr(config.get_text_config(), "vocab_size", 0) or 0)
+    nbytes = (2 * params + logits) * dtype.itemsize
+    return nbytes < LARGEST_PROBE_NBYTES and _flops(config, params, tokens, length) < LARGEST_PROBE_FLOPS
+
+
+def _layer_count(config: Any) -> int | None:
+    return getattr(config.get_text_config(), "num_hidden_layers", None)
+
+
+def _flops(config: Any, params: int, tokens: int, length: int) -> float:
+    """Multiplications and additions of forward and backward: 6 per parameter and token, and attention's products."""
+    text = config.get_text_config()
+    width = getattr(text, "hidden_size", 0) or 0
+    return 6.0 * params * tokens + 12.0 * (_layer_count(config) or 0) * width * length * tokens / 2
+
+
+def _measure(config: Any, layers: int, batch: int, length: int, dtype: torch.dtype, checkpointing: bool) -> float:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(_with_layers(config, layers), dtype=dtype, trust_remote_code=is_trusted(config)).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = torch.zeros(batch, length, dtype=torch.long)
+    best = float("inf")
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        best = min(best, time.perf_counter() - start)
+        model.zero_grad()
+    return best
+
+
+def _product_rate(dtype: torch.dtype) -> float:
+    """Multiplications and additions per second of a large matrix product."""
+    import torch
+
+    size = 1024
+    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    best = float("inf")
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,270 @@
+"""The job of `infinity train`: the plain loop of the contract (forward, backward, clip, step, schedule, zero_grad)
+around a model and an optimizer that went through `infinity.wrap_model`.
+
+  job            what the loop works on (model, optimizer, schedule, batches), and what it has measured
+  counts         what moved between the tiers from one moment to another
+  held-out loss  the mean over the batches that training never sees
+  fixed values   options that decide the arithmetic: a resumed job must have those of its checkpoint
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+import infinity
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...data.corpus import Batches
+from ...errors import InfinityError, UsageError
+from .interrupt import Interrupt
+from .options import DEFAULT_MAX_GRAD_NORM
+from .ranks import Ranks
+
+FINAL_LR_SHARE = 0.1  # of the learning rate, where the cosine ends
+
+
+@dataclass(kw_only=True)
+class Job:
+    """What the loop works on, and what it has measured."""
+
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    batches: Batches
+    held_out: list[torch.Tensor]
+    seed: int
+    steps: int
+    accumulate: int
+    max_grad_norm: float | None  # None: the engine clips
+    fixed_values: dict[str, Any]
+    checkpoint: Path | None
+    checkpoint_every: int
+    ranks: Ranks
+    first_step: int = 0
+    next_step: int = 0
+    loss_before: float | None = None
+    losses: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+
+    def let_go(self) -> None:
+        """Drops model and optimizer, and with them the engine's memory and swap files."""
+        self.model = self.optimizer = self.scheduler = None
+        gc.collect()
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batches.batch_size * self.batches.sequence_length * self.accumulate * self.ranks.count
+
+    @property
+    def tokens_per_second(self) -> float:
+        seconds = sum(self.step_seconds)
+        return len(self.step_seconds) * self.tokens_per_step / seconds if seconds else 0.0
+
+
+def make_job(
+    args: argparse.Namespace, model: nn.Module, batches: Batches, config: infinity.Config, ranks: Ranks
+) -> Job:
+    import torch
+
+    model.config.architectures = [type(model).__name__]
+    optimizer = make_optimizer(model, lr=args.lr, weight_decay=args.weight_decay)
+    parameters_count = sum(parameter.numel() for parameter in model.parameters())
+    model, optimizer = infinity.wrap_model(model, optimizer, config)
+    share = functools.partial(lr_share, steps=args.steps, warmup_steps=args.warmup_steps)
+    max_grad_norm = args.max_grad_norm or (None if config.max_grad_norm else DEFAULT_MAX_GRAD_NORM)
+    return Job(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, share),
+        batches=batches,
+        held_out=batches.held_out(args.eval_batches),
+        seed=args.seed,
+        steps=args.steps,
+        accumulate=args.accumulate,
+        max_grad_norm=max_grad_norm,
+        checkpoint=args.checkpoint,
+        checkpoint_every=args.checkpoint_every,
+        ranks=ranks,
+        fixed_values={
+            "parameters": parameters_count,
+            "data": batches.corpus.fingerprint,
+            "seed": args.seed,
+            "dtype": args.dtype,
+            "master": config.master,
+            "moments": config.moments,
+            "batch_size": args.batch_size,
+            "sequence_length": batches.sequence_length,
+            "accumulate": args.accumulate * ranks.count,  # fewer ranks go on with more micro-batches each
+            "lr": args.lr,
+            "weight_decay": args.weight_decay,
+            "warmup_steps": args.warmup_steps,
+            "max_grad_norm": max_grad_norm or config.max_grad_norm,
+        },
+    )
+
+
+def make_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW that decays matrices only; a bias or a norm's scale has no reason to be small."""
+    import torch
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=(0.9, 0.95))
+
+
+def lr_share(step: int, *, steps: int, warmup_steps: int) -> float:
+    """Linear over the warm-up, so that step 0 is not lost to a rate of zero; then half a cosine."""
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    passed = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * min(1.0, passed)))
+
+
+def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], None]) -> EdgeCounts:
+    """Steps until done or interrupted; an interrupted job saves a checkpoint after the step it was in."""
+    job.model.train()
+    start = EdgeCounts.of(job.model)
+    while job.next_step < job.steps and not _interrupted(job, interrupt):
+        started_at = time.perf_counter()
+        job.losses.append(train_step(job, job.next_step))
+        job.step_seconds.append(time.perf_counter() - started_at)
+        job.next_step += 1
+        show(job, EdgeCounts.of(job.model).since(start))
+        if job.next_step % job.checkpoint_every == 0 and job.next_step < job.steps:
+            save_checkpoint(job)
+    if job.losses or job.next_step == 0:  # else the checkpoint this job came from is still the newest
+        save_checkpoint(job)
+    return EdgeCounts.of(job.model).since(start)
+
+
+def _interrupted(job: Job, interrupt: Interrupt) -> bool:
+    """Whether any rank got a signal: all of them stop after the same step."""
+    signum = job.ranks.largest(interrupt.signum or 0)
+    interrupt.signum = signum or None
+    return bool(signum)
+
+
+def train_step(job: Job, step: int) -> float:
+    """One optimizer step; returns its loss. A loss that is not finite raises before the weights are touched."""
+    import torch
+
+    # Dropout too follows from (seed, step, rank) alone, as the batches do.
+    torch.manual_seed((job.seed * 1_000_003 + step + 7_919 * job.ranks.rank) % 2**63)
+    device = next(job.model.parameters()).device
+    loss_sum = 0.0
+    for micro_batch in range(job.accumulate):
+        turn = micro_batch * job.ranks.count + job.ranks.rank
+        tokens = job.batches.train(step, turn).to(device)
+        loss = job.model(input_ids=tokens, labels=tokens).loss / job.accumulate
+        loss_sum += loss.item()
+        if not math.isfinite(loss_sum):  # the other ranks are told by their next collective
+            raise InfinityError(f"The loss is {loss_sum} at step {step}. Lower --lr, or lengthen --warmup-steps.")
+        loss.backward()
+    if job.max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.max_grad_norm)
+    job.optimizer.step()
+    job.scheduler.step()
+    job.optimizer.zero_grad()
+    return job.ranks.mean(loss_sum)
+
+
+def held_out_loss(model: nn.Module, batches: list[torch.Tensor]) -> float:
+    """Mean loss of a predicted token in nats; a last batch with fewer windows counts for fewer."""
+    import torch
+
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    loss_sum, windows_count = 0.0, 0
+    with torch.no_grad():
+        for tokens in batches:
+            loss_sum += model(input_ids=tokens.to(device), labels=tokens.to(device)).loss.item() * len(tokens)
+            windows_count += len(tokens)
+    model.train(was_training)
+    return loss_sum / windows_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeCounts:
+    """What `infinity.stats` had counted at one moment, taken out of it, so that two moments can be subtracted."""
+
+    at_seconds: float
+    edges: dict  # edge or collective -> {"nbytes", "busy_seconds", "stall_seconds"}
+
+    @classmethod
+    def of(cls, model: nn.Module) -> EdgeCounts:
+        stats = infinity.stats(model)
+        edges = {edge: dataclasses.asdict(moved) for edge, moved in (stats.edges | stats.collectives).items()}
+        return cls(at_seconds=time.perf_counter(), edges=edges)
+
+    def since(self, start: EdgeCounts) -> EdgeCounts:
+        edges = {
+            edge: {name: value - start.edges[edge][name] for name, value in moved.items()}
+            for edge, moved in self.edges.items()
+        }
+        return EdgeCounts(at_seconds=self.at_seconds - start.at_seconds, edges=edges)
+
+    @property
+    def stall_share(self) -> float:
+        """Of the time since the start, how much the loop stood still for a transfer."""
+        return sum(moved["stall_seconds"] for moved in self.edges.values()) / max(self.at_seconds, 1e-9)
+
+    @property
+    def slowest_edge(self) -> str | None:
+        """The edge that the loop stood still for longest; None where it did for none."""
+        edge = max(self.edges, key=lambda edge: self.edges[edge]["stall_seconds"])
+        return edge if self.edges[edge]["stall_seconds"] > 0 else None
+
+
+def save_checkpoint(job: Job) -> None:
+    if job.checkpoint is None:
+        return
+    extra = {
+        "step": job.next_step,
+        "scheduler": job.scheduler.state_dict(),
+        "loss_before": job.loss_before,
+        "fixed_values": job.fixed_values,
+    }
+    infinity.save_checkpoint(job.checkpoint, job.model, job.optimizer, extra=extra)
+
+
+def resume(job: Job) -> None:
+    """Puts the job where its checkpoint was; raises `UsageError` where the options would continue another job."""
+    extra = infinity.load_checkpoint(job.checkpoint, job.model, job.optimizer)
+    _check_fixed_values(job, extra.get("fixed_values") or {})
+    if extra["step"] > job.steps:
+        raise UsageError(
+            f"The checkpoint {job.checkpoint} is at step {extra['step']}, past --steps {job.steps}.\n"
+            f"Give --steps {extra['step']} or more, or leave out --resume to start fresh."
+        )
+    job.scheduler.load_state_dict(extra["scheduler"])
+    # From the step, not the checkpoint's last rate: the same bits, unless --steps has grown and the curve with it.
+    for group, base_lr, share in zip(
+        job.optimizer.param_groups, job.scheduler.base_lrs, job.scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = base_lr * share(extra["step"])
+    job.first_step = job.next_step = extra["step"]
+    job.loss_before = extra["loss_before"]
+
+
+def _check_fixed_values(job: Job, saved: dict[str, Any]) -> None:
+    different = [name for name, value in job.fixed_values.items() if saved.get(name) != value]
+    if different:
+        pairs = ", ".join(f"{name} {saved.get(name)} (now {job.fixed_values[name]})" for name in different)
+        raise UsageError(
+            f"The checkpoint {job.checkpoint} was made with {pairs}.\n"
+            "Give the same options and data to continue it, or leave out --resume to start fresh."
+        )

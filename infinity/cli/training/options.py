@@ -1,0 +1,171 @@
+"""The options of `infinity train`: what the command line takes, and what of it can be refused at once.
+
+  fresh weights  those of a model that is built from its configuration alone; the seed decides them
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from .places import check_writable
+
+HOMES = ("auto", "device", "host", "nvme")
+DEFAULT_SEQUENCE_LENGTH = 256
+DEFAULT_MAX_GRAD_NORM = 1.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    _add_model_and_data_options(parser.add_argument_group("model and data"))
+    _add_memory_options(parser.add_argument_group("where the state lives"))
+    _add_training_options(parser.add_argument_group("training"))
+    _add_result_options(parser.add_argument_group("results"))
+
+
+def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="folder with config.json and safetensors, or a config.json alone for fresh weights",
+    )
+    add("--trust-remote-code", action="store_true", help="run Python code that lies in the folder of --model")
+    add("--data", type=Path, metavar="PATH", help="a text file, or a folder: all text files in it, sorted")
+    add("--data-limit", default="64MiB", metavar="BYTES", help="read no more (default 64MiB)")
+    add("--dtype", choices=("auto", "bf16", "fp32"), default="bf16",
+        help="of the model's weights (default bf16); auto: fp32 on a processor that has no fast bf16 products")
+    add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward")
+
+
+def _add_memory_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--params", choices=HOMES, help="home of the parameters (default auto)")
+    add("--optimizer", choices=HOMES, help="home of master weights and moments (default auto)")
+    add("--shard", choices=("optimizer", "gradients", "parameters"),
+        help="under torchrun, what each rank has only its part of (default parameters)")
+    add("--activations", choices=HOMES, help="home of what the forward saves for the backward (default auto)")
+    add("--micro-batch", type=_positive, metavar="N", help="samples that a unit runs at once (default all)")
+    add(
+        "--nvme-path",
+        action="append",
+        type=Path,
+        metavar="FOLDER",
+        help="swap files go here; repeat it to stripe over several disks",
+    )
+    add("--host-memory", metavar="BYTES", help='budget, as "256MiB", or "25%%": that share of the training state')
+    add("--device-memory", metavar="BYTES", help='budget, as "8GiB"')
+    add("--master", choices=("split", "fp32", "none"), help="master weights of bf16 parameters (default split)")
+    add("--moments", choices=("fp32", "bf16", "int8"), help="the optimizer's moments (default fp32)")
+    add("--config", type=Path, metavar="FILE", help="engine configuration, TOML or JSON; options here go over it")
+
+
+def _add_training_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--steps", type=_positive, default=80, metavar="N", help="optimizer steps (default 80)")
+    add("--batch-size", type=_positive, default=4, metavar="N", help="samples in a micro-batch (default 4)")
+    add(
+        "--sequence-length",
+        type=_at_least_two,
+        metavar="N",
+        help=f"tokens in a sample (default {DEFAULT_SEQUENCE_LENGTH}, or what the model takes if less)",
+    )
+    add("--accumulate", type=_positive, default=1, metavar="N", help="micro-batches in a step (default 1)")
+    add("--lr", type=_positive_float, default=2e-4, help="peak learning rate (default 0.0002)")
+    add("--weight-decay", type=_zero_or_more, default=0.1, help="of weight matrices (default 0.1)")
+    add("--warmup-steps", type=_count, default=10, metavar="N", help="linear warm-up, then cosine (default 10)")
+    add("--max-grad-norm", type=_positive_float, metavar="NORM", help=f"clip to it (default {DEFAULT_MAX_GRAD_NORM})")
+    add("--device", metavar="DEVICE", help='what computes: "cuda", "cuda:1" or "cpu" (default: cuda where there is one)')
+    add("--timeout", type=_positive_float, metavar="SECONDS", help="under torchrun, how long a rank waits for the others (default: torch's)")
+    add("--seed", type=_count, default=0, help="of fresh weights, batches, dropout and the sample (default 0)")
+    add("--threads", type=_positive, metavar="N", help="torch's compute threads (default: torch's choice)")
+
+
+def _add_result_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--out", type=Path, metavar="FOLDER", help="save the trained model here, reload it and print a sample")
+    add("--checkpoint", type=Path, metavar="FOLDER", help="keep the last resumable checkpoint here, the final one too")
+    add("--checkpoint-every", type=_positive, default=50, metavar="N", help="steps (default 50)")
+    add("--resume", action="store_true", help="continue from --checkpoint bit for bit; without one start fresh")
+    add("--overwrite", action="store_true", help="start fresh though --checkpoint has one, which is replaced")
+    add("--eval-batches", type=_positive, default=4, metavar="N", help="held-out batches (default 4)")
+    add("--prompt", metavar="TEXT", help="start of the sample (default: the start of the held-out text)")
+    add("--sample-bytes", type=_count, default=200, metavar="N", help="bytes or tokens to sample (default 200)")
+    add("--trace", type=Path, metavar="FILE", help="write a timeline here, for `infinity trace` or Perfetto")
+    add("--tensorboard", type=Path, metavar="FOLDER", help="write loss, speed and traffic here as TensorBoard scalars")
+    add("--json", action="store_true", help="the report as one JSON object on stdout, all else on stderr")
+
+
+def _bounded(text: str, kind: type, low: float, low_text: str) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not low <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} given, {low_text} needed")
+    return value
+
+
+def _positive(text: str) -> int:
+    return _bounded(text, int, 1, "1 or more")
+
+
+def _count(text: str) -> int:
+    return _bounded(text, int, 0, "0 or more")
+
+
+def _at_least_two(text: str) -> int:
+    return _bounded(text, int, 2, "2 or more (a token and the one to predict)")
+
+
+def _positive_float(text: str) -> float:
+    return _bounded(text, float, sys.float_info.min, "more than 0")
+
+
+def _zero_or_more(text: str) -> float:
+    return _bounded(text, float, 0.0, "0 or more")
+
+
+def has_checkpoint(folder: Path | None) -> bool:
+    """Whether a save was ever completed there; one that was killed leaves data but no manifest."""
+    return folder is not None and (folder / "manifest.json").is_file()
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """What can be refused without reading the data or building the model."""
+    if args.model is not None:
+        _check_model_path(args.model)
+    if args.resume and args.checkpoint is None:
+        raise ConfigError("--resume has nowhere to look. Add --checkpoint FOLDER.")
+    if args.resume and args.overwrite:
+        raise ConfigError("--resume continues a checkpoint and --overwrite replaces it: give one of them.")
+    if args.seed >= 2**63:
+        raise ConfigError(f"--seed {args.seed} does not fit 63 bits.")
+    for name, folder in (("--out", args.out), ("--checkpoint", args.checkpoint)):
+        if folder is not None:
+            check_writable(name, folder)
+    if has_checkpoint(args.checkpoint) and not (args.resume or args.overwrite):
+        raise ConfigError(
+            f"{args.checkpoint} holds a checkpoint already. Continue it with --resume, replace it with --overwrite, or give "
+            "--checkpoint another folder."
+        )
+    if args.out is not None and args.model is not None and args.out.resolve() == args.model.resolve():
+        raise ConfigError(f"--out {args.out} is the folder of --model and would overwrite it. Give another folder.")
+
+
+def _check_model_path(path: Path) -> None:
+    if path.is_file():
+        if path.suffix != ".json":
+            raise ConfigError(f"{path} is not a model. Give --model a folder, or a config.json for fresh weights.")
+        return
+    if not path.is_dir():
+        wanted = "a folder with config.json and safetensors, or a config.json"
+        raise ConfigError(f"No such model: {path}. Give --model {wanted}.")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"No config.json in {path}: not a folder that transformers saved.")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"No safetensors in {path}. For fresh weights give --model {path / 'config.json'}.")

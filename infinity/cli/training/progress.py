@@ -1,0 +1,89 @@
+"""The progress of `infinity train`: a bar on a terminal, lines in a log file. Both say the same of a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from ...errors import ConfigError
+from .job import EdgeCounts, Job
+
+LINES_PER_RUN = 20
+
+
+def make_progress(console: Console, job: Job) -> ProgressBar | ProgressLines:
+    return (ProgressBar if console.is_terminal else ProgressLines)(console, job)
+
+
+class ProgressBar:
+    """One line that is redrawn."""
+
+    def __init__(self, console: Console, job: Job):
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        # 20 wide, so that the whole line fits a terminal of 80
+        bar, text = BarColumn(bar_width=20), TextColumn("{task.fields[text]}")
+        self._progress = Progress(bar, MofNCompleteColumn(), text, TimeRemainingColumn(), console=console)
+        self._task = self._progress.add_task("train", total=job.steps, completed=job.first_step, text="")
+
+    def __enter__(self):
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc_info):
+        self._progress.stop()
+
+    def show(self, job: Job, counts: EdgeCounts) -> None:
+        self._progress.update(self._task, completed=job.next_step, text=progress_text(job, counts))
+
+
+class ProgressLines:
+    """A line every so many steps, and after the last."""
+
+    def __init__(self, console: Console, job: Job):
+        self._console = console
+        self._every = max(1, (job.steps - job.first_step) // LINES_PER_RUN)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        pass
+
+    def show(self, job: Job, counts: EdgeCounts) -> None:
+        if job.next_step % self._every == 0 or job.next_step == job.steps:
+            self._console.print(f"step {job.next_step}/{job.steps}  {progress_text(job, counts)}")
+
+
+def progress_text(job: Job, counts: EdgeCounts) -> str:
+    stalled = f"stalled {counts.stall_share:.0%}"
+    if counts.slowest_edge is not None:
+        stalled += f" ({counts.slowest_edge})"
+    return f"loss {job.losses[-1]:.3f}  {job.tokens_per_second:,.0f} tokens/s  {stalled}"
+
+
+class Scalars:
+    """TensorBoard's view of a job: loss, speed, stalls, and what moved over every edge."""
+
+    def __init__(self, folder: Path):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(f"--tensorboard needs the package tensorboard: pip install tensorboard ({error})") from None
+        try:
+            self._writer = SummaryWriter(str(folder))
+        except OSError as error:
+            raise ConfigError(f"--tensorboard {folder} cannot be written: {error}") from error
+
+    def show(self, job: Job, counts: EdgeCounts) -> None:
+        add, step = self._writer.add_scalar, job.next_step
+        add("train/loss", job.losses[-1], step)
+        add("train/lr", job.optimizer.param_groups[0]["lr"], step)
+        add("speed/tokens_per_second", job.tokens_per_step / job.step_seconds[-1], step)
+        add("speed/stall_share", counts.stall_share, step)
+        for edge, moved in counts.edges.items():
+            add(f"moved/{edge}_GB", moved["nbytes"] / 1e9, step)
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,157 @@
+"""The report of `infinity train`: what came of the job, the same numbers as tables and as JSON.
+
+  edge      from one tier to the next, as nvme->host
+  counts    of every edge over the training: what moved, for how long, and how long the loop stood still for it
+  measured  a disk's rates in a short probe, before the training
+  achieved  its rates in the training, while transfers were in flight
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import infinity
+import math
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from ...machine.sizes import format_nbytes
+from ...machine.tiers import Tier
+from .job import EdgeCounts, Job
+
+
+def measure_disks(config: infinity.Config) -> dict[str, float] | None:
+    """Rates in bytes per second, summed over the folders that are striped; `None` when nothing lives there."""
+    from ...machine.disk_profile import rates
+
+    if "nvme" not in (config.params, config.optimizer):
+        return None
+    return dict(zip(("read", "write"), rates(config.nvme_paths)))
+
+
+def predict_step(job: Job, config: infinity.Config, compute_seconds: float) -> float:
+    """Seconds of a step, from the plan and the machine's rates; ``compute_seconds`` are of its whole batch."""
+    from ...machine.rates import Rates; from ...planning.predict import predict
+    from ...runtime.registry import wrapped
+
+    engine = wrapped(job.model).engine
+    rates = Rates.measure(config.nvme_paths if engine.plan.planned_nbytes(Tier.NVME) else ())
+    prediction = predict(engine.plan, engine.sizes, rates, compute_seconds=compute_seconds, passes=job.accumulate)
+    return prediction.step_seconds
+
+
+def make_report(
+    job: Job,
+    *,
+    counts: EdgeCounts,
+    config: infinity.Config,
+    measured_disk: dict[str, float] | None,
+    predicted_step_seconds: float,
+    loss_after: float,
+) -> dict[str, Any]:
+    corpus = job.batches.corpus
+    stats = infinity.stats(job.model)
+    steps_count = len(job.step_seconds)
+    in_bits = (lambda nats: nats / math.log(2)) if corpus.byte_level else (lambda nats: None)
+    return {
+        "interrupted": False,
+        "parameters": job.fixed_values["parameters"],
+        "data": {
+            "source": corpus.source,
+            "byte_level": corpus.byte_level,
+            "train_tokens": corpus.train_ntokens,
+            "held_out_tokens": corpus.held_out_ntokens,
+        },
+        "options": job.fixed_values,
+        "homes": {"params": config.params, "optimizer": config.optimizer},
+        "first_step": job.first_step,
+        "steps": job.next_step,
+        "losses": job.losses,
+        "held_out_loss_before": job.loss_before,
+        "held_out_loss_after": loss_after,
+        "bits_per_byte_before": in_bits(job.loss_before),
+        "bits_per_byte_after": in_bits(loss_after),
+        "train_seconds": counts.at_seconds,
+        "step_seconds": sum(job.step_seconds) / steps_count if steps_count else None,
+        "median_step_seconds": statistics.median(job.step_seconds) if job.step_seconds else None,
+        "predicted_step_seconds": predicted_step_seconds,
+        "tokens_per_second": job.tokens_per_second,
+        "stall_share": counts.stall_share,
+        "edges": counts.edges,
+        "tiers": {name: dataclasses.asdict(tier) for name, tier in stats.tiers.items()},
+        "bound_seconds": stats.bound_seconds,
+        "bottleneck": stats.bottleneck,
+        "disk": _disk_report(measured_disk, counts),
+    }
+
+
+def _disk_report(measured: dict[str, float] | None, counts: EdgeCounts) -> dict[str, Any] | None:
+    """The achieved rates against the measured ones.
+
+    `share`: of the time the training took, how much the disk would need for the same bytes at its measured rates;
+    it is 1 when nothing but the disk decides the speed, and less when compute does.
+    """
+    if measured is None:
+        return None
+    report, needed_seconds = {}, 0.0
+    for direction, edge in (("read", "nvme->host"), ("write", "host->nvme")):
+        moved = counts.edges[edge]
+        achieved = moved["nbytes"] / moved["busy_seconds"] if moved["busy_seconds"] else 0.0
+        report[direction] = {
+            "measured_bytes_per_second": measured[direction],
+            "achieved_bytes_per_second": achieved,
+            "share": achieved / measured[direction],
+        }
+        needed_seconds += moved["nbytes"] / measured[direction]
+    return {**report, "share": needed_seconds / max(counts.at_seconds, 1e-9)}
+
+
+def print_report(console: Console, report: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    summary = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in _summary_rows(report):
+        summary.add_row(name, value)
+    console.print(summary)
+    steps_count = max(1, report["steps"] - report["first_step"])
+    edges = Table("edge", "moved", "per step", "rate while busy", "loop stood still", box=None, pad_edge=False)
+    for edge, counts in report["edges"].items():
+        rate = counts["nbytes"] / counts["busy_seconds"] if counts["busy_seconds"] else 0.0
+        moved = [_size(counts["nbytes"]), _size(counts["nbytes"] / steps_count), f"{rate / 1e9:.2f} GB/s"]
+        edges.add_row(edge, *moved, f"{counts['stall_seconds']:.1f} s")
+    console.print(edges)
+    tiers = Table("tier", "peak", "planned", "budget", box=None, pad_edge=False)
+    for tier, counts in report["tiers"].items():
+        tiers.add_row(tier, *(_size(counts[name]) for name in ("peak_nbytes", "planned_nbytes", "budget_nbytes")))
+    console.print(tiers)
+
+
+def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "held-out loss", f"{report['held_out_loss_before']:.4f} -> {report['held_out_loss_after']:.4f} nats per token"
+    if report["bits_per_byte_after"] is not None:
+        yield "", f"{report['bits_per_byte_before']:.3f} -> {report['bits_per_byte_after']:.3f} bits per byte"
+    if report["step_seconds"] is not None:
+        speed = f"{report['tokens_per_second']:,.0f} tokens/s, {report['step_seconds']:.3f} s per step"
+        yield "speed", f"{speed}, stalled {report['stall_share']:.0%}"
+        measured, predicted = report["median_step_seconds"], report["predicted_step_seconds"]
+        yield "prediction", f"{predicted:.3f} s per step, {predicted / measured - 1:+.0%} of the median {measured:.3f} s"
+    if report["bound_seconds"]:
+        yield "bound", report["bottleneck"]
+    yield "disk", _disk_text(report["disk"])
+
+
+def _disk_text(disk: dict[str, Any] | None) -> str:
+    if disk is None:
+        return "not measured"
+    rates = [
+        f"{name} {disk[name]['achieved_bytes_per_second'] / 1e9:.2f} of "
+        f"{disk[name]['measured_bytes_per_second'] / 1e9:.2f} GB/s ({disk[name]['share']:.0%})"
+        for name in ("read", "write")
+    ]
+    return f"{', '.join(rates)}; {disk['share']:.0%} over the whole training"
+
+
+def _size(nbytes: float | None) -> str:
+    return "-" if nbytes is None else format_nbytes(nbytes)

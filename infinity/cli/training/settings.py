@@ -1,0 +1,110 @@
+"""The settings of `infinity train`: the engine's options by name, before they become a `Config`.
+
+  settings  from --config and, over it, the command line; the names are those of `Config`'s fields
+  share     a host budget in percent, as a part of 1; it needs the model to become bytes
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import infinity
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...errors import ConfigError
+from ...untrusted import parse_json, read_text
+
+MOMENTS_NBYTES = {"fp32": 8, "bf16": 4, "int8": 2}  # both moments of one parameter
+MASTER_NBYTES = {"split": 2, "fp32": 4, "none": 0}  # what it keeps beside a weight of 16 bits
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's options by `Config` field name; what the command line says goes over what --config says."""
+    settings = _read_config_file(args.config) if args.config else {}
+    given = {
+        "params": args.params,
+        "optimizer": args.optimizer,
+        "nvme_paths": args.nvme_path and [str(path) for path in args.nvme_path],
+        "host_memory": args.host_memory,
+        "device_memory": args.device_memory,
+        "activations": args.activations,
+        "shard": getattr(args, "shard", None),  # `infinity plan` is for one process
+        "micro_batch": args.micro_batch,
+        "device": getattr(args, "device", None),
+        "trace": args.trace and str(args.trace),
+        "master": args.master,
+        "moments": args.moments,
+    }
+    settings.update({name: value for name, value in given.items() if value is not None})
+    if args.max_grad_norm is not None:
+        settings.pop("max_grad_norm", None)  # the loop clips to what the command line says
+    _check_nvme_paths(settings)
+    _memory_share(settings)  # refuses what is none, before anything heavy is imported
+    return settings
+
+
+def _read_config_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"No such configuration: {path}. Give --config a TOML or JSON file.")
+    try:
+        text = read_text(path)
+        settings = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
+    except (ValueError, RecursionError) as error:  # both parsers' errors, and text that is not UTF-8
+        raise ConfigError(f"{path} is neither valid TOML (*.toml) nor JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} holds no table of options. Give names and values, as {{\"params\": \"nvme\"}}.")
+    return settings
+
+
+def _check_nvme_paths(settings: dict[str, Any]) -> None:
+    homes = [name for name in ("params", "optimizer", "activations") if settings.get(name) == "nvme"]
+    paths = settings.get("nvme_paths") or []
+    paths = [paths] if isinstance(paths, str) else paths
+    if homes and not paths:
+        raise ConfigError(f"The home of {' and '.join(homes)} is nvme but no folder is given. Add --nvme-path FOLDER.")
+    for path in paths:
+        if not Path(path).is_dir():
+            raise ConfigError(f"No such folder for --nvme-path: {path}. Create it first: mkdir -p {path}")
+
+
+def _memory_share(settings: dict[str, Any]) -> float | None:
+    """The share that a host budget in percent stands for; `None` for a budget in bytes, which the engine reads."""
+    budget = settings.get("host_memory")
+    if not isinstance(budget, str) or not budget.strip().endswith("%"):
+        return None
+    try:
+        percent = float(budget.strip()[:-1])
+    except ValueError:
+        percent = math.nan
+    if not 0 < percent < math.inf:
+        raise ConfigError(f'--host-memory {budget} is not a share. Give more than 0, as "25%", or bytes, as "256MiB".')
+    return percent / 100
+
+
+def engine_config(settings: dict[str, Any], model: nn.Module | None = None) -> infinity.Config:
+    """The engine's `Config`. A host budget in percent needs the model; without one it is left open."""
+    share = _memory_share(settings)
+    if share is None:
+        return infinity.Config.make(settings)
+    rest = infinity.Config.make({**settings, "host_memory": None})
+    if model is None:
+        return rest
+    return dataclasses.replace(rest, host_memory=int(share * training_state_nbytes(model, rest)))
+
+
+def training_state_nbytes(model: nn.Module, config: infinity.Config) -> int:
+    """Weights, what the master keeps beside them, and moments. Frozen parameters have only their weights."""
+    total = 0
+    for parameter in model.parameters():
+        per_element = parameter.element_size()
+        if parameter.requires_grad:
+            if parameter.element_size() == 2:
+                per_element += MASTER_NBYTES[config.master]
+            per_element += MOMENTS_NBYTES[config.moments]
+        total += per_element * parameter.numel()
+    return total

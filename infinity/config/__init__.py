@@ -1,0 +1,1 @@
+"""Checks what a user can choose, once, at wrap_model."""

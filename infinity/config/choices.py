@@ -1,0 +1,19 @@
+"""TODO config.choices."""
+
+from __future__ import annotations
+
+import torch
+
+HOMES = ("auto", "device", "host", "nvme")
+SHARDED = ("optimizer", "gradients", "parameters")
+
+MASTERS = ("split", "fp32", "none")
+MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}  # -> dtype at rest
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}

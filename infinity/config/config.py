@@ -1,0 +1,222 @@
+"""Config: everything a user can choose, checked once, at :func:`infinity.wrap_model`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from ..machine.sizes import parse_nbytes
+from ..untrusted import parse_json, read_text
+from .choices import DTYPES, HOMES, MASTERS, MOMENT_DTYPES, SHARDED
+from .deepspeed import translate_deepspeed
+
+logger = logging.getLogger(__name__)
+
+MOST_THREADS = 1024  # of the optimizer: no machine has more processors for them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What :func:`infinity.wrap_model` is asked for.
+
+    params, optimizer, activations
+        Home of the weights, of the optimizer's state (master and moments), and of checkpointed activations:
+        ``"auto"``, ``"device"``, ``"host"`` or ``"nvme"``.
+    device_memory, host_memory, nvme_capacity
+        Hard budgets: bytes, or text such as ``"48GiB"``. None: what is measured to be free. Host memory and disks are a
+        machine's: its ranks share them equally. ``device_memory`` is each rank's own.
+    nvme_paths
+        Folders for state at home on NVMe; needed when anything is.
+    param_dtype
+        dtype the model computes in (``torch.bfloat16`` or ``"bf16"``); None: the model's own.
+    master
+        For 16-bit parameters: ``"split"`` (an exact fp32 master as the bf16 weight plus its low 16 bits; fp16 keeps a
+        whole fp32 master), ``"fp32"`` (a whole fp32 master), ``"none"`` (no master).
+    moments
+        The optimizer's moments at rest: ``"fp32"``, ``"bf16"``, or ``"int8"``: 8-bit codes with a scale per 64 elements,
+        2.03 bytes per parameter instead of 8, an approximation (README, "8-bit moments").
+    grad_dtype
+        dtype gradients accumulate in; None: the parameter's own.
+    units
+        ``"auto"``, or class names of the modules that move as one.
+    shard
+        With several ranks, what each has only its part of: ``"optimizer"`` (its state; ZeRO-1), ``"gradients"`` (these
+        too; ZeRO-2), or ``"parameters"`` (everything; ZeRO-3).
+    shard_in_node, compress_gathers
+        With several ranks: whether those of one machine also share out, among themselves, weights that were gathered, so
+        that the backward's gather stays inside it (ZeRO++'s secondary partition); whether gathered weights pass as
+        8-bit codes with a scale per 256 elements, which computes with weights that are off by up to 1/254 of their
+        block's largest.
+    device
+        What computes: ``"cuda"``, ``"cuda:1"``, ``"cpu"``. None: where the model's parameters are; the CPU for one on ``meta``.
+        Buffers, and parameters that the engine does not move, are moved there.
+    update_threads
+        Threads of the optimizer's kernels; None: as many as torch computes with.
+    speculate
+        Whether units are updated in the backward already, as if clipping will not change their gradients; where it does, the
+        update is made again from the state that was kept. The bits are the same. It takes room for a second copy of
+        the state, on its home's tier, of the units that are updated ahead: as many as the budgets leave room for.
+    recompute
+        Whether ``activations="auto"`` may run a block's forward again in the backward instead of keeping or sending what it saves,
+        where that costs less: as with torch's checkpoint, the block has to give the same twice.
+    micro_batch, max_grad_norm, checksums, weights, trace
+        Samples a unit runs at once; clipping inside the step; whether bytes from disk are verified; a safetensors
+        file or folder for a model on ``meta``; a path for the timeline.
+    """
+
+    params: str = "auto"
+    optimizer: str = "auto"
+    activations: str = "auto"
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+    nvme_capacity: int | str | None = None
+    nvme_paths: tuple[str, ...] | list[str] | str = ()
+    param_dtype: torch.dtype | str | None = None
+    master: str = "split"
+    moments: str = "fp32"
+    grad_dtype: torch.dtype | str | None = None
+    units: str | tuple[str, ...] | list[str] = "auto"
+    shard: str = "parameters"
+    shard_in_node: bool = False
+    compress_gathers: bool = False
+    device: str | torch.device | None = None
+    update_threads: int | None = None
+    micro_batch: int | None = None
+    max_grad_norm: float | None = None
+    speculate: bool = False
+    recompute: bool = False
+    checksums: bool = True
+    weights: str | os.PathLike | None = None
+    trace: str | os.PathLike | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("params", "optimizer", "activations"):
+            self._choose(name, HOMES)
+        self._choose("master", MASTERS)
+        self._choose("moments", MOMENT_DTYPES)
+        self._choose("shard", SHARDED)
+        for name in ("device_memory", "host_memory", "nvme_capacity"):
+            self._set(name, parse_nbytes(getattr(self, name), name))
+        for name in ("param_dtype", "grad_dtype"):
+            self._set(name, self._parse_dtype(name))
+        if any("\0" in str(path) for path in self._parse_list("nvme_paths", (str, os.PathLike))):
+            raise ConfigError(f"nvme_paths={self.nvme_paths!r}: a path has no NUL in it")
+        # Absolute from here on: the process may change its folder.
+        self._set("nvme_paths", tuple(os.path.abspath(path) for path in self._parse_list("nvme_paths", (str, os.PathLike))))
+        if self.units != "auto":
+            self._set("units", self._parse_list("units", str))
+        for name in ("params", "optimizer", "activations"):
+            if getattr(self, name) == "nvme" and not self.nvme_paths:
+                raise ConfigError(
+                    f"{name}='nvme' needs a folder on the disk to use: Config(nvme_paths=['/path/on/the/disk'])"
+                )
+        self._check_device()
+        self._check_numbers()
+
+    def _check_device(self) -> None:
+        if self.device is not None:
+            try:
+                self._set("device", str(torch.device(self.device)))
+            except (RuntimeError, TypeError) as error:
+                raise ConfigError(f"device={self.device!r} is not a device: give 'cuda', 'cuda:1' or 'cpu'") from error
+
+    def _check_numbers(self) -> None:
+        for name, what in (("micro_batch", "of samples, or None for all"), ("update_threads", "or None for torch's")):
+            count = getattr(self, name)
+            if count is not None and not (isinstance(count, int) and not isinstance(count, bool) and count > 0):
+                raise ConfigError(f"{name}={count!r} must be a positive number {what}")
+        if self.update_threads is not None and self.update_threads > MOST_THREADS:
+            raise ConfigError(f"update_threads={self.update_threads} is more than {MOST_THREADS}: give the processors that are to step, or None")
+        norm = self.max_grad_norm
+        if norm is not None and not (isinstance(norm, (int, float)) and not isinstance(norm, bool) and norm > 0):
+            raise ConfigError(f"max_grad_norm={norm!r} must be a positive number, or None for no clipping")
+        if self.trace is not None and (not isinstance(self.trace, (str, os.PathLike)) or "\0" in os.fspath(self.trace)):
+            raise ConfigError(f"trace={self.trace!r} must be the path of a file, or None")
+        if self.trace is not None:
+            self._set("trace", os.path.abspath(self.trace))
+        for name in ("checksums", "speculate", "recompute", "shard_in_node", "compress_gathers"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _choose(self, name: str, allowed: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            near = difflib.get_close_matches(str(value), allowed, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}{hint}")
+
+    def _parse_list(self, name: str, kinds: type | tuple[type, ...]) -> tuple:
+        value = getattr(self, name)
+        values = (value,) if isinstance(value, kinds) else value or ()
+        if not isinstance(values, (list, tuple)) or not all(isinstance(item, kinds) for item in values):
+            raise ConfigError(f"{name}={value!r} must be text, or a list of it")
+        return tuple(values)
+
+    def _parse_dtype(self, name: str) -> torch.dtype | None:
+        value = getattr(self, name)
+        if isinstance(value, str):
+            value = DTYPES.get(value.removeprefix("torch."), value)
+        if value is None or value in DTYPES.values():
+            return value
+        raise ConfigError(f"{name}={value!r} is not one of fp32, bf16, fp16, or None for the model's own")
+
+    @classmethod
+    def make(cls, source: Config | Mapping | str | os.PathLike | None) -> Config:
+        """A Config from a Config, a dict, or the path of a TOML or JSON file. Raises ConfigError."""
+        if source is None:
+            return cls()
+        if isinstance(source, cls):
+            return source
+        if isinstance(source, Mapping):
+            return cls._from_mapping(source)
+        if isinstance(source, (str, os.PathLike)):
+            return cls._from_mapping(_read_mapping(Path(source)))
+        raise ConfigError(f"config is a {type(source).__name__}: give a Config, a dict, or a path to TOML or JSON")
+
+    @classmethod
+    def _from_mapping(cls, mapping: Mapping) -> Config:
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in mapping:
+            if key not in names:
+                near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.4)
+                hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(names)}"
+                raise ConfigError(f"unknown config key {key!r}: {hint}")
+        return cls(**mapping)
+
+    @classmethod
+    def from_deepspeed(cls, source: Mapping | str | os.PathLike) -> Config:
+        """A Config from a DeepSpeed JSON. Logs (as a warning, so that it is seen) what became of every key."""
+        mapping = dict(source) if isinstance(source, Mapping) else _read_mapping(Path(source))
+        fields, report = translate_deepspeed(mapping)
+        config = cls(**fields)
+        logger.warning("DeepSpeed config read:\n  %s", "\n  ".join(report))
+        return config
+
+
+def _read_mapping(path: Path) -> dict:
+    try:
+        text = read_text(path)
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"config file {path} is not UTF-8 text: {error}") from error
+    try:
+        mapping = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
+    except (ValueError, RecursionError) as error:  # TOML's reader, too, goes as deep as it is led
+        raise ConfigError(f"config file {path} is neither valid TOML (*.toml) nor JSON: {error}") from error
+    if not isinstance(mapping, dict):
+        raise ConfigError(f"config file {path} holds a {type(mapping).__name__}, not a table of keys")
+    return mapping

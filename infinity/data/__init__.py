@@ -1,0 +1,1 @@
+"""Turns text files into batches of token ids."""

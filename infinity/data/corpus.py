@@ -1,0 +1,220 @@
+"""The text a model learns from: files in a fixed order, read as one run of tokens, cut into windows.
+
+Words used here:
+
+  corpus         the tokens of all files one after another, with a separator after each file
+  window         `sequence_length` tokens in a row: one sample of a batch
+  train part     the corpus up to `train_ntokens`; windows to train on lie wholly inside it
+  held-out part  the last few percent after it, which only evaluation reads
+
+Which windows make up a batch follows from the seed and the step number alone, so a resumed job reads
+exactly what an uninterrupted one would have read, with no state to save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError
+
+BYTE_VOCABULARY = 256  # byte-level: a token is a byte
+SEPARATOR_BYTE = 0  # after each file of a folder; text has no NUL of its own
+HELD_OUT_SHARE = 0.03
+SNIFF_NBYTES = 8192  # read to tell text from binary
+PIECE_NCHARS = 1 << 18  # text given to a tokenizer at once: bounds the token list it returns
+NOT_SOURCE_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFiles:
+    """Files in training order. `names` are relative to the root: the same text elsewhere is the same data."""
+
+    source: str
+    paths: list[Path]
+    names: list[str]
+
+    def fingerprint(self, limit_nbytes: int) -> str:
+        """Changes when a file is added, removed, renamed or resized: a resumed job must see the same text."""
+        digest = hashlib.sha256(f"limit {limit_nbytes}\n".encode())
+        for path, name in zip(self.paths, self.names, strict=True):
+            digest.update(f"{name}\n{path.stat().st_size}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()[:16]
+
+
+def find_text_files(data: str | os.PathLike | None = None) -> TextFiles:
+    """The files of a path, sorted by relative name; without a path, CPython's standard library sources."""
+    if data is None:
+        return standard_library_files()
+    root = Path(data)
+    if root.is_dir():
+        paths = [path for path in _walk(root, skip=_is_hidden) if _is_text(path)]
+        if not paths:
+            raise ConfigError(f"No text files in {root}. Give --data a text file, or a folder that holds some.")
+        return _sorted_files(root, paths)
+    if not root.is_file():
+        raise ConfigError(f"No such data: {root}. Give --data a text file, or a folder of text files.")
+    return TextFiles(source=str(root), paths=[root], names=[root.name])
+
+
+def standard_library_files() -> TextFiles:
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [path for path in _walk(root, skip=NOT_SOURCE_FOLDERS.__contains__) if path.suffix == ".py"]
+    if not paths:
+        raise ConfigError(f"No Python sources in {root}. Give --data a text file, or a folder of text files.")
+    return _sorted_files(root, paths)
+
+
+def _walk(root: Path, *, skip: Callable[[str], bool]) -> Iterator[Path]:
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not skip(name)]
+        yield from (Path(folder, name) for name in files if not skip(name))
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
+
+
+def _sorted_files(root: Path, paths: list[Path]) -> TextFiles:
+    # Sorted by the parts, not the joined string, and without the locale: one order on every machine.
+    paths = sorted(paths, key=lambda path: path.relative_to(root).parts)
+    return TextFiles(source=str(root), paths=paths, names=[path.relative_to(root).as_posix() for path in paths])
+
+
+def _is_text(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        head = file.read(SNIFF_NBYTES)
+    if not head or b"\0" in head:
+        return False
+    try:
+        head.decode()
+    except UnicodeDecodeError as error:
+        return len(head) == SNIFF_NBYTES and error.start > len(head) - 4  # a last character, cut by the sniffing
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """`tokens`: one dimension, uint8 when byte-level, int32 otherwise; never copied as a whole."""
+
+    source: str
+    tokens: np.ndarray = field(repr=False)
+    byte_level: bool
+    fingerprint: str
+    train_ntokens: int
+
+    @property
+    def held_out_ntokens(self) -> int:
+        return len(self.tokens) - self.train_ntokens
+
+
+def read_corpus(
+    files: TextFiles, *, sequence_length: int, limit_nbytes: int, tokenizer: Any = None
+) -> Corpus:
+    """Reads at most `limit_nbytes` of the files and splits off the held-out part.
+
+    Byte-level without a tokenizer: one file is mapped, not read. Raises `ConfigError` when there is not
+    one window to train on and one to hold out.
+    """
+    tokens = _encode(files, tokenizer, limit_nbytes) if tokenizer else _read_bytes(files, limit_nbytes)
+    if len(tokens) < 2 * sequence_length:
+        raise ConfigError(
+            f"{files.source} holds {len(tokens)} tokens (--data-limit {limit_nbytes} bytes) but a sequence length "
+            f"of {sequence_length} needs {2 * sequence_length}: one window to train on, one held out.\n"
+            f"Give more data, or --sequence-length {max(2, len(tokens) // 2)} or less."
+        )
+    held_out_ntokens = max(int(len(tokens) * HELD_OUT_SHARE), sequence_length)
+    return Corpus(
+        source=files.source,
+        tokens=tokens,
+        byte_level=tokenizer is None,
+        fingerprint=files.fingerprint(limit_nbytes),
+        train_ntokens=len(tokens) - held_out_ntokens,
+    )
+
+
+def _read_bytes(files: TextFiles, limit_nbytes: int) -> np.ndarray:
+    if len(files.paths) == 1 and files.paths[0].stat().st_size > 0:
+        return np.memmap(files.paths[0], dtype=np.uint8, mode="r")[:limit_nbytes]
+    nbytes = min(sum(path.stat().st_size + 1 for path in files.paths), limit_nbytes)
+    tokens = np.full(nbytes, SEPARATOR_BYTE, dtype=np.uint8)
+    filled = 0
+    for path in files.paths:
+        if filled >= nbytes:
+            break
+        with open(path, "rb") as file:
+            filled += file.readinto(memoryview(tokens)[filled:]) + 1  # the separator is already there
+    return tokens
+
+
+def _encode(files: TextFiles, tokenizer: Any, limit_nbytes: int) -> np.ndarray:
+    separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    pieces, left_nbytes = [], limit_nbytes
+    for path in files.paths:
+        if left_nbytes <= 0:
+            break
+        for text in _pieces(path, left_nbytes):
+            left_nbytes -= len(text.encode())
+            pieces.append(np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32))
+        pieces.append(np.array(separator, dtype=np.int32))
+    return np.concatenate(pieces)
+
+
+def _pieces(path: Path, limit_nbytes: int) -> Iterator[str]:
+    """A bounded amount at a time, cut at the end of a line, so that no word is cut in two."""
+    with open(path, encoding="utf-8", errors="replace", newline="") as file:
+        while limit_nbytes > 0:
+            text = file.read(min(PIECE_NCHARS, limit_nbytes)) + file.readline(PIECE_NCHARS)
+            if not text:
+                return
+            limit_nbytes -= len(text.encode())
+            yield text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """Windows of a corpus as int64 tensors of shape [batch_size, sequence_length]."""
+
+    corpus: Corpus
+    batch_size: int
+    sequence_length: int
+    seed: int
+
+    def train(self, step: int, micro_batch: int = 0) -> torch.Tensor:
+        """Micro-batch of a step: windows at random places of the train part, from (seed, step) alone."""
+        starts_count = self.corpus.train_ntokens - self.sequence_length + 1
+        draws = _random_words(self.seed, step, micro_batch, self.batch_size)
+        return self._windows([int(word) % starts_count for word in draws])
+
+    def held_out(self, batch_count: int) -> list[torch.Tensor]:
+        """At most `batch_count` batches of windows that do not overlap, spread evenly over the held-out part."""
+        windows_count = self.corpus.held_out_ntokens // self.sequence_length
+        wanted_count = min(batch_count * self.batch_size, windows_count)
+        starts = [
+            self.corpus.train_ntokens + (index * windows_count // wanted_count) * self.sequence_length
+            for index in range(wanted_count)
+        ]
+        return [self._windows(starts[at : at + self.batch_size]) for at in range(0, wanted_count, self.batch_size)]
+
+    def _windows(self, starts: list[int]) -> torch.Tensor:
+        import torch  # here, so that `infinity --help` does not wait for it
+
+        rows = [self.corpus.tokens[start : start + self.sequence_length] for start in starts]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+def _random_words(seed: int, step: int, micro_batch: int, count: int) -> np.ndarray:
+    # Counter-based: (seed, step, micro-batch) names the numbers, nothing before them has to be drawn. The raw
+    # words, since numpy keeps those the same from version to version and promises no such thing for `integers`.
+    philox = np.random.Philox(key=seed, counter=[0, micro_batch, step, 0])
+    return philox.random_raw(count)

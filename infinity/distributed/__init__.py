@@ -1,0 +1,1 @@
+"""Knows the ranks of a job, and moves bytes between them."""

@@ -1,0 +1,173 @@
+"""Mesh: which ranks train together, read off a DeviceMesh or the default process group.
+
+dp              the data axis: every rank has another part of the batch and a slice of every array
+dp_shard        the same, of a job that has replicas
+dp_replicate    ranks with the same slice; only gradients pass between them
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError
+from ..machine import numa
+from ..machine.traffic import Traffic
+from . import farewell
+from .channel import Channel
+from .data_ranks import DataRanks
+
+DATA_AXES = ("dp", "dp_replicate", "dp_shard")
+OTHER_AXES = ("tp", "pp")
+
+
+def peers_of(mesh: Any, *, traffic: Traffic) -> DataRanks:
+    """The peers that ``mesh`` (None: the default process group, if there is one) gives this rank.
+
+    Makes process groups of its own, so every rank has to call it. Raises ConfigError for a mesh that does not fit the job.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        if mesh is not None:
+            raise ConfigError("mesh: torch.distributed is not initialised: call init_process_group first")
+        if (world := _launched()) > 1:
+            raise ConfigError(
+                f"this is rank {os.environ.get('RANK', '?')} of {world} that were launched together (WORLD_SIZE), but torch.distributed is "
+                "not initialised, so that each would train a model of its own. Call torch.distributed.init_process_group() before "
+                "wrap_model or, where the ranks are meant to be apart, remove WORLD_SIZE from the environment."
+            )
+        return DataRanks(traffic=traffic)
+    rows = rank_rows(mesh)  # [replicas, slices]
+    if rows.numel() == 1:
+        return DataRanks(traffic=traffic)
+    farewell.join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+    peers = DataRanks(local_size=_local_size(), traffic=traffic)
+    peers.allowed_processors = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), peers.local_size)
+    me = dist.get_rank()
+    for row in rows.tolist() if rows.size(1) > 1 else []:
+        # Two groups over the same ranks: a reduction's bytes do not wait for a gather's.
+        groups = [_gloo_group(row) for _ in range(2)]
+        if me in row:
+            peers.own_groups += groups
+            peers.row, peers.reduces = Channel(groups[0]), groups[1]
+            peers.rank, peers.size = row.index(me), len(row)
+    for column in rows.T.tolist() if rows.size(0) > 1 else []:
+        group = _gloo_group(column)
+        if me in column:
+            peers.own_groups.append(group)
+            peers.replicas = Channel(group)
+    return peers
+
+
+def join_node(peers: DataRanks, mesh: Any) -> None:
+    """Adds the channel of the ranks on this machine, where a row has several machines with equally many of its ranks each.
+    Every rank has to call it."""
+    if peers.size == 1:
+        return
+    me = dist.get_rank()
+    for row in rank_rows(mesh).tolist():
+        nodes: dict[int, list[int]] = {}
+        for rank in row:
+            nodes.setdefault(rank // peers.local_size, []).append(rank)  # torchrun numbers them machine by machine
+        if len({len(ranks) for ranks in nodes.values()}) > 1 or not 1 < len(nodes) < len(row):
+            continue
+        for ranks in nodes.values():
+            peers.nodes.append(ranks)
+            group = _gloo_group(ranks)
+            if me in ranks:
+                peers.own_groups.append(group)
+                peers.node = Channel(group)
+
+
+def _gloo_group(ranks: list[int]) -> dist.ProcessGroup:
+    """A group for what the host says. Where the default group is bound to a device, torch would have the ranks outside take
+    part in a split of its communicator, for which the ones inside never come."""
+    default = dist.distributed_c10d._get_default_group()
+    bound = getattr(default, "bound_device_id", None)
+    if bound is not None:
+        default.bound_device_id = None
+    try:
+        return dist.new_group(ranks, timeout=_timeout(), backend="gloo")
+    finally:
+        if bound is not None:
+            default.bound_device_id = bound
+
+
+def join_device(peers: DataRanks, mesh: Any, backend: str | None) -> None:
+    """Has bulk bytes pass over ``backend``, which reaches the memory of the device that computes; meetings stay where they
+    are. Every rank has to call it. Raises ConfigError when there is none."""
+    if backend is None:
+        raise ConfigError("torch.distributed has no backend for the device that computes: compute on the CPU, or in one process")
+    me, timeout = dist.get_rank(), _timeout()
+
+    def group_of(ranks: list[int]) -> dist.ProcessGroup | None:
+        group = dist.new_group(ranks, timeout=timeout, backend=backend)
+        if me not in ranks:
+            return None
+        peers.own_groups.append(group)
+        return group
+
+    rows = rank_rows(mesh)
+    for row in rows.tolist() if rows.size(1) > 1 else []:
+        gathers, reduces = group_of(row), group_of(row)
+        if gathers is not None:
+            peers.row.bulk, peers.reduces = gathers, reduces
+    for column in rows.T.tolist() if rows.size(0) > 1 else []:
+        if (group := group_of(column)) is not None:
+            peers.replicas.bulk = group
+    for ranks in peers.nodes:
+        if (group := group_of(ranks)) is not None:
+            peers.node.bulk = group
+
+
+def rank_rows(mesh: Any) -> torch.Tensor:
+    """Global ranks, [replicas, slices]. Raises ConfigError naming the axes that do not fit."""
+    world = dist.get_world_size()
+    if mesh is None:
+        return torch.arange(world).unsqueeze(0)
+    if not isinstance(mesh, dist.device_mesh.DeviceMesh):
+        raise ConfigError(f"mesh is a {type(mesh).__name__}: give a torch.distributed.device_mesh.DeviceMesh, or None")
+    names = mesh.mesh_dim_names or (("dp",) if mesh.ndim == 1 else ())
+    if mesh.ndim == 1 and names[0] not in OTHER_AXES:
+        names = ("dp",)
+    sizes = dict(zip(names, mesh.mesh.shape))
+    told = ", ".join(f"{name}={size}" for name, size in sizes.items()) or f"{mesh.ndim} axes without names"
+    unknown = [name for name in sizes if name not in (*DATA_AXES, *OTHER_AXES)]
+    if unknown or len(sizes) != mesh.ndim:
+        raise ConfigError(f"mesh: axes must be named {', '.join((*DATA_AXES, *OTHER_AXES))}; this one has {told}")
+    if "dp" in sizes and len(sizes.keys() & set(DATA_AXES)) > 1:
+        raise ConfigError(f"mesh: dp is the same as dp_replicate x dp_shard, so it cannot stand beside them; this one has {told}")
+    if any(sizes.get(name, 1) > 1 for name in OTHER_AXES):
+        raise ConfigError(f"mesh: tp and pp above 1 are not available in this version; this one has {told}")
+    if mesh.mesh.numel() != world or sorted(mesh.mesh.flatten().tolist()) != list(range(world)):
+        raise ConfigError(f"mesh: {told} makes {mesh.mesh.numel()} ranks, but the job has {world}")
+    replicas = sizes.get("dp_replicate", 1)
+    order = [i for i, name in enumerate(names) if name == "dp_replicate"]
+    order += [i for i in range(mesh.ndim) if i not in order]
+    # Ascending, as torch numbers the ranks of a group whatever order they are given in.
+    return mesh.mesh.permute(order).reshape(replicas, -1).sort(1).values
+
+
+def _launched() -> int:
+    """Ranks that a launcher started with this one."""
+    try:
+        return int(os.environ.get("WORLD_SIZE", 1))
+    except ValueError:
+        return 1
+
+
+def _local_size() -> int:
+    """Ranks on this machine, by torchrun's word for it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or 1
+
+
+def _timeout():
+    """The default process group's; groups made later would have torch's default instead."""
+    group = dist.distributed_c10d._get_default_group()
+    device = torch.device("cpu") if "cpu" in group.name() or dist.get_backend() == "gloo" else group._device_types[0]
+    try:
+        return group._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):
+        return None

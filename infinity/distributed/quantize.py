@@ -1,0 +1,24 @@
+"""TODO distributed.quantize."""
+
+from __future__ import annotations
+
+import torch
+
+CODED_BLOCK = 256  # elements with one scale, where gathered weights are compressed
+
+
+def encode_blocks(values: torch.Tensor) -> torch.Tensor:
+    """Flat floats (whole blocks of 256) -> bytes: int8 codes, then an fp32 scale per block. Off by half a step, 1/254 of a
+    block's largest value, at most."""
+    blocks = values.to(torch.float32).view(-1, CODED_BLOCK)
+    scales = blocks.abs().amax(1, keepdim=True) / 127
+    codes = torch.where(scales > 0, blocks / scales, 0).round_().to(torch.int8)
+    return torch.cat([codes.view(torch.uint8).view(-1), scales.view(torch.uint8).view(-1)])
+
+
+def decode_blocks(encoded: torch.Tensor, out: torch.Tensor, parts: int) -> None:
+    """The values of ``parts`` encodings, one after the other, into flat ``out``."""
+    for source, target in zip(encoded.view(parts, -1), out.view(parts, -1)):
+        codes = source[: target.numel()].view(torch.int8).view(-1, CODED_BLOCK)
+        scales = source[target.numel() :].clone().view(torch.float32).unsqueeze(1)
+        target.view(-1, CODED_BLOCK).copy_(codes * scales)

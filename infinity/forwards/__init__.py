@@ -1,0 +1,1 @@
+"""Runs blocks another way: in tiles, in parts of a batch, again in the backward, without whole logits."""

@@ -1,0 +1,59 @@
+"""TODO forwards.checkpointed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.utils._pytree import tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
+    from ..state.unit import ParamUnit
+
+
+class Checkpointed:
+    """A block's forward of which only the input is kept."""
+
+    def __init__(self, engine: Engine, units: Sequence[ParamUnit], forward: Any):
+        self._engine, self._units, self.forward = engine, units, forward
+        self.journal = engine.journal
+
+    def run(self, leaves: list, spec: Any) -> Any:
+        """The forward, run again in the backward; where there will be none, just the forward."""
+        if not torch.is_grad_enabled():
+            return self.compute(spec, *leaves)
+        versions = [unit.version for unit in self._units]
+        return checkpoint(partial(self.compute, versions=versions), spec, *leaves, use_reentrant=False)
+
+    def compute(self, spec: Any, *leaves: Any, versions: list[int] | None = None) -> Any:
+        """The forward of arguments that were flattened. ``versions``: of its units' values, the first time."""
+        args, kwargs = tree_unflatten(list(leaves), spec)
+        if torch._C._current_graph_task_id() != -1:  # recomputation: nobody else may have asked for the weights yet
+            if versions is not None and versions != [unit.version for unit in self._units]:
+                raise UsageError(
+                    "this backward runs a block's forward again, but its weights were changed since (by optimizer.step() or "
+                    "load_state_dict()). Run backward before the step."
+                )
+            for unit in self._units:
+                self._engine.passes.hold_for_backward(unit)
+        with self._engine.saving_tensors():
+            return self.forward(*args, **kwargs)
+
+
+def random_states(places: set[torch.device]) -> dict[torch.device, torch.Tensor]:
+    """Of the processor's generator, and of those of ``places``."""
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    elsewhere = [place for place in places if place.type != "cpu"]
+    return states | {place: torch.get_device_module(place).get_rng_state(place) for place in elsewhere}
+
+
+def set_random_states(states: dict[torch.device, torch.Tensor]) -> None:
+    """Puts generators back to what :func:`random_states` found."""
+    for place, state in states.items():
+        torch.set_rng_state(state) if place.type == "cpu" else torch.get_device_module(place).set_rng_state(state, place)

@@ -1,0 +1,203 @@
+"""Recomputation: of what a forward saves for its backward, which blocks keep it, which send it home, which compute it again.
+
+keep       on the device, as far as its budget reaches
+send       to the host, and back for the backward (:mod:`infinity.runtime.activation_store`)
+recompute  only the block's input is kept, and the backward runs the block's forward again
+
+With ``activations="auto"`` and a device budget the choice is made for each block from what two passes measure: the bytes
+that it saves, the seconds that its forward takes, and what sending costs. A block is run again only where its user allows that
+(``Config(recompute=True)``, as one does who calls torch's checkpoint), and not where it is seen to leave something changed behind,
+to draw from other generators than torch's, or to have somebody's hooks inside.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, TYPE_CHECKING
+
+import numpy
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from ..machine.tiers import Tier
+from ..planning.activation_choice import ActivationChoice, choose, Measured
+from .checkpointed import Checkpointed
+from .replaced_forward import own_forward
+from .value_snapshot import has_containers, MODULE_OWN, NoSnapshot, SCALARS, Snapshot
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
+    from ..state.unit import ParamUnit
+
+logger = logging.getLogger(__name__)
+
+MEASURED_PASSES = 2  # the first one also waits for what no later one does
+
+
+class ActivationPlanner:
+    """Measures the blocks of a model, then chooses for each; anew when blocks are seen that were not before."""
+
+    def __init__(self, engine: Engine, *, send_rate: float, recomputes: bool):
+        self._of = weakref.ref(engine)  # the engine holds this object
+        self._send_rate, self.recomputes = send_rate, recomputes
+        self._blocks: list[weakref.ref[PlannedBlock]] = []  # their modules have them
+        self._chosen = 0  # blocks that have been chosen for
+
+    @property
+    def engine(self) -> Engine:
+        return self._of()
+
+    def add(self, block: nn.Module, units: Sequence[ParamUnit]) -> PlannedBlock:
+        """What ``block`` is to run in place of its forward."""
+        planned = PlannedBlock(self, block, Checkpointed(self.engine, units, own_forward(block)))
+        self._blocks.append(weakref.ref(planned))
+        return planned
+
+    @property
+    def blocks(self) -> list[PlannedBlock]:
+        """In the model's order."""
+        return [block for ref in self._blocks if (block := ref()) is not None]
+
+    def begin(self) -> None:
+        """A pass that trains starts."""
+        for block in self.blocks:
+            block.end_pass()
+        measured = [block for block in self.blocks if block.is_measured]
+        if len(measured) > self._chosen:
+            self._choose(measured)
+
+    def forget_choices(self) -> None:
+        """Has the next passes choose anew."""
+        self._chosen = 0
+
+    def _choose(self, blocks: list[PlannedBlock]) -> None:
+        activations, host = self.engine.activations, self.engine.ledger.accounts[Tier.HOST]
+        left = float("inf") if host.budget_nbytes is None else host.budget_nbytes - host.planned_nbytes
+        found = choose(
+            [block.measured() for block in blocks],
+            device_nbytes=max(0, activations.spare_nbytes - activations.outside_nbytes),
+            host_nbytes=left,
+            send_rate=self._send_rate,
+        )
+        for block, choice in zip(blocks, found):
+            block.choice = choice
+        self._chosen = len(blocks)
+        logger.info("activations of %d blocks: %s", len(blocks), self.counts())
+
+    def counts(self) -> dict[str, int]:
+        """How many blocks are kept, sent and recomputed; nothing before that is chosen."""
+        chosen = [block for block in self.blocks if block.is_measured]
+        return {choice.value: sum(block.choice is choice for block in chosen) for choice in ActivationChoice} if self._chosen else {}
+
+
+class PlannedBlock:
+    """A block's forward, as it was chosen to run."""
+
+    def __init__(self, planner: ActivationPlanner, block: nn.Module, checkpointed: Checkpointed):
+        self._planner, self._block, self._checkpointed = planner, weakref.ref(block), checkpointed
+        self.choice = ActivationChoice.KEEP
+        self._passes = 0  # in which it ran, and was measured
+        self._calls = self._saved = 0  # of this pass: how often it ran, and the bytes that it saved
+        self._storages: set[int] = set()
+        self._nbytes, self._seconds = 0, float("inf")
+        self._is_repeatable = planner.recomputes
+        self._mode: tuple = ()  # training or not, of every module inside, as it was measured
+        self.__signature__ = inspect.signature(block.forward)
+
+    @property
+    def is_measured(self) -> bool:
+        return self._passes >= MEASURED_PASSES
+
+    def end_pass(self) -> None:
+        """Takes what the last pass showed, where the block ran in it; counts start anew."""
+        if self._calls:
+            self._passes += 1
+            self._nbytes = self._saved if self.choice is not ActivationChoice.RECOMPUTE else self._nbytes
+        self._calls = self._saved = 0
+        self._storages.clear()
+
+    def measured(self) -> Measured:
+        """What the passes so far have shown."""
+        return Measured(self._nbytes, self._seconds, self._is_repeatable)
+
+    def saves(self, storage: torch.UntypedStorage) -> None:
+        """Counts a storage once."""
+        if storage._cdata not in self._storages:
+            self._storages.add(storage._cdata)
+            self._saved += storage.nbytes()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self._planner.engine
+        activations = engine.activations
+        plain = torch.compiler.is_compiling() or not torch.is_grad_enabled() or engine.passes.is_recomputed
+        if plain or activations.block is not None or not self._block().training:  # an evaluation is nothing to plan by
+            return self._checkpointed.forward(*args, **kwargs)
+        self._calls += 1
+        activations.block = self
+        try:
+            if self._calls > 1 and self._is_repeatable:
+                self._refuse()
+            if not self.is_measured:
+                return self._measure(args, kwargs)
+            if self.choice is ActivationChoice.RECOMPUTE:
+                if self._is_heard():
+                    self._refuse()
+                elif self._mode != self._modes():  # another module by now: what was seen of it has to be seen again
+                    self._passes, self.choice = 0, ActivationChoice.SEND
+                    self._planner.forget_choices()
+                    return self._measure(args, kwargs)
+                else:
+                    return self._checkpointed.run(*tree_flatten((args, kwargs)))
+            return self._checkpointed.forward(*args, **kwargs)
+        finally:
+            activations.block = None
+
+    def _refuse(self) -> None:
+        """The block is not to be run again."""
+        self._is_repeatable = False
+        if self.choice is ActivationChoice.RECOMPUTE:
+            self.choice = ActivationChoice.SEND
+
+    def _measure(self, args: tuple, kwargs: dict) -> Any:
+        traffic = self._planner.engine.traffic
+        state = self._state(args, kwargs) if self._is_repeatable else None
+        stalled, began = sum(edge.stall_seconds for edge in traffic.edges.values()), time.perf_counter()
+        output = self._checkpointed.forward(*args, **kwargs)
+        stalled = sum(edge.stall_seconds for edge in traffic.edges.values()) - stalled
+        self._seconds = max(0.0, time.perf_counter() - began - stalled)
+        plain = all(leaf is None or isinstance(leaf, (torch.Tensor, *SCALARS)) for leaf in tree_leaves(output))
+        if self._is_repeatable and (not plain or state is None or state != self._state(args, kwargs) or self._is_heard()):
+            self._is_repeatable = False
+        self._mode = self._modes()
+        return output
+
+    def _modes(self) -> tuple:
+        return tuple(module.training for module in self._block().modules())
+
+    def _state(self, args: tuple, kwargs: dict) -> list | None:
+        """Everything that a forward might leave changed: what it is called with, its modules' attributes, and the state of
+        random numbers that a checkpoint does not bring back. None: it has something whose changes cannot be told."""
+        leaves = tree_flatten((args, kwargs))[0]
+        if not all(leaf is None or isinstance(leaf, (torch.Tensor, *SCALARS)) for leaf in leaves) or has_containers(args, kwargs):
+            return None
+        _, keys, *place = numpy.random.get_state()
+        found: list = [random.getstate(), keys.tobytes(), place, [Snapshot.of(leaf) for leaf in leaves]]
+        try:
+            for module in self._block().modules():
+                found.append({name: Snapshot.of(value) for name, value in vars(module).items() if name not in MODULE_OWN})
+        except NoSnapshot:
+            return None
+        return found
+
+    def _is_heard(self) -> bool:
+        """Whether someone's hooks hear what runs inside: they would hear it twice."""
+        block, everyones = self._block(), torch.nn.modules.module
+        inside = [hooks for module in block.modules() if module is not block for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        heard = [*inside, everyones._global_forward_hooks, everyones._global_forward_pre_hooks]
+        return any(not getattr(hook, "is_infinity", False) for hooks in heard for hook in hooks.values())

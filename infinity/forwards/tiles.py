@@ -1,0 +1,115 @@
+"""TODO forwards.tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..errors import UsageError
+from ..machine.tiers import Tier
+from ..state.handle import handle_of, ParamHandle
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
+
+SMALLEST_TILE_NBYTES = 64 * 1024
+
+HEAD_RATIO = 8  # times as many outputs as inputs
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether ``module`` is transformers' Conv1D: a Linear with its weight transposed."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and type(module).__module__.startswith("transformers.")
+
+
+def is_tileable(module: nn.Module) -> bool:
+    """Whether ``module`` is a layer that this file can run in tiles."""
+    if "forward" in module.__dict__:
+        return False
+    if type(module) is nn.Embedding:
+        return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+    return type(module) is nn.Linear or is_conv1d(module)
+
+
+def candidates(model: nn.Module, limit_nbytes: int, dtype: torch.dtype | None) -> dict[nn.Parameter, int]:
+    """Weights of more than ``limit_nbytes`` (in ``dtype``, None: their own) whose every user can be tiled -> rows of a
+    tile that has no more."""
+    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                users.setdefault(param, []).append((module, name))
+    found = {}
+    for param, using in users.items():
+        size = (dtype or param.dtype).itemsize if param.is_floating_point() else param.itemsize
+        if type(param) is not nn.Parameter or param.dim() != 2 or param.numel() * size <= limit_nbytes:
+            continue
+        if param._backward_hooks or not param.is_contiguous():
+            continue
+        if all(name == "weight" and is_tileable(module) for module, name in using):
+            found[param] = max(1, limit_nbytes // (param.size(1) * size))
+    return found
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One tiled weight: where it is, and how many rows a tile has."""
+
+    engine: Engine
+    param: nn.Parameter
+    rows: int
+
+    @property
+    def handle(self) -> ParamHandle:
+        return handle_of(self.param)
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """First row and the one behind the last, of every tile."""
+        total = self.param.shape[0]
+        for begin in range(0, total, self.rows):
+            yield begin, min(total, begin + self.rows)
+
+    def each(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Every tile with its rows on the device: valid until the next is asked for."""
+        engine, handle, width = self.engine, self.handle, self.param.shape[1]
+        shard = handle.shard
+        engine.store.check_process()
+        with engine.store.guarding():
+            shard.settle()
+        offset = shard.layout.placements[handle.index].offset
+        for begin, end in self.spans():
+            nbytes = (end - begin) * width * shard.spec.dtype.itemsize
+            charge = engine.ledger.reserve(Tier.DEVICE, nbytes, f"a tile of {handle.name}", passing=True)
+            try:
+                with engine.traffic.copying("host->device", nbytes, handle.name):
+                    flat = engine.store.read(shard.weight, offset + begin * width, offset + end * width)
+                    flat = flat.to(engine.device.where)
+                yield begin, end, flat.view(end - begin, width)
+            finally:
+                charge.release()
+
+    def wants_grad(self, ctx) -> bool:
+        """Whether the running backward accumulates the weight's gradient: ``autograd.grad`` does not."""
+        accumulate = ctx.next_functions[-1][0]  # the weight is the last tensor among the arguments
+        return self.handle.grad is not None and accumulate is not None and torch._C._will_engine_execute_node(accumulate)
+
+    def check(self, handle: ParamHandle, version: int | None) -> None:
+        """A backward comes to the layer. Raises UsageError when it cannot be right. ``handle``: the weight's in its forward;
+        ``version``: of its values there, if they matter."""
+        self.engine.passes.join_task()
+        if self.handle is not handle:
+            raise UsageError("this backward needs a weight that ran in tiles, and its model was unwrapped since")
+        if torch.is_grad_enabled():
+            raise UsageError(
+                f"create_graph=True: {self.handle.name} runs in tiles, whose backward has no graph of its own. Second-order "
+                "gradients need a larger device_memory."
+            )
+        if version is not None and version != self.handle.version:
+            raise UsageError(
+                f"this backward needs {self.handle.name} as it was in its forward, but it was changed since (by "
+                "optimizer.step() or load_state_dict()). Run backward before the step."
+            )

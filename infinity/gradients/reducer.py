@@ -1,0 +1,227 @@
+"""Reducer: averages gradients over the ranks, unit by unit, while the backward goes on.
+
+whole     a shard's gradient of this rank's part of the batch, all elements
+average   this rank's slice of the mean of all ranks' whole gradients
+order     of the units' reductions: the first rank's forward reversed, those that several modules share last
+
+All ranks reduce every unit in one order. A reduction starts where all ranks are at the same place: when the backward
+comes to a unit they meet, for its gather or in passing, and tell how many each has ready; at the end of the backward the
+rest follows. Where weights stay (ZeRO-2) nothing is gathered, so nobody waits elsewhere, and one starts as soon as it is
+ready. A unit that is not ready when the backward has come a unit further will hardly be: it brings zeros for what it did
+not get. A parameter that no rank has a gradient of keeps none, and a gradient that comes late takes another round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .. import native
+from ..distributed.channel import Pending
+from ..distributed.data_ranks import DataRanks
+from ..machine.ledger import Ledger
+from ..machine.tiers import Tier
+from ..planning.schedule import Schedule
+from ..state.handle import ParamHandle
+from ..state.shard import ParamShard
+from ..state.unit import ParamUnit
+from .bank import GradientBank
+from .record import GradState
+
+
+class Reducer:
+    """Used from the thread that runs backward, and by whoever reads gradients."""
+
+    def __init__(
+        self,
+        peers: DataRanks,
+        units: Sequence[ParamUnit],
+        bank: GradientBank,
+        ledger: Ledger,
+        schedule: Schedule,
+        on_reduced: Callable[[ParamUnit], None],
+    ):
+        self._peers, self._bank, self._ledger = peers, bank, ledger
+        self._schedule = schedule
+        self._on_reduced = on_reduced  # told when a unit's averages are at home
+        self._units = list(units)
+        self._whole: dict[ParamShard, tuple[torch.Tensor, native.Charge]] = {}
+        self._got: dict[ParamShard, set[int]] = {}  # parameters with a whole gradient, by index
+        self._order: list[ParamUnit] = []
+        self._ready: list[ParamUnit] = []
+        self._position = 0  # in the order
+        self._incomplete: list[ParamUnit] = []  # reduced before all of their gradients had come, on some rank
+        self._pending: list[Pending | ParamUnit] = []  # reductions, each unit's followed by the unit
+        self.waits_elsewhere = peers.size > 1 and not peers.keeps_weights  # for gathers, in mid-backward
+        peers.ready_count, peers.on_gather = self._ready_count, self._at_gather
+        self._unread = False  # a backward has ended since the last average (ZeRO-1)
+
+    # --- during a backward ---
+
+    def add(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        """Adds to this rank's whole gradient."""
+        shard = handle.shard
+        got = self._got.setdefault(shard, set())
+        self._take(handle.unit, shard)
+        view = shard.layout.placements[handle.index].view(self._whole[shard][0])
+        view.add_(grad) if handle.index in got else view.copy_(grad)
+        got.add(handle.index)
+
+    def _take(self, unit: ParamUnit, shard: ParamShard) -> None:
+        """Takes memory for a shard's whole gradient, unless it has some."""
+        if shard not in self._whole:
+            nbytes = shard.layout.numel * shard.spec.grad_dtype.itemsize
+            charge = self._ledger.reserve(Tier.DEVICE, nbytes, f"the gradients of unit {unit.name}", passing=True)
+            whole = torch.empty(shard.layout.numel, dtype=shard.spec.grad_dtype, device=self._bank.device.where)
+            self._whole[shard] = whole, charge
+
+    def ready(self, unit: ParamUnit) -> None:
+        """All of ``unit``'s gradients have come."""
+        if self._peers.keeps_gradients or unit in self._ready:
+            return
+        self._ready.append(unit)
+        if not self.waits_elsewhere:
+            self._start_more(self._ready_count())
+
+    def pass_by(self) -> None:
+        """The backward comes to a unit that needs no gather. Ranks that come to fewer are met at their backward's end."""
+        if self.waits_elsewhere:
+            self._meet_in_backward(done=False)
+
+    def _meet_in_backward(self, *, done: bool) -> bool:
+        """Returns whether the backward of every rank of the row is over."""
+        ready = self._peers.row.meet(f"in a backward {self._peers.moment}", [min(self._ready_count(), 254) if not done else 255])
+        if ready.min() == 255:
+            return True
+        self._start_more(int(ready.min()))
+        return False
+
+    def _at_gather(self, count: int) -> None:
+        """All ranks of the row are at the same gather, and have so many ready."""
+        if torch._C._current_graph_task_id() != -1 and self.waits_elsewhere:
+            self._start_more(count)
+
+    def _ready_count(self) -> int:
+        """How many more units of the order this rank could start by now."""
+        own = ((i, unit) for i, unit in enumerate(self._order) if not unit.is_shared)
+        last = max((i for i, unit in own if unit in self._ready or any(s in self._got for s in unit.shards)), default=0)
+        count = self._position
+        while count < len(self._order):
+            unit = self._order[count]
+            if unit not in self._ready and (unit.is_shared or count + 1 > last):
+                break
+            count += 1
+        return count - self._position
+
+    def _start_more(self, count: int) -> None:
+        """Starts the next ``count`` reductions of the order. Every rank of the row does."""
+        if not self._order:
+            self._order = self._agree_on_order()
+        for unit in self._order[self._position : self._position + count]:
+            self._position += 1
+            self._start(unit)
+
+    def end_backward(self) -> None:
+        """The backward is over: averages what is left. Every rank comes here."""
+        if self._peers.keeps_gradients:
+            self._unread = True
+            return
+        while self.waits_elsewhere and not self._meet_in_backward(done=True):
+            pass
+        self._start_more(len(self._units))
+        # A gradient that came after its unit's turn (a second use, a nested backward) takes another round.
+        while any(self._peers.agree([any(self._got.values())], "the end of a backward")):
+            for unit in self._order:
+                self._start(unit, again=True)
+        self._pending += self._incomplete  # complete now
+        self._incomplete = []
+        self._finish()
+        self._ready, self._position = [], 0
+
+    def _agree_on_order(self) -> list[ParamUnit]:
+        by_index = {unit.index: unit for unit in self._units}
+        used = [index for index in reversed(list(self._schedule.first())) if index in by_index]
+        used += [index for index in reversed(by_index) if index not in used]
+        used.sort(key=lambda index: by_index[index].is_shared)
+        order = torch.tensor(used, dtype=torch.int64, device="cpu")
+        return [by_index[index] for index in self._peers.broadcast(order, "the order of gradients").tolist()]
+
+    def abandon(self) -> None:
+        """A backward failed half-way: what it has not averaged is dropped."""
+        for _, charge in self._whole.values():
+            charge.release()
+        self._whole.clear()
+        self._got.clear()
+        for pending in self._pending:
+            if isinstance(pending, Pending):
+                pending.drop()
+        self._pending.clear()
+        self._incomplete = []
+        self._ready, self._position = [], 0
+
+    # --- one unit ---
+
+    def _start(self, unit: ParamUnit, *, again: bool = False) -> None:
+        incomplete = False
+        for number, shard in enumerate(unit.shards):
+            if shard.spec.stepped:
+                incomplete |= self._average(unit, shard, self._got.pop(shard, set()), f"{unit.name} ({number})")
+        if not again:
+            (self._incomplete if incomplete else self._pending).append(unit)
+
+    def _average(self, unit: ParamUnit, shard: ParamShard, got: set[int], what: str) -> bool:
+        """Starts averaging where any rank has a gradient; the reduction before this one is finished meanwhile. Returns
+        whether more may come on some rank."""
+        what = f"reducing {what}"
+        handles = [handle for handle in unit.handles if handle.shard is shard]
+        *anywhere, incomplete = self._peers.agree([*(handle.index in got for handle in handles), unit not in self._ready], what)
+        wanted = [handle for handle, wanted in zip(handles, anywhere) if wanted]
+        if not wanted:
+            return incomplete
+        if self._peers.keeps_gradients:
+            whole = self._bank.whole(shard)
+        else:
+            self._take(unit, shard)
+            whole, charge = self._whole.pop(shard)
+        for handle in wanted:
+            if handle.index not in got:
+                shard.layout.placements[handle.index].view(whole).zero_()
+
+        def done(average: torch.Tensor) -> None:
+            for handle in wanted:
+                begin, end = shard.slice_part(handle.index)
+                first = shard.own_slice[0]
+                self._bank.land_average(handle, average[begin - first : end - first])
+
+        pending = self._peers.reduce(whole, what, done)
+        if not self._peers.keeps_gradients:
+            pending.release = charge.release
+        self._finish()
+        self._pending.append(pending)
+        return incomplete
+
+    def _finish(self) -> None:
+        while self._pending:
+            pending = self._pending.pop(0)
+            if isinstance(pending, ParamUnit):
+                self._on_reduced(pending)
+                continue
+            with self._peers.traffic.stalled("reduce-scatter"):
+                pending.wait()
+
+    # --- gradients kept whole until someone looks (ZeRO-1) ---
+
+    def average(self) -> None:
+        """Every gradient that has landed becomes the average. Every rank comes here."""
+        if not self._unread:
+            return
+        self._unread = False
+        for unit in self._units:
+            for number, shard in enumerate(unit.shards):
+                if not shard.spec.stepped:
+                    continue
+                records = {handle.index: handle.grad for handle in unit.handles if handle.shard is shard}
+                got = {i for i, record in records.items() if record.state is GradState.LANDED and not record.averaged}
+                self._average(unit, shard, got, f"{unit.name} ({number})")
+        self._finish()

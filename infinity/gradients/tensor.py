@@ -1,0 +1,164 @@
+"""TODO gradients.tensor."""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ..errors import UsageError
+from ..machine.tiers import Tier
+from ..state.handle import ParamHandle
+from .record import GradState, refuse_torn
+
+if TYPE_CHECKING:
+    from .bank import GradientBank
+
+aten = torch.ops.aten
+
+
+class LandedGrad(torch.Tensor):
+    """What ``p.grad`` is: shape, dtype and place of the landed gradient; operations run on the bytes at home.
+
+    Reads, in-place writes, norms, clipping and ``GradScaler.unscale_`` act exactly as on a plain gradient. After the
+    step has consumed it, writes other than zeroing raise UsageError.
+    """
+
+    @staticmethod
+    def __new__(cls, handle: ParamHandle):
+        place = handle.shard.layout.placements[handle.index]
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, place.shape, strides=place.stride, dtype=handle.shard.spec.grad_dtype, device=handle.engine.device.where
+        )
+        tensor._infinity_grad = handle
+        return tensor
+
+    def __repr__(self, *, tensor_contents=None):
+        return f"LandedGrad({self._infinity_grad.name}, {self.detach().clone()!r})"
+
+    def __deepcopy__(self, memo):
+        return self.clone()
+
+    def tolist(self):
+        """The values, as nested lists."""
+        return self.clone().tolist()
+
+    def numpy(self, *, force: bool = False):
+        """Refused: an array would share memory that the engine reuses."""
+        raise UsageError(f"{self._infinity_grad.name}.grad.numpy(): take .clone().numpy()")
+
+    def __array__(self, *args, **kwargs):
+        return self.numpy()
+
+    @property
+    def _bank(self) -> GradientBank:
+        handle = self._infinity_grad
+        if not handle.shard.arrays:
+            raise UsageError(f"the gradient of {handle.name} went with its model")
+        if handle.grad.stand_in is not self:
+            raise UsageError(f"a gradient of {handle.name} from before zero_grad() was used: read {handle.name}.grad anew")
+        return handle.engine.gradients
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        grad = next(leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, LandedGrad))
+        with grad._infinity_grad.engine.using():
+            return cls._run(func, args, kwargs or {})
+
+    @classmethod
+    def _run(cls, func, args: tuple, kwargs: dict) -> Any:
+        subject = args[0] if args and isinstance(args[0], LandedGrad) else None
+        if subject is not None and (result := _shortcut(func, subject, args)) is not None:
+            return result
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            for grad in args[0]:  # one at a time: they need not fit in memory together
+                if isinstance(grad, LandedGrad):
+                    grad._bank.change_own(_writable(grad), lambda own: func([own], *args[1:]))
+                else:
+                    func([grad], *args[1:])
+            if landed := [grad for grad in args[0] if isinstance(grad, LandedGrad)]:
+                args[1].copy_(landed[0]._bank.peers.exchange(args[1], "overflow of gradients").amax(0))
+            return None
+        if func is aten.linalg_vector_norm.default and subject is not None and len(args) < 3 and not kwargs:
+            refuse_torn(subject._infinity_grad)
+            return subject._bank.norm(subject._infinity_grad, float(args[1]) if len(args) > 1 else 2.0)
+        grads = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, LandedGrad)]
+        mutated = _mutated_arguments(func, args, kwargs)
+        for grad in grads:
+            grad._bank  # noqa: B018 - raises for a stale one
+            refuse_torn(grad._infinity_grad)
+            if func.is_view:
+                _writable(grad).grad.viewed = True  # nobody hears of a write through the view
+                grad._infinity_grad.shard.drop_draft()
+        copied = {id(grad) for grad in grads if grad._bank.lends_copies(grad._infinity_grad)}
+        if copied and func.is_view:
+            raise UsageError(
+                f"{func} of {grads[0]._infinity_grad.name}.grad, which is at home elsewhere (on the host, or on several "
+                "ranks): a view would be of a copy. Take .clone() first."
+            )
+        # One from disk is lent in its staging slot. Several may not fit there at once: copies are lent then.
+        from_disk = [grad for grad in grads if grad._infinity_grad.shard.arrays["grad"].tier is Tier.NVME]
+        if from_disk and func.is_view:
+            raise UsageError(
+                f"{func} of {from_disk[0]._infinity_grad.name}.grad, which is at home on nvme: a view would outlive its "
+                "staging memory. Take .clone() first."
+            )
+        lent: dict[int, torch.Tensor] = {}
+
+        def lend(grad: LandedGrad) -> torch.Tensor:
+            if id(grad) not in lent:
+                write = any(grad is other for other in mutated)
+                handle = _writable(grad) if write else grad._infinity_grad
+                value = grad._bank.value(handle, write=write)
+                lent[id(grad)] = value.clone() if len(from_disk) > 1 and id(grad) not in copied else value
+            return lent[id(grad)]
+
+        lent_args, lent_kwargs = tree_map_only(LandedGrad, lend, (args, kwargs))
+        result = func(*lent_args, **lent_kwargs)
+        for grad in mutated:
+            if isinstance(grad, LandedGrad) and (len(from_disk) > 1 or id(grad) in copied):
+                grad._bank.put(grad._infinity_grad, lent[id(grad)])
+        if mutated and isinstance(result, torch.Tensor):
+            return next((grad for grad in mutated if isinstance(grad, LandedGrad)), result)
+        return result
+
+
+def _shortcut(func, subject: LandedGrad, args: tuple):
+    """Operations that need no bytes: multiplying by a number, zeroing, detaching. None for any other."""
+    if func in (aten.detach.default, aten.alias.default):
+        return subject
+    handle = subject._infinity_grad
+    if func is aten.zero_.default:
+        subject._bank.zero(handle)
+        return subject
+    if func in (aten.mul_.Tensor, aten.mul_.Scalar):
+        factor = args[1]
+        if isinstance(factor, torch.Tensor) and factor.dim() == 0 and not isinstance(factor, LandedGrad):
+            factor = subject._bank.number(factor)
+        if isinstance(factor, (int, float)):
+            # torch, too, multiplies by the number's fp32 value, in gradients of every dtype.
+            subject._bank.scale(_writable(subject), torch.tensor(factor, dtype=torch.float32, device="cpu").item())
+            return subject
+    return None
+
+
+def _writable(grad: LandedGrad) -> ParamHandle:
+    handle = grad._infinity_grad
+    refuse_torn(handle)
+    if handle.grad.state is GradState.CONSUMED:
+        raise UsageError(
+            f"{handle.name}.grad was consumed by optimizer.step(): it can be read (a view of it: of .clone()), but "
+            "changing it has no effect. Change gradients before step(), or call zero_grad() first."
+        )
+    return handle
+
+
+def _mutated_arguments(func, args: tuple, kwargs: dict) -> list:
+    """The tensors among the arguments that ``func`` writes to, by its schema."""
+    mutated = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            mutated += list(value) if isinstance(value, (list, tuple)) else [value]
+    return mutated

@@ -1,0 +1,1 @@
+"""Describes what the computer has: memory, disks, processors, devices, and the books kept on them."""

@@ -1,0 +1,246 @@
+"""TODO machine.accelerator."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+
+from .. import native
+from ..errors import CapacityError, ConfigError, StorageError
+from . import storage_guard
+from .device import Copy, Device, Event, PAST, QUEUES, SHARE_FOR_THE_ENGINE
+from .sizes import format_nbytes
+from .traffic import Traffic
+
+ORIGIN_SECONDS = 60.0  # after which event times are taken from a nearer one
+
+
+class _Streams:
+    """torch's streams and events of one device, whatever torch calls it. CUDA's have classes of their own, which older
+    torches do not mix with the general ones."""
+
+    def __init__(self, where: torch.device):
+        self._where, self._is_cuda = where, where.type == "cuda"
+
+    def new(self) -> torch.Stream:
+        return torch.cuda.Stream(self._where) if self._is_cuda else torch.Stream(device=self._where)
+
+    def current(self) -> torch.Stream:
+        return torch.cuda.current_stream(self._where) if self._is_cuda else torch.accelerator.current_stream(self._where)
+
+    def running(self, stream: torch.Stream) -> AbstractContextManager:
+        """What is computed inside runs on ``stream``."""
+        return torch.cuda.stream(stream) if self._is_cuda else stream
+
+    def event(self, *, timing: bool = False) -> torch.Event:
+        """One that a waiting thread sleeps for, where that is to be had."""
+        if self._is_cuda:
+            return torch.cuda.Event(enable_timing=timing, blocking=True)
+        return torch.Event(device=self._where, enable_timing=timing)
+
+
+class _DeviceEvent:
+    """An event of an accelerator."""
+
+    def __init__(self, event: torch.Event, streams: _Streams):
+        self.event, self._streams = event, streams
+
+    @property
+    def done(self) -> bool:
+        return self.event.query()
+
+    def precede(self) -> None:
+        if not self.event.query():
+            self._streams.current().wait_event(self.event)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class Accelerator(Device):
+    """A GPU, or whatever torch calls an accelerator: a stream for each queue."""
+
+    is_host = False
+    overlaps = True
+
+    def __init__(self, where: torch.device, traffic: Traffic):
+        """Raises ConfigError where ``where`` cannot be used."""
+        if where.index is None:
+            where = torch.device(where.type, torch.accelerator.current_device_index())
+        super().__init__(where, traffic)
+        self._streams = _Streams(where)
+        try:
+            self._queues = {name: self._streams.new() for name in QUEUES}
+            self._origin = self._streams.event(timing=True)
+            self._origin.record(self._streams.current())
+            self._origin.synchronize()
+        except RuntimeError as error:
+            told = str(error).splitlines()[0]
+            raise ConfigError(f"device {where} cannot be used: {told}. `infinity env` tells more.") from error
+        self.backend = _backend_of(where)
+        self._began = time.perf_counter()
+        self._uncounted: deque[tuple[torch.Event, torch.Event, Copy]] = deque()
+        self._watch: SimpleQueue = SimpleQueue()
+        self._watcher = threading.Thread(target=_watch, args=(self._watch, where), daemon=True, name="infinity-watch")
+        self._watcher.start()
+        self.kernels_refusal = f"there are none for {where.type}"
+        if where.type == "cuda":
+            with torch.cuda.device(where):
+                self.kernels, self.kernels_refusal = native.gpu_kernels()
+
+    def put(
+        self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), freight: Copy | None = None
+    ) -> Event:
+        stream = self._queues[queue]
+        for moment in behind:
+            if isinstance(moment, _DeviceEvent):
+                stream.wait_event(moment.event)
+            else:
+                moment.wait()
+        start, end = (self._streams.event(timing=freight is not None) for _ in range(2))
+        start.record(stream)
+        try:
+            with self._streams.running(stream):
+                work()
+        except BaseException as error:
+            stream.synchronize()  # nobody is told of what was begun
+            if isinstance(error, torch.OutOfMemoryError):
+                raise self._no_room(freight.what if freight is not None else "the engine", error) from error
+            raise
+        end.record(stream)
+        if freight is not None:
+            self.traffic.edges[freight.edge].nbytes += freight.nbytes
+            self._uncounted.append((start, end, freight))
+            self._count()
+        return _DeviceEvent(end, self._streams)
+
+    def zeros(self, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+        try:
+            return super().zeros(numel, dtype, what)
+        except torch.OutOfMemoryError as error:
+            raise self._no_room(what, error) from error
+
+    def _no_room(self, what: str, error: BaseException) -> CapacityError:
+        free = self.free_nbytes()
+        told = f" ({format_nbytes(free / SHARE_FOR_THE_ENGINE)} is free)" if free is not None else ""
+        return CapacityError(
+            f"{self.where} has no memory for {what}, which was planned{told}: activations or another process took it. Lower "
+            f"device_memory, or run fewer samples at once. The device says: {str(error).splitlines()[0]}"
+        )
+
+    def _count(self) -> None:
+        """Enters into the books how long what is over has taken."""
+        while self._uncounted and self._uncounted[0][1].query():
+            start, end, freight = self._uncounted.popleft()
+            began = self._began + self._origin.elapsed_time(start) / 1000
+            self.traffic.copied(freight.edge, 0, freight.what, began, began + start.elapsed_time(end) / 1000)
+            if time.perf_counter() - self._began > ORIGIN_SECONDS:  # times are floats: a far origin makes them coarse
+                self._origin, self._began = end, began + start.elapsed_time(end) / 1000
+
+    def now(self) -> Event:
+        event = self._streams.event()
+        event.record(self._streams.current())
+        return _DeviceEvent(event, self._streams)
+
+    @property
+    def stream_handle(self) -> int:
+        return torch.cuda.current_stream(self.where).cuda_stream
+
+    def ticket(self, moments: Iterable[Event]) -> native.Ticket | None:
+        waiting = [moment for moment in moments if not moment.done]
+        if not waiting:
+            return None
+        ticket = native.Ticket(len(waiting))
+        for moment in waiting:
+            self._watch.put((moment, ticket))
+        return ticket
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int, *, behind: Event = PAST) -> None:
+        storage_guard.open(storage)
+        if nbytes:
+            storage.resize_(nbytes)
+            return
+        # The memory goes back to the queue it came from, which must not write it before the compute has read it.
+        for moment in (self.now(), behind):
+            if isinstance(moment, _DeviceEvent):
+                self._queues["in"].wait_event(moment.event)
+        storage.resize_(0)
+        storage_guard.close(storage)
+
+    def warm(self, nbytes: int) -> None:
+        def take() -> None:
+            torch.empty(nbytes, dtype=torch.uint8, device=self.where)  # and gives it back, to the queue's part of the cache
+
+        self.put("in", take)
+
+    def free_nbytes(self) -> int | None:
+        memory = getattr(torch.get_device_module(self.where), "mem_get_info", None)
+        return int(memory(self.where)[0] * SHARE_FOR_THE_ENGINE) if memory is not None else None
+
+    def pin(self, region: native.Region) -> None:
+        if self.where.type != "cuda" or region.pinned:
+            return
+        try:
+            region.pin(self.where.index)
+        except StorageError as error:
+            raise CapacityError(f"host memory for {self.where}: {error.strerror}") from error
+
+    @property
+    def is_own_thread(self) -> bool:
+        return threading.current_thread() is self._watcher
+
+    def drain(self) -> None:
+        for stream in self._queues.values():
+            stream.synchronize()
+        self._uncounted.clear()
+
+    def close(self) -> None:
+        try:
+            for stream in self._queues.values():
+                stream.synchronize()
+        except RuntimeError:
+            pass  # the device has failed, and whoever computed on it was told
+        finally:
+            self._watch.put(None)
+            self._watcher.join()
+
+
+def _backend_of(where: torch.device) -> str | None:
+    try:
+        return dist.get_default_backend_for_device(where) if dist.is_available() else None
+    except ValueError:
+        return None
+
+
+def _watch(queue: SimpleQueue, where: torch.device) -> None:
+    """Finishes tickets as their moments come: work of the core then starts without the training thread."""
+    torch.accelerator.set_device_index(where.index)
+    while (waiting := queue.get()) is not None:
+        moment, ticket = waiting
+        try:
+            moment.wait()
+        except RuntimeError as error:
+            ticket.part_failed(str(error))
+        else:
+            ticket.part_done()
+
+
+KINDS: dict[str, Callable[[torch.device, Traffic], Device]] = {"cpu": Device}  # by torch's name; else an Accelerator
+
+
+def make_device(where: torch.device, traffic: Traffic) -> Device:
+    """The device that computes where ``where`` says. Raises ConfigError when there is none."""
+    if where.type in KINDS:
+        return KINDS[where.type](where, traffic)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None or found.type != where.type:
+        reason = f"; {native.cuda_driver()[1]}" if where.type == "cuda" and native.cuda_driver()[1] else ""
+        raise ConfigError(f"there is no device {where} here: torch {torch.__version__} finds {found or 'no accelerator'}{reason}")
+    return Accelerator(where, traffic)

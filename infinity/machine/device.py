@@ -1,0 +1,143 @@
+"""Device: what computes, and the queues that move bytes to and from it meanwhile.
+
+queue     work that runs in order, beside the compute and the other queues: ``in`` (to the device), ``out`` (from it),
+          ``step`` (the optimizer on the device)
+moment    a place in a queue, or in the compute, that other work can be put behind
+borrowed  tensors of the compute that a queue still reads: freed earlier, their memory would be written anew
+
+On a GPU a queue is a stream and a moment an event: putting one behind the other costs the host nothing. A processor runs
+its queues at once, or in threads of their own, which keep the same order: what is proved about one is true of the other.
+Memory that one stream gives to another is put in order first, so nothing needs ``record_stream``; and once the first step
+is over, what is allocated is there in the allocator's cache of the queue that asks.
+
+The compute of one model is one stream at a time: its forward and backward may run on any, but not on two at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .. import native
+from . import storage_guard
+from .heap import Heap
+from .traffic import Traffic
+
+QUEUES = ("in", "out", "step")
+
+SHARE_FOR_THE_ENGINE = 0.5  # of a GPU's free memory, where no budget is given: activations get the rest
+
+
+class Event(Protocol):
+    """A place in a queue."""
+
+    @property
+    def done(self) -> bool:
+        """Whether everything before it is over."""
+
+    def precede(self) -> None:
+        """What this thread computes from now on comes after it. Raises what its work raised, where that is known."""
+
+    def wait(self) -> None:
+        """Blocks until it is done. Raises what its work raised."""
+
+
+class _Past:
+    """A moment that is over."""
+
+    done = True
+
+    def precede(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+PAST = _Past()
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What a piece of work moves, for the books."""
+
+    edge: str
+    nbytes: int
+    what: str
+
+
+class Device:
+    """The processor: its memory is the host's, and its queues run at once."""
+
+    is_host = True  # whether what lies on the device can be used by the processor where it lies
+    overlaps = False  # whether queues run beside the compute
+    backend: str | None = None  # of process groups that reach its memory; None: that of the processor's
+
+    def __init__(self, where: torch.device, traffic: Traffic):
+        self.where, self.traffic = where, traffic
+        self._heap = Heap()
+        self.kernels: Any = None  # of the optimizer, where the processor's do not reach
+        self.kernels_refusal = "the processor has its own"
+
+    def put(
+        self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), freight: Copy | None = None
+    ) -> Event:
+        """Runs ``work`` in ``queue``, behind what is in it and behind the given moments."""
+        if freight is None:
+            work()
+        else:
+            with self.traffic.copying(freight.edge, freight.nbytes, freight.what):
+                work()
+        return PAST
+
+    def now(self) -> Event:
+        """After everything that was computed so far."""
+        return PAST
+
+    @property
+    def stream_handle(self) -> int:
+        """Of the stream that runs now, for the kernels."""
+        return 0
+
+    def ticket(self, moments: Iterable[Event]) -> native.Ticket | None:
+        """What work of the core can be put behind: finishes with ``moments``. None when they are over."""
+        return None
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int, *, behind: Event = PAST) -> None:
+        """Gives ``storage`` memory (called inside work of the queue ``in``), or takes it away, after all that was computed
+        so far and ``behind``."""
+        storage_guard.open(storage)
+        freed = storage.nbytes()
+        storage.resize_(nbytes)
+        if freed and not nbytes:
+            self._heap.freed(freed)
+        if not nbytes:
+            storage_guard.close(storage)
+
+    def zeros(self, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+        """A flat array on the device. Raises CapacityError when it has no room."""
+        return torch.zeros(numel, dtype=dtype, device=self.where)
+
+    def warm(self, nbytes: int) -> None:
+        """Has the allocator keep ``nbytes`` in one piece for the queue ``in``: what comes and goes there is cut from it."""
+
+    def free_nbytes(self) -> int | None:
+        """Memory for the engine where no budget is given; None: as much as the host has."""
+        return None
+
+    def pin(self, region: native.Region) -> None:
+        """Makes copies between ``region`` and the device run beside the host."""
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether a thread of the device itself runs this, which must not wait for the device."""
+        return False
+
+    def drain(self) -> None:
+        """Waits until every queue is empty. What its work raised is told to whoever waits for that work."""
+
+    def close(self) -> None:
+        """Ends the queues, after what is in them. A second call does nothing."""

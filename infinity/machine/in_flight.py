@@ -1,0 +1,35 @@
+"""TODO machine.in_flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from .device import Event, PAST
+
+
+class InFlight:
+    """Tensors that queues still read. When they are more than ``limit_nbytes`` the compute waits for the oldest."""
+
+    def __init__(self, limit_nbytes: int):
+        self._limit = limit_nbytes
+        self._held: deque[tuple[Event, torch.Tensor, Callable[[], None]]] = deque()
+        self._nbytes = 0
+
+    def emptied(self) -> InFlight:
+        """The same without tensors: nothing is read any more."""
+        return InFlight(self._limit)
+
+    def keep(self, tensor: torch.Tensor, moment: Event, then: Callable[[], None] = lambda: None) -> None:
+        """Keeps ``tensor`` until ``moment``, and calls ``then``."""
+        if moment is PAST:
+            return
+        self._held.append((moment, tensor, then))
+        self._nbytes += tensor.nbytes
+        while self._held and (self._nbytes > self._limit or self._held[0][0].done):
+            moment, tensor, then = self._held.popleft()
+            moment.precede()
+            self._nbytes -= tensor.nbytes
+            then()

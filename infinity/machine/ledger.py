@@ -1,0 +1,44 @@
+"""Ledger: what every tier is charged, against its budget.
+
+charge  bytes of a tier that someone holds, for as long as it is held
+plan    the most a tier is expected to be charged, known before the first step
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .. import native
+from ..errors import CapacityError
+from .sizes import format_nbytes
+from .tiers import BUDGETS, Tier
+
+
+@dataclass
+class Ledger:
+    """Charges every byte the engine holds to its tier and refuses what exceeds the budget.
+
+    ``accounts``: of each tier, the bytes charged now, the most that ever were, those planned, and the limit (None: none was
+    given). A charge is a :class:`native.Charge`, which gives the bytes back when it is released or nobody holds it.
+    """
+
+    accounts: dict[Tier, native.Account] = field(default_factory=lambda: {tier: native.Account() for tier in Tier})
+
+    def reserve(self, tier: Tier, nbytes: int, what: str, *, passing: bool = False) -> native.Charge:
+        """Charges ``nbytes`` for ``what``. ``passing``: for no longer than the forward or backward that is running. Raises
+        CapacityError, with nothing charged, when over the budget."""
+        account = self.accounts[tier]
+        charge = account.charge(nbytes, passing)
+        if charge is None:
+            charged, budget = account.charged_nbytes, account.budget_nbytes
+            raise CapacityError(
+                f"{what} needs {format_nbytes(nbytes)} of {tier} memory, but {format_nbytes(charged)} "
+                f"of {format_nbytes(budget)} is in use. Raise Config({BUDGETS[tier]}=...) by at least "
+                f"{format_nbytes(charged + nbytes - budget)}."
+            )
+        return charge
+
+    def forget_passing(self) -> None:
+        """Gives back what was charged for a forward or backward that was given up, whoever still refers to it."""
+        for account in self.accounts.values():
+            account.forget_passing()

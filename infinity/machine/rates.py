@@ -1,0 +1,56 @@
+"""TODO machine.rates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from .. import native
+from . import disk_profile
+
+PROBE_NBYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second; ``disk_*`` are None without a disk."""
+
+    memory: float  # read and written by a copy
+    checksum: float
+    disk_read: float | None = None
+    disk_write: float | None = None
+    disk_mixed: float | None = None
+
+    @classmethod
+    def measure(cls, nvme_paths: Sequence[str]) -> Rates:
+        """Of this machine; the disk's from its profile, which is kept."""
+        found = disk_profile.rates(nvme_paths) if nvme_paths else (None, None, None)
+        return cls(memory_rate(), checksum_rate(), *found)
+
+
+@cache
+def memory_rate() -> float:
+    """Bytes per second that a copy reads and writes in memory, measured once per process."""
+    source = torch.ones(PROBE_NBYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * PROBE_NBYTES / _best(lambda: target.copy_(source))
+
+
+@cache
+def checksum_rate() -> float:
+    """Bytes per second that one thread checks, measured once per process."""
+    source = torch.ones(PROBE_NBYTES, dtype=torch.uint8)
+    return PROBE_NBYTES / _best(lambda: native.crc32c(source))
+
+
+def _best(work) -> float:
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,42 @@
+"""TODO machine.sizes."""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import ConfigError
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[_letter + "ib"] = _UNITS[_letter] = 1024**_power
+    _UNITS[_letter + "b"] = 1000**_power
+
+MOST_NBYTES = 1 << 60  # of a budget
+
+
+def parse_nbytes(value: int | str | None, name: str) -> int | None:
+    """Bytes from ``48_000_000``, ``"48GiB"`` or ``"1.5 GB"``; None stays None. Raises ConfigError naming ``name``."""
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_NBYTES:
+        return value
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)):
+        number, unit = match.groups()
+        if unit.lower() in _UNITS and (nbytes := float(number) * _UNITS[unit.lower()]) <= MOST_NBYTES:
+            return int(nbytes)
+    shown = repr(value) if len(str(value)[:100]) < 100 else f"{str(value)[:60]!r}..."
+    raise ConfigError(f"{name}={shown} is not a size: give bytes as a whole number, or text such as '48GiB' or '500MB'")
+
+
+def format_nbytes(nbytes: float) -> str:
+    """``1536`` -> ``"1.5 KiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple

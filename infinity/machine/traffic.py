@@ -1,0 +1,73 @@
+"""Traffic: what moved over each edge between two tiers, and how long the step waited for it. Timeline: when.
+
+busy    seconds with at least one transfer in flight on the edge
+stall   seconds the training thread stood still for it
+lane    what happens at one place: an edge, the forward, the optimizer; work that overlaps in a lane gets rows of its own
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from .timeline import COLLECTIVES, EDGES, Timeline
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EdgeTraffic:
+    """Totals of one edge since the model was wrapped."""
+
+    nbytes: int = 0
+    busy_seconds: float = 0.0
+    stall_seconds: float = 0.0
+
+
+@dataclass
+class Traffic:
+    """The four edges of one engine, what it receives from other ranks, and its timeline where one is kept."""
+
+    edges: dict[str, EdgeTraffic] = field(default_factory=lambda: {edge: EdgeTraffic() for edge in EDGES})
+    collectives: dict[str, EdgeTraffic] = field(default_factory=lambda: {name: EdgeTraffic() for name in COLLECTIVES})
+    timeline: Timeline | None = None
+
+    def mark(self, lane: str, name: str, start: float, end: float | None = None, **details) -> None:
+        """Puts work that ended now (or at ``end``) on the timeline."""
+        if self.timeline is not None:
+            self.timeline.add(lane, name, start, time.perf_counter() if end is None else end, **details)
+
+    @contextmanager
+    def stalled(self, edge: str, what: str = "") -> Iterator[None]:
+        """Counts the block's duration as time the training thread stood still for ``edge``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            counted = self.edges.get(edge) or self.collectives[edge]
+            counted.stall_seconds += time.perf_counter() - start
+            self.mark("stalled", f"{edge} {what}".strip(), start)
+
+    def copied(self, edge: str, nbytes: int, what: str, start: float, end: float) -> None:
+        """Counts a copy that was made beside the training thread."""
+        traffic = self.edges[edge]
+        traffic.nbytes += nbytes
+        traffic.busy_seconds += end - start
+        self.mark(edge, what, start, end)
+
+    @contextmanager
+    def copying(self, edge: str, nbytes: int, what: str = "") -> Iterator[None]:
+        """Counts a copy of ``nbytes`` made by the training thread itself: busy and stalled are the same."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            traffic = self.edges[edge]
+            traffic.nbytes += nbytes
+            traffic.busy_seconds += seconds
+            traffic.stall_seconds += seconds
+            self.mark(edge, what, start, nbytes=nbytes)

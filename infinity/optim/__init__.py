@@ -1,0 +1,1 @@
+"""Recognises optimizers and steps their state at home."""

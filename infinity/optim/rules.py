@@ -1,0 +1,183 @@
+"""Rules: which optimizer's formula the kernels run, recognised exactly, and what of its settings they honour.
+
+rule   the formula: ADAMW, ADAM, SGD or LION
+
+An optimizer is taken over only if the ``step`` that would run is the known one. torch's are told by their code, so a subclass with
+a step of its own, or one patched on the instance or on the class, is refused. Lion is not torch's: a class of that name is tried on
+a tensor of our own, against the formula of https://arxiv.org/abs/2302.06675, Algorithm 2.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .. import native
+from ..errors import ConfigError, UsageError
+
+SUPPORTED = "torch.optim.AdamW, Adam, SGD (with or without momentum), and Lion (lr, betas, weight_decay)"
+TORCHS = {torch.optim.AdamW: "Adam.step", torch.optim.Adam: "Adam.step", torch.optim.SGD: "SGD.step"}
+OPTIM = os.path.dirname(torch.optim.__file__) + os.sep
+NOT_HONOURED = ("amsgrad", "differentiable", "capturable", "caution", "cautious")  # flags of a group
+
+
+def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
+    """The rule of ``optimizer``. Raises ConfigError for one whose step is not exactly a known one."""
+    kind = type(optimizer)
+    name = kind.__name__
+    if isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        raise ConfigError(
+            f"{name} is a wrapper around {type(inner).__name__}: give wrap_model the {type(inner).__name__} itself, and put the "
+            "wrapper around what wrap_model returns (with Accelerate: wrap_model first, then accelerator.prepare)"
+        )
+    base = next((torchs for torchs in TORCHS if isinstance(optimizer, torchs)), None)
+    if base is None and name != "Lion":
+        raise ConfigError(f"optimizer {name} is not supported. Supported are {SUPPORTED}.")
+    own = _plain_step(vars(optimizer)["step"]) if "step" in vars(optimizer) else None
+    runs = _plain_step(kind.step)
+    if own is not None and own is not runs:
+        raise _other_step(name, "was replaced on the object", own)
+    if base is None:
+        if not _is_torchs(runs, "Optimizer.step"):  # else it has no step: its name and hyperparameters say what it stands for
+            _try_lion(optimizer)
+        rule = native.Rule.LION
+    else:
+        if not _is_torchs(runs, TORCHS[base]):
+            raise _other_step(name, "is not torch's", runs)
+        if kind is not base and (other := _overridden(kind, base)):
+            raise ConfigError(
+                f"optimizer {name} has a {other}() of its own, which would not run: its update runs in the engine's kernels. "
+                f"Use torch.optim.{base.__name__}, or keep this model unwrapped."
+            )
+        rule = native.Rule.SGD if base is torch.optim.SGD else _adams(optimizer.param_groups, base)
+    check_groups(rule, optimizer.param_groups, moments=len(moment_names(rule, optimizer.param_groups)))
+    return rule
+
+
+def check_groups(rule: native.Rule, groups: Iterable[Mapping[str, Any]], *, moments: int) -> None:
+    """Raises ConfigError where ``groups`` ask for what the kernels of ``rule`` do not do; ``moments``: arrays per parameter there
+    are. What is neither a setting of the rule nor a flag is the user's own, and is let be."""
+    for i, group in enumerate(groups):
+        for flag in NOT_HONOURED:
+            if group.get(flag):
+                raise ConfigError(f"the optimizer's group {i} has {flag}=True, which is not supported: set {flag}=False")
+        if rule in (native.Rule.ADAM, native.Rule.ADAMW) and "decoupled_weight_decay" in group:
+            if bool(group["decoupled_weight_decay"]) != (rule == native.Rule.ADAMW):
+                raise ConfigError(
+                    f"the optimizer's group {i} has decoupled_weight_decay={group['decoupled_weight_decay']}, and it was wrapped as "
+                    f"{rule.name}: all groups are Adam's or all are AdamW's. unwrap_model first, change it, and wrap again."
+                )
+        if rule == native.Rule.SGD and not moments and group["momentum"] != 0:
+            raise ConfigError(
+                f"the optimizer's group {i} has momentum={group['momentum']}, and it was wrapped without momentum, so that there is "
+                "no room for its buffer. unwrap_model first, set the momentum, and wrap again."
+            )
+
+
+def moment_names(rule: native.Rule, groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """torch's name of each moment the optimizer keeps -> the shard's array for it."""
+    if rule == native.Rule.SGD:
+        moving = any(group["momentum"] != 0 for group in groups)
+        return {"momentum_buffer": "exp_avg"} if moving else {}
+    if rule == native.Rule.LION:
+        return {"exp_avg": "exp_avg"}
+    return {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+def saved_step(state: Mapping[str, Any]) -> int:
+    """Steps taken, by torch's state of one parameter. SGD counts none: that its buffer exists means the first is past."""
+    started = any(value is not None for name, value in state.items() if name != "step")
+    return int(state.get("step", started))
+
+
+def refuse_flags(rule: native.Rule, groups: Iterable[Mapping[str, Any]], *, moments: int, where: str) -> None:
+    """:func:`check_groups` of what comes after the wrap. Raises UsageError that says ``where`` it came from."""
+    try:
+        check_groups(rule, groups, moments=moments)
+    except ConfigError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def _plain_step(step: Callable) -> Callable:
+    """``step`` without what torch itself puts around: its profiler, its ``differentiable``, and a scheduler that counts steps."""
+    step = getattr(step, "__func__", step)
+    while (inner := getattr(step, "__wrapped__", None)) is not None and _file(step) in ("optimizer.py", "lr_scheduler.py"):
+        step = inner  # functools.wraps copies names and attributes, but not the code
+    return step
+
+
+def _file(function: Callable) -> str:
+    """The file of torch.optim that ``function`` is written in; empty for any other."""
+    path = getattr(getattr(function, "__code__", None), "co_filename", "")
+    return path.removeprefix(OPTIM) if path.startswith(OPTIM) else ""
+
+
+def _is_torchs(step: Callable, name: str) -> bool:
+    return bool(_file(step)) and step.__code__.co_qualname == name
+
+
+def _overridden(kind: type, base: type) -> str:
+    """The first method that takes part in a step and that ``kind`` has in place of ``base``'s; empty for none."""
+    between = kind.__mro__[: kind.__mro__.index(base)]
+    names = ("_init_group", "__getattribute__", "__setattr__")
+    return next((name for name in names for each in between if name in vars(each)), "")
+
+
+def _other_step(name: str, how: str, step: Callable) -> ConfigError:
+    code = getattr(step, "__code__", None)
+    place = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
+    return ConfigError(
+        f"optimizer {name}: its step(){place} {how}, and would not run: the update runs in the engine's kernels. Supported are "
+        f"{SUPPORTED}. For more at each step use optimizer.register_step_pre_hook() and register_step_post_hook()."
+    )
+
+
+def _adams(groups: Iterable[Mapping[str, Any]], base: type) -> native.Rule:
+    decoupled = {bool(group.get("decoupled_weight_decay", base is torch.optim.AdamW)) for group in groups}
+    if len(decoupled) > 1:
+        raise ConfigError("the optimizer's groups mix Adam and AdamW (decoupled_weight_decay): use one of them")
+    return native.Rule.ADAMW if decoupled == {True} else native.Rule.ADAM
+
+
+def _try_lion(optimizer: torch.optim.Optimizer) -> None:
+    """Three steps of ``optimizer``'s class on a tensor of our own. Raises ConfigError where they are not Lion's."""
+    kind, settings = type(optimizer), {"lr": 0.1, "betas": (0.6, 0.8), "weight_decay": 0.3}
+    for i, group in enumerate(optimizer.param_groups):
+        if missing := {"lr", "betas"} - set(group):
+            raise ConfigError(f"optimizer Lion: group {i} has no {', '.join(sorted(missing))}. Supported are {SUPPORTED}.")
+        decay = settings["weight_decay"] if "weight_decay" in group else 0.0
+        param = torch.nn.Parameter(torch.linspace(-1, 1, 16))
+        trial = kind.__new__(kind)
+        own = {name: value for name, value in vars(optimizer).items() if name not in ("step", "state", "param_groups")}
+        for name, value in own.items():  # the trial is not to change what is the user's
+            trial.__dict__[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
+        trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        trial.state = defaultdict(dict)
+        trial.param_groups = [group | {key: value for key, value in settings.items() if key in group} | {"params": [param]}]
+        expected, moment = param.detach().clone(), torch.zeros(16)
+        sign = -1.0 if group.get("maximize") else 1.0
+        try:
+            for turn in range(3):
+                grad = torch.cos(torch.arange(16.0) * (turn + 1)) * 0.1
+                param.grad = grad.clone()
+                trial.step()
+                direction = (0.6 * moment + 0.4 * sign * grad).sign()
+                expected = expected * (1 - 0.1 * decay) - 0.1 * direction
+                moment = 0.8 * moment + 0.2 * sign * grad
+        except Exception as error:  # noqa: BLE001 - whatever its class raises
+            raise ConfigError(
+                f"optimizer Lion: a step of it on a small tensor on the CPU raised {error!r}. Supported are {SUPPORTED}."
+            ) from error
+        if not trial.state and torch.equal(param, torch.linspace(-1, 1, 16)):
+            continue  # nor has one that does nothing
+        kept = trial.state[param].get("exp_avg") if param in trial.state else None
+        if not torch.allclose(param, expected, atol=1e-5) or kept is None or not torch.allclose(kept, moment, atol=1e-5):
+            raise ConfigError(
+                f"optimizer Lion of {kind.__module__} does not step as Lion does (arXiv 2302.06675), with the settings of its group {i}: "
+                f"its update runs in the engine's kernels. Supported are {SUPPORTED}."
+            )

@@ -1,0 +1,47 @@
+"""TODO planning.activation_choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class ActivationChoice(Enum):
+    """What is done with what a block saves."""
+
+    KEEP = "kept"
+    SEND = "sent"
+    RECOMPUTE = "recomputed"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One block: bytes that its forward saves, seconds that it takes, and whether it may be run again."""
+
+    nbytes: int
+    seconds: float
+    is_repeatable: bool
+
+
+def choose(blocks: Sequence[Measured], *, device_nbytes: int, host_nbytes: float, send_rate: float) -> list[ActivationChoice]:
+    """The choices that cost least: on the device stays what would cost most, by its bytes, to do without. ``send_rate``: bytes
+    per second there and back. Of equal blocks the last stay: the backward needs them first."""
+
+    def cost(block: Measured) -> float:
+        sending = block.nbytes / send_rate
+        return min(sending, block.seconds) if block.is_repeatable else sending
+
+    if sum(block.nbytes for block in blocks) <= device_nbytes:
+        return [ActivationChoice.KEEP] * len(blocks)
+    room = device_nbytes - max(block.nbytes for block in blocks)  # one block at a time is there while it is run again
+    choices = [ActivationChoice.SEND] * len(blocks)
+    for index in sorted(range(len(blocks)), key=lambda i: (cost(blocks[i]) / max(1, blocks[i].nbytes), i), reverse=True):
+        block = blocks[index]
+        if block.nbytes <= room:
+            choices[index], room = ActivationChoice.KEEP, room - block.nbytes
+        elif block.is_repeatable and (block.seconds < block.nbytes / send_rate or block.nbytes > host_nbytes):
+            choices[index] = ActivationChoice.RECOMPUTE
+        else:
+            host_nbytes -= block.nbytes
+    return choices

@@ -1,0 +1,105 @@
+"""TODO planning.budgets."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+
+from ..config.config import Config
+from ..errors import CapacityError
+from ..machine import limits
+from ..machine.device import Device
+from ..machine.sizes import format_nbytes
+from ..machine.tiers import BUDGETS, Tier
+from ..state.shard_spec import SCALES
+from .memory_plan import MemoryPlan
+from .unit_sizes import STATE, UnitSize
+
+SHARED = (Tier.DEVICE, Tier.HOST)  # one memory, where the processor computes
+
+
+class Budgets:
+    """What the tiers may be charged. Where the processor computes, device and host are one memory: what is not given of them is
+    shared, or what the given one leaves."""
+
+    def __init__(self, config: Config, free: Mapping[Tier, int] | None, device: Device):
+        self._of = {tier: getattr(config, BUDGETS[tier]) for tier in Tier}
+        open_tiers = [tier for tier, given in self._of.items() if given is None]
+        for tier in open_tiers:
+            self._of[tier] = free[tier] if free is not None else measured_free(tier, config, device)
+        self.shared: int | None = None  # bytes of device and host together
+        if device.is_host and set(SHARED) <= set(open_tiers):
+            self.shared = self._of[Tier.HOST]
+
+    def __getitem__(self, tier: Tier) -> int:
+        return self._of[tier]
+
+    def over(self, plan: MemoryPlan) -> dict[Tier, int]:
+        """By how much ``plan`` is too large; empty where it fits."""
+        found = {tier: more for tier in Tier if (more := plan.planned_nbytes(tier) - self._of[tier]) > 0}
+        if self.shared is not None:
+            more = plan.planned_nbytes(Tier.DEVICE) + plan.planned_nbytes(Tier.HOST) - self.shared
+            if more > max(found.get(Tier.DEVICE, 0), found.get(Tier.HOST, 0)):
+                found[Tier.HOST] = more
+        return found
+
+    def excess(self, plan: MemoryPlan) -> tuple[int, int]:
+        """How far a plan is from fitting: budgets that are too small, then bytes. The nearest one is worth an error."""
+        over = self.over(plan)
+        return len(over), sum(over.values())
+
+    def left(self, plan: MemoryPlan) -> dict[Tier, int]:
+        """What ``plan`` leaves of every tier. Of a memory that two tiers share each has all of it."""
+        left = {tier: self._of[tier] - plan.planned_nbytes(tier) for tier in Tier}
+        if self.shared is not None:
+            left |= dict.fromkeys(SHARED, self.shared - sum(plan.planned_nbytes(tier) for tier in SHARED))
+        return left
+
+
+def measured_free(tier: Tier, config: Config, device: Device | None = None) -> int:
+    """Bytes of ``tier`` that a plan may use now. Without a GPU the device is this machine's memory. Of memory a part is left to what
+    the engine does not hold (:mod:`infinity.machine.limits`); of a GPU's, to activations."""
+    if tier is Tier.DEVICE and device is not None and (free := device.free_nbytes()) is not None:
+        return free
+    if tier is not Tier.NVME:
+        return limits.for_the_engine(limits.memory_left())
+    return sum(shutil.disk_usage(path).free for path in config.nvme_paths)
+
+
+def no_room_for_drafts(plan: MemoryPlan, units: Sequence[UnitSize], budgets: Budgets) -> CapacityError:
+    sizes = [sum(shard.nbytes(name) for shard in unit.shards for name in (*STATE, *SCALES.values())) for unit in units
+             if any(shard.spec.stepped for shard in unit.shards)]  # fmt: skip
+    if all(plan.tiers_of(index)["weight"] is Tier.DEVICE for index in range(len(units))):
+        return CapacityError(
+            "speculate=True: all weights are at home on the device, which computes with the home itself, so that nothing can be "
+            "updated beside it. Give the weights a lower home, Config(params='host') or 'nvme', or leave speculate=False."
+        )
+    left = ", ".join(f"{format_nbytes(nbytes)} on {tier}" for tier, nbytes in budgets.left(plan).items())
+    return CapacityError(
+        f"speculate=True: no unit has room for a second copy of its state ({format_nbytes(min(sizes))} for the smallest), on "
+        f"the tier that is its home; left are {left}. Raise host_memory or nvme_capacity by that, keep the weights at home on "
+        "the host or on NVMe, or leave speculate=False."
+    )
+
+
+REMEDIES = {
+    Tier.DEVICE: "or give the weights a lower home: Config(params='host')",
+    Tier.HOST: "or move more to disk: Config(params='nvme', optimizer='nvme', nvme_paths=[...])",
+    Tier.NVME: "or keep more on the host: Config(optimizer='host')",
+}
+
+
+def budget_too_small(plan: MemoryPlan, tier: Tier, budgets: Budgets, config: Config) -> CapacityError:
+    budget, parts = budgets[tier], dict(plan.terms[tier])
+    if tier is Tier.HOST and budgets.shared is not None:  # the processor computes in the same memory
+        budget = budgets.shared
+        parts |= {f"{what} (to compute with)": nbytes for what, nbytes in plan.terms[Tier.DEVICE].items()}
+    needed = sum(parts.values())
+    terms = ", ".join(f"{what} {format_nbytes(nbytes)}" for what, nbytes in parts.items())
+    name = BUDGETS[tier]
+    given = f"{name} is" if getattr(config, name) is not None else f"{name} was not given and what may be used of what is free is"
+    where = f" at {', '.join(config.nvme_paths)}" if tier is Tier.NVME else ""
+    return CapacityError(
+        f"{given} {format_nbytes(budget)} ({budget} bytes){where}, but the least that works here is {format_nbytes(needed)} "
+        f"({needed} bytes): {terms}. Raise {name} by {format_nbytes(needed - budget)}, {REMEDIES[tier]}."
+    )

@@ -1,0 +1,12 @@
+"""TODO planning.device_slots."""
+
+from __future__ import annotations
+
+DEVICE_SLOTS = 3
+DEVICE_CHUNK = 4 * 1024 * 1024  # elements of one slot
+SLOT_ALIGNMENT = 256  # bytes, of each array in a slot
+
+
+def device_slot_nbytes(nbytes_per_element: float, numel: int) -> int:
+    """Bytes of a slot for arrays of so many bytes per element in all, of shards of up to ``numel`` elements."""
+    return int(nbytes_per_element * min(DEVICE_CHUNK, numel)) + 8 * SLOT_ALIGNMENT

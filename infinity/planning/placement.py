@@ -1,0 +1,170 @@
+"""TODO planning.placement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from .. import native
+from ..config.config import Config
+from ..machine.device import Device
+from ..machine.tiers import Tier
+from ..state.shard_spec import ARRAYS, SCALES
+from .budgets import Budgets, SHARED
+from .device_slots import DEVICE_SLOTS
+from .memory_plan import MemoryPlan, term_of
+from .slots import needed_device_slot_nbytes
+from .unit_sizes import CHECKSUMMED, STATE, UnitSize
+
+# Arrays that move together. A step moves each byte of the weights four times, of the state twice: weights come first.
+TOGETHER = {"weights": ("weight",), "optimizer state": ("master", "exp_avg", "exp_avg_sq")}
+
+
+def use_what_is_left(
+    plan: MemoryPlan, units: Sequence[UnitSize], config: Config, budgets: Budgets, device: Device
+) -> MemoryPlan:
+    """What the budgets have left holds second copies of state, where updates are made ahead, and units of a slower home: for good where the home is "auto", as a cache where it is
+    NVMe by name. It is always the same part, so it is there at every step."""
+    filling = Placement(plan, units, budgets)
+    if not device.is_host:
+        # A unit is there with all of its state, and needs no transfer at all; or its weights pass, and its state stays
+        # where the processor steps it.
+        if device.kernels is not None:
+            if config.params == config.optimizer == "auto":
+                filling.place_whole(Tier.DEVICE)
+            filling.add_device_slots()
+        filling.widen_window()
+    elif config.params == "auto" and config.device_memory is not None:
+        filling.place("weights", Tier.DEVICE)
+    for what, home in (("weights", config.params), ("optimizer state", config.optimizer)):
+        if plan.tiers[TOGETHER[what][0]] is not Tier.NVME:
+            continue
+        if home == "auto":
+            filling.place(what, Tier.HOST)
+        elif config.host_memory is not None and config.activations != "host":
+            filling.cache(what)
+    if config.speculate:
+        filling.add_drafts(device)
+    return filling.result()
+
+
+class Placement:
+    """A plan on its way to using more of the faster tiers."""
+
+    def __init__(self, plan: MemoryPlan, units: Sequence[UnitSize], budgets: Budgets):
+        self._plan, self._units = plan, units
+        self._spare, self._shares = budgets.left(plan), budgets.shared is not None
+        self._terms = {tier: dict(of_tier) for tier, of_tier in plan.terms.items()}
+        self._placed: dict[str, dict[int, Tier]] = {}
+        self._kept: dict[str, frozenset[int]] = {}
+
+    def place(self, what: str, tier: Tier) -> None:
+        """Gives units a home on ``tier`` instead of the plan's."""
+        names = TOGETHER[what]
+        home = self._plan.tiers[names[0]]
+        if home is tier:
+            return
+        chosen, nbytes = self._choose(names, tier, all_of_them=True)
+        if chosen:
+            self._terms[tier][what] = self._terms[tier].get(what, 0) + nbytes
+            self._terms[home][what] -= nbytes
+            self._take(home, -nbytes)
+            for name in names:
+                self._placed.setdefault(name, {}).update(dict.fromkeys(chosen, tier))
+
+    def place_whole(self, tier: Tier) -> None:
+        """Gives units a home on ``tier`` with all of their arrays, gradients too."""
+        for index in sorted(range(len(self._units)), key=lambda index: self._units[index].weight_nbytes):
+            unit, tiers = self._units[index], self._plan.tiers_of(index)
+            sizes = {name: sum(shard.nbytes(name) for shard in unit.shards) for name in ARRAYS}
+            moved = {name: nbytes for name, nbytes in sizes.items() if nbytes and tiers[name] is not tier}
+            nbytes = sum(moved.values())
+            if not moved or nbytes > self._spare[tier] or unit.tile_nbytes or unit.is_sliced:
+                continue
+            for name, size in moved.items():
+                self._terms[tiers[name]][term_of(name)] -= size
+                self._spare[tiers[name]] += size
+                self._terms[tier][term_of(name)] = self._terms[tier].get(term_of(name), 0) + size
+                self._spare[tier] -= size
+                self._placed.setdefault(name, {})[index] = tier
+
+    def add_device_slots(self) -> None:
+        """Lets the device step a part of the state on the host, where there is room for that."""
+        slot = needed_device_slot_nbytes(self._units)
+        if not self._plan.device_slot_nbytes and slot and DEVICE_SLOTS * slot <= self._spare[Tier.DEVICE]:
+            self._terms[Tier.DEVICE]["optimizer slots"] = DEVICE_SLOTS * slot
+            self._spare[Tier.DEVICE] -= DEVICE_SLOTS * slot
+            self._plan = replace(self._plan, device_slot_nbytes=slot)
+
+    def widen_window(self) -> None:
+        """Gives gathered weights what is left: they then need not be copied again for the backward."""
+        passing = sum(unit.weight_nbytes for index, unit in enumerate(self._units)
+                      if not unit.tile_nbytes and index not in self._placed.get("weight", ()))  # fmt: skip
+        window = self._plan.device_window_nbytes
+        wider = min(passing, window + self._spare[Tier.DEVICE])
+        if 0 < window != wider:
+            self._terms[Tier.DEVICE]["gathered weights"] += wider - window
+            self._spare[Tier.DEVICE] -= wider - window
+            self._plan = replace(self._plan, device_window_nbytes=wider)
+
+    def cache(self, what: str) -> None:
+        """Keeps units' NVMe homes on the host. Their places on disk stay reserved, and the largest unit stays there."""
+        names = TOGETHER[what]
+        chosen, nbytes = self._choose(names, Tier.HOST, all_of_them=False)
+        if chosen:
+            self._terms[Tier.HOST][f"{what} kept from NVMe"] = nbytes
+            self._kept |= dict.fromkeys(names, frozenset(chosen))
+
+    def add_drafts(self, device: Device) -> None:
+        """Gives units a second copy of their state beside it. None where the device computes with the home itself, or steps
+        what lies there. The last units come first: their gradients are the first to land."""
+        drafted = set()
+        for index in reversed(range(len(self._units))):
+            unit, kept = self._units[index], self._plan_kept(index)
+            tiers = {name: self._placed.get(name, {}).get(index, tier) for name, tier in self._plan.tiers.items()}
+            needed: dict[Tier, int] = {}
+            for name in (*STATE, *SCALES.values()):
+                tier = Tier.HOST if name in kept else tiers[name]
+                nbytes = sum(shard.nbytes(name) for shard in unit.shards if shard.spec.stepped)
+                needed[tier] = needed.get(tier, 0) + nbytes
+            needed = {tier: nbytes for tier, nbytes in needed.items() if nbytes}
+            on_disk = needed.get(Tier.NVME, 0)
+            checksums = 4 * (on_disk // native.CHECKSUM_NBYTES + CHECKSUMMED * len(unit.shards)) if on_disk else 0
+            stays = tiers["weight"] is Tier.DEVICE and not unit.is_sliced
+            if not needed or stays or (Tier.DEVICE in needed and not device.is_host):
+                continue
+            charges = [(tier, "state of updates made ahead", nbytes) for tier, nbytes in needed.items()]
+            if self._has_room(needed | {Tier.HOST: needed.get(Tier.HOST, 0) + checksums}):
+                drafted.add(index)
+                for tier, what, nbytes in [*charges, (Tier.HOST, "checksums", checksums)]:
+                    self._take(tier, nbytes)
+                    self._terms[tier][what] = self._terms[tier].get(what, 0) + nbytes
+        self._plan = replace(self._plan, drafted=frozenset(drafted))
+
+    def _has_room(self, needed: Mapping[Tier, int]) -> bool:
+        """Whether all of ``needed`` fits at once."""
+        together = sum(needed.get(tier, 0) for tier in SHARED) if self._shares else 0
+        return all(nbytes <= self._spare[tier] for tier, nbytes in needed.items()) and together <= self._spare[Tier.HOST]
+
+    def _take(self, tier: Tier, nbytes: int) -> None:
+        for each in SHARED if self._shares and tier in SHARED else (tier,):
+            self._spare[each] -= nbytes
+
+    def _plan_kept(self, index: int) -> set[str]:
+        return {name for name, units in self._kept.items() if index in units}
+
+    def _choose(self, names: Sequence[str], tier: Tier, *, all_of_them: bool) -> tuple[list[int], int]:
+        """The units that fit what is left of ``tier``, smallest first, and their bytes."""
+        sizes = [sum(shard.nbytes(name) for shard in unit.shards for name in names) for unit in self._units]
+        by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
+        chosen = []
+        for index in by_size if all_of_them else by_size[:-1]:
+            placed = index in self._placed.get(names[0], ())
+            tiled = tier is Tier.DEVICE and self._units[index].tile_nbytes
+            if 0 < sizes[index] <= self._spare[tier] and not placed and not tiled:
+                self._take(tier, sizes[index])
+                chosen.append(index)
+        return chosen, sum(sizes[index] for index in chosen)
+
+    def result(self) -> MemoryPlan:
+        return replace(self._plan, terms=self._terms, placed=self._placed, kept=self._kept)

@@ -1,0 +1,111 @@
+"""MemoryPlan: which array lives on which tier, and how much every part of the engine may hold, before anything moves.
+
+A plan is made from sizes alone. It is the sum of its terms, each with a reason; the ledger then holds every part to
+it. When a budget is too small for the most generous plan, smaller ones are tried in order, and when none fits the
+error says what the least workable budget is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..config.config import Config
+from ..errors import ConfigError
+from ..machine.device import Device
+from ..machine.tiers import Tier
+from ..machine.traffic import Traffic
+from .budgets import budget_too_small, Budgets, no_room_for_drafts
+from .memory_plan import LADDER, lay_out_memory, MemoryPlan
+from .placement import use_what_is_left
+from .step_traffic import step_cost
+from .unit_sizes import UnitSize
+
+
+def make_plan(
+    units: Sequence[UnitSize],
+    config: Config,
+    *,
+    held_nbytes: int,
+    free: Mapping[Tier, int] | None = None,
+    device: Device | None = None,
+) -> MemoryPlan:
+    """The fastest plan within the budgets. ``held_nbytes``: the most weights one moment holds. ``free``: what a tier
+    without a budget has (None: what is measured now). ``device``: what computes (None: the processor).
+
+    Raises CapacityError with the least workable budget, ConfigError when a home has no folder.
+    """
+    check_folders(config)
+    if config.speculate and any(shard.whole_grad for unit in units for shard in unit.shards):
+        raise ConfigError(
+            "speculate=True with shard='optimizer': gradients are averaged over the ranks in the step itself, so that nothing can "
+            "be updated before. Use shard='gradients', or leave speculate=False."
+        )
+    device = device or Device(torch.device("cpu"), Traffic())
+    budgets = Budgets(config, free, device)
+    least: MemoryPlan | None = None
+    fitting: list[MemoryPlan] = []
+    for params, optimizer in _homes(config, device, stepped=any(shard.spec.stepped for unit in units for shard in unit.shards)):
+        # Beside weights that only the device can reach the step is the device's, wherever the state is.
+        grads = [Tier.DEVICE] if optimizer is Tier.DEVICE or (params is Tier.DEVICE and not device.is_host) else []
+        whole_grads = any(shard.whole_grad for unit in units for shard in unit.shards)  # they are averaged in memory
+        grads += [Tier.HOST, Tier.NVME] if config.nvme_paths and not whole_grads else [Tier.HOST]
+        for grad in grads:
+            for choice in LADDER:
+                plan = lay_out_memory(units, config, params, optimizer, grad, choice, held_nbytes, device)
+                if not budgets.over(plan):
+                    fitting.append(use_what_is_left(plan, units, config, budgets, device))
+                    if config.speculate and not fitting[-1].drafted:
+                        continue  # what looks less far ahead may leave room for that
+                    break  # a less generous choice would cache a little more, and look less far ahead
+                if least is None or budgets.excess(plan) < budgets.excess(least):
+                    least = plan
+    if fitting:
+        plan = min(fitting, key=lambda plan: (config.speculate and not plan.drafted, step_cost(plan, units)))
+        if config.speculate and not plan.drafted and any(shard.spec.stepped for unit in units for shard in unit.shards):
+            raise no_room_for_drafts(plan, units, budgets)
+        return plan
+    if least.planned_nbytes(Tier.NVME) and not config.nvme_paths:
+        raise ConfigError("something has its home on NVMe, but nvme_paths is empty: name a folder on the disk to use")
+    over = budgets.over(least)
+    tight = max(over, key=over.__getitem__)
+    raise budget_too_small(least, tight, budgets, config)
+
+
+def check_folders(config: Config) -> None:
+    """Raises ConfigError when a folder of ``nvme_paths`` is not there."""
+    for path in config.nvme_paths:
+        if not os.path.isdir(path):
+            raise ConfigError(f"nvme_paths: there is no folder {path}. Create it, or name another.")
+
+
+def _homes(config: Config, device: Device, *, stepped: bool) -> list[tuple[Tier, Tier]]:
+    """Homes of (weights, optimizer state) that the configuration allows, fastest first. Raises ConfigError when the device
+    allows none of them."""
+    everywhere = [tier for tier in Tier if tier is not Tier.NVME or config.nvme_paths]
+    params = everywhere if config.params == "auto" else [Tier(config.params)]
+    optimizer = everywhere if config.optimizer == "auto" else [Tier(config.optimizer)]
+    if not device.is_host and stepped:
+        allowed = [homes for homes in itertools.product(params, optimizer) if _is_steppable(homes, config, device)]
+        if not allowed:
+            raise ConfigError(
+                f"params={config.params!r} with optimizer={config.optimizer!r}: what is at home on {device.where} is stepped there, "
+                f"which needs kernels ({device.kernels_refusal or 'which are there'}) and all other state in memory. Use "
+                "params='host' and optimizer='host', or 'auto'."
+            )
+        return sorted(allowed, key=lambda homes: (sum(list(Tier).index(home) for home in homes), homes))
+    speed = list(Tier).index
+    # Weights are moved twice a step and state once each way, but state is several times as large.
+    return sorted(itertools.product(params, optimizer), key=lambda homes: (speed(homes[0]) + speed(homes[1]), homes))
+
+
+def _is_steppable(homes: tuple[Tier, Tier], config: Config, device: Device) -> bool:
+    """Whether weights and state at these homes can be stepped: by the processor, or on a device that it does not reach. Of
+    mixed homes only what was asked for: the processor steps state on the host with less traffic."""
+    if Tier.DEVICE not in homes:
+        return True
+    mixed = len(set(homes)) > 1
+    return device.kernels is not None and Tier.NVME not in homes and not (mixed and "auto" in (config.params, config.optimizer))

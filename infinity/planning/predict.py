@@ -1,0 +1,53 @@
+"""Prediction: what a step moves over every edge, and how long it takes, known before the first one.
+
+traffic    bytes of one step over each edge, from the plan: with one backward, and weights that are not kept
+rates      what the machine does: disk and memory measured once, compute given by whoever knows the batch
+processor  compute, copies, checksums and the optimizer share it; the disk works beside it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..machine.rates import Rates
+from .memory_plan import MemoryPlan
+from .step_traffic import traffic
+from .unit_sizes import UnitSize
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One optimizer step. ``edges``: bytes; ``seconds``: what each resource alone needs."""
+
+    edges: dict[str, int]
+    seconds: dict[str, float]
+    step_seconds: float
+
+    @property
+    def bottleneck(self) -> str:
+        """The resource that needs most."""
+        return max(self.seconds, key=self.seconds.get)
+
+
+def predict(
+    plan: MemoryPlan, units: Sequence[UnitSize], rates: Rates, *, compute_seconds: float, passes: int = 1
+) -> Prediction:
+    """The step time from what the processor has to do in turn and the disk beside it.
+
+    ``compute_seconds``: forward and backward of one step's whole batch, without the optimizer.
+    """
+    edges = traffic(plan, units, passes=passes)
+    through_disk = edges["nvme->host"] + edges["host->nvme"]
+    seconds = {
+        "compute": compute_seconds,
+        "copies": 2 * (edges["host->device"] + edges["device->host"]) / rates.memory,
+        "checksums": through_disk / rates.checksum,
+        "optimizer": edges["optimizer"] / rates.memory,
+    }
+    processor = sum(seconds.values())
+    if through_disk and rates.disk_mixed:
+        seconds["disk"] = max(
+            edges["nvme->host"] / rates.disk_read, edges["host->nvme"] / rates.disk_write, through_disk / rates.disk_mixed
+        )
+    return Prediction(edges, seconds, max(processor, seconds.get("disk", 0.0)))

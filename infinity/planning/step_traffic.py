@@ -1,0 +1,40 @@
+"""TODO planning.step_traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..machine.tiers import Tier
+from ..state.shard_spec import SCALES
+from .memory_plan import MemoryPlan
+from .unit_sizes import STATE, UnitSize
+
+
+def traffic(plan: MemoryPlan, units: Sequence[UnitSize], *, passes: int = 1) -> dict[str, int]:
+    """Bytes of a step with ``passes`` forwards and backwards over every edge, and through memory in the optimizer."""
+    edges = dict.fromkeys(("nvme->host", "host->nvme", "host->device", "device->host", "optimizer"), 0)
+    for index, unit in enumerate(units):
+        tiers, kept = plan.tiers_of(index), plan.kept_of(index)
+        for shard in unit.shards:
+            weight = shard.nbytes("weight")
+            on_disk = {name: tiers[name] is Tier.NVME and name not in kept for name in tiers}
+            if tiers["weight"] is not Tier.DEVICE or shard.slices > 1:
+                edges["host->device"] += 2 * passes * weight
+                edges["nvme->host"] += 2 * passes * weight * on_disk["weight"]
+            if not shard.spec.stepped:
+                continue
+            grad = shard.nbytes("grad")
+            edges["device->host"] += passes * grad
+            edges["nvme->host"] += (passes + 1) * grad * on_disk["grad"]  # read to be added to, and by the step
+            edges["host->nvme"] += passes * grad * on_disk["grad"]
+            for name in STATE:
+                edges["nvme->host"] += shard.nbytes(name) * on_disk[name]
+                edges["host->nvme"] += shard.nbytes(name) * on_disk[name]
+            edges["optimizer"] += grad + 2 * sum(shard.nbytes(name) for name in (*STATE, *SCALES.values()))
+    return edges
+
+
+def step_cost(plan: MemoryPlan, units: Sequence[UnitSize]) -> tuple[int, int]:
+    """Bytes of a step over the slowest edges first."""
+    edges = traffic(plan, units)
+    return edges["nvme->host"] + edges["host->nvme"], edges["host->device"] + edges["device->host"]

@@ -1,0 +1,64 @@
+"""TODO planning.unit_sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from .. import native
+from ..machine.sizes import round_up
+from ..state.shard_spec import ShardSpec
+
+MIN_CHUNK = native.CHECKSUM_NBYTES // 2  # elements: whole checksum blocks at every element size
+STATE = ("weight", "master", "exp_avg", "exp_avg_sq")
+CHECKSUMMED = 5  # arrays of a shard that can be on disk, each with a last block of its own
+
+
+@dataclass(frozen=True)
+class ShardSize:
+    """What a plan needs to know of one shard."""
+
+    spec: ShardSpec
+    numel: int
+    slices: int = 1  # ranks that have an equal part each
+    whole_grad: bool = False  # but every one its whole gradient (ZeRO-1)
+    node_size: int = 0  # ranks of one machine, where they share out gathered weights; else 0
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of array ``name`` at home on one rank; 0 when the shard has none."""
+        if name == "grad" and self.whole_grad:
+            return round_up(int(self.numel * self.spec.nbytes_per_element().get(name, 0)), native.BLOCK_NBYTES)
+        return self._slice_nbytes.get(name, 0)
+
+    def whole_nbytes(self, name: str) -> int:
+        """Bytes of array ``name`` of all ranks."""
+        return self.slices * self._slice_nbytes.get(name, 0)
+
+    @cached_property
+    def _slice_nbytes(self) -> dict[str, int]:
+        """Of every array, an equal part for each rank."""
+        sizes = self.spec.nbytes_per_element()
+        return {name: round_up(int(self.numel // self.slices * size), native.BLOCK_NBYTES) for name, size in sizes.items()}
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """What a plan needs to know of one unit."""
+
+    name: str
+    shards: tuple[ShardSize, ...]
+    tile_nbytes: int = 0  # its weight comes to the device in tiles of so many bytes; 0: whole
+
+    @property
+    def weight_nbytes(self) -> int:
+        """Of the whole weights, as they lie on the device."""
+        return sum(shard.whole_nbytes("weight") for shard in self.shards)
+
+    @property
+    def slice_nbytes(self) -> int:
+        """Of the weights at home on one rank."""
+        return sum(shard.nbytes("weight") for shard in self.shards)
+
+    @property
+    def is_sliced(self) -> bool:
+        return any(shard.slices > 1 for shard in self.shards)

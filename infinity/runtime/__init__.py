@@ -1,0 +1,1 @@
+"""Runs while the model runs: fetches units ahead, saves activations, hooks modules, owns the engine."""

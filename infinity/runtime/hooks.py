@@ -1,0 +1,87 @@
+"""Hooks: what the engine hears of a forward and a backward.
+
+owner       a module whose forward needs a unit: it holds some of its parameters
+frame       one running forward of an owner (or of the root), with the units it holds
+task        one run of autograd; a reentrant checkpoint nests them. It has a token, which only autograd holds: a task whose token
+            is gone without its end having been told was cut short
+
+Forward holds a unit from its owner's pre-hook to its post-hook. Backward holds it from the first time a tensor saved
+from it is asked for (or a gradient reaches its owner's output) until all its gradients have landed, and what is held
+at the end of the outermost task is let go: unused parameters get no gradient, and nothing else would tell.
+
+With slices on several ranks, all of them must gather the same units in the same order, whatever gradients each gets. So
+a unit is then held until the backward has come two units further, and not until its gradients have landed.
+
+Every weight that autograd saves inside an owner is saved as a reference to its unit and made resident when it is
+unpacked, whatever the module returned and however it is checkpointed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import UsageError
+from ..state.unit import ParamUnit
+from .scoped_call import ScopedCall
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class RefusedCopy:
+    """Has pickling or copying ``module`` raise a UsageError, until :meth:`remove`: what torch would meet first is a hook of ours."""
+
+    NAME = "__reduce_ex__"  # what pickle and copy look up on the object itself
+
+    def __init__(self, module: torch.nn.Module):
+        self._module, kind = weakref.ref(module), type(module).__name__
+
+        def refuse(protocol: int) -> None:
+            raise UsageError(
+                f"this {kind} is wrapped: its weights are at home, and cannot be pickled or copied with it. Save model.state_dict(), or "
+                "infinity.save_checkpoint(path, model, optimizer); for a plain model call infinity.unwrap_model(model, optimizer) first."
+            )
+
+        module.__dict__[self.NAME] = refuse
+
+    def remove(self) -> None:
+        """A second call does nothing."""
+        if (module := self._module()) is not None:
+            module.__dict__.pop(self.NAME, None)
+
+
+def install_hooks(engine: Engine, root: torch.nn.Module, owners: dict[torch.nn.Module, list[ParamUnit]]) -> list:
+    """Hooks ``root``, every owner, and every stepped parameter. Returns what removes that, each any number of times."""
+    removers: list = []
+    for module in dict.fromkeys([root, *owners]):
+        units, is_root = owners.get(module, []), module is root
+
+        def before(module, args, kwargs, units=units, is_root=is_root):
+            engine.passes.enter(module, units, is_root=is_root)
+
+        def after(module, args, kwargs, output):
+            return engine.passes.leave(module, args, kwargs, output)
+
+        # A compiled model breaks its graph here: what moves weights is nothing to be compiled.
+        before, after = torch.compiler.disable(before), torch.compiler.disable(after)
+        before.is_infinity = after.is_infinity = True
+        removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        removers += [ScopedCall(engine, module), RefusedCopy(module)]
+    passes = weakref.ref(engine.passes)
+
+    def landed(param: torch.Tensor) -> None:
+        if running := passes():
+            running.landed(param)
+
+    for unit in engine.units:
+        for handle in unit.handles:
+            if handle.grad is not None:
+                param, wanted = handle.param, handle.param.requires_grad
+                param.requires_grad_(True)  # torch takes hooks of such parameters only; this one may be unfrozen later
+                removers.append(param.register_post_accumulate_grad_hook(landed))
+                param.requires_grad_(wanted)
+    return removers

@@ -1,0 +1,376 @@
+"""TODO runtime.passes."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, is_dataclass
+from functools import partial
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_map_only
+
+from ..errors import UsageError
+from ..forwards.lazy_logits import Logits
+from ..gradients.record import GradState
+from ..state.handle import handle_of, ParamHandle, raw_grad, set_raw_grad
+from ..state.unit import ParamUnit
+from .saved_tensor import SavedTensor
+from .saved_weights import is_checkpoint, OPAQUE, SavedWeight
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+@dataclass(eq=False)
+class Frame:
+    """One running forward."""
+
+    module: torch.nn.Module
+    units: list[ParamUnit]
+    is_recomputed: bool = False  # inside a checkpoint
+    hooks: int = 0  # pairs of our saved-tensor hooks that this thread had before
+    start: float = field(default_factory=time.perf_counter)
+
+
+class Passes:
+    """The forwards and backwards that are running."""
+
+    def __init__(self, engine: Engine):
+        self._engine = weakref.ref(engine)  # the engine holds this object
+        self.scopes = engine.scopes
+        self.frames: list[Frame] = []
+        self.awaited: dict[ParamUnit, set[ParamHandle]] = {}  # held by the backward; least recently used first
+        self.expected: dict[ParamUnit, set[ParamHandle]] = {}  # in lockstep: what a unit still has to get, held or not
+        self._since: dict[ParamUnit, float] = {}  # when the backward came to each of those
+        self.tasks: dict[int, weakref.ref] = {}  # that are running, with their tokens
+        self.on_landed: Callable[[ParamUnit], None] | None = None  # told when all of a unit's gradients have landed
+        self.reached: set[ParamUnit] = set()  # units that got a gradient in this backward
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine()
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether other ranks gather with this one in mid-backward."""
+        return self.engine.reducer is not None and self.engine.reducer.waits_elsewhere
+
+    @property
+    def computing(self) -> bool:
+        """Whether a forward or backward of the model is running."""
+        return bool(self.frames) or torch._C._current_graph_task_id() != -1
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether what runs now runs a second time in the backward, or this is that time: it then has to be the same."""
+        if torch._C._current_graph_task_id() != -1 or (self.frames and self.frames[-1].is_recomputed):
+            return True
+        return is_checkpoint(torch._C._autograd._top_saved_tensors_default_hooks(True))
+
+    # --- forward ---
+
+    def enter(self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool) -> None:
+        """A forward of ``module`` starts."""
+        self.engine.store.check_process()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not self.frames and not in_backward and is_root:
+            self.engine.begin_pass(training=torch.is_grad_enabled())
+        # Before anything is held: a module of unknown tensors may raise here.
+        keeping = self.engine.activations if torch.is_grad_enabled() and not self.frames and not in_backward else None
+        foreign = self._foreign_storages(module) if keeping is not None else set()
+        held: list[ParamUnit] = []
+        try:
+            with self.engine.store.guarding():
+                for unit in units:
+                    self.engine.prefetcher.hold(unit, backward=in_backward)
+                    held.append(unit)
+        except BaseException:
+            for unit in held:
+                self.engine.prefetcher.unhold(unit)
+            raise
+        self.frames.append(Frame(module, held, self.is_recomputed, self.scopes.hooks))
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if keeping is not None and not is_checkpoint(outer):  # what is computed again is not kept anywhere
+            keeping.begin(foreign)
+            self.scopes.push_hooks(*keeping.hooks(outer))
+        if units and torch.is_grad_enabled():
+            self.scopes.push_hooks(*self._saving_hooks())
+
+    @staticmethod
+    def _foreign_storages(module: torch.nn.Module) -> set[int]:
+        """Storages of what the module keeps itself: buffers, and parameters that the engine does not move."""
+        own = [*module.buffers(), *(param for param in module.parameters() if handle_of(param) is None)]
+        return {tensor.untyped_storage()._cdata for tensor in own if tensor.layout is torch.strided}
+
+    def leave(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        """The forward of ``module`` ended, with an output or with an exception (then it is None).
+
+        Returns the output, with copies of what in it was a view of a weight: the weight may be gone before it is used.
+        """
+        if all(frame.module is not module for frame in self.frames):
+            return output  # its pre-hook failed before it entered
+        if self.frames[0].module is module and any(handle_of(tensor) is not None for tensor in _tensors(output)):
+            # A parameter itself: what comes home after this frame could not be used in a loss.
+            output = tree_map_only(torch.Tensor, lambda t: t.clone() if handle_of(t) is not None else t, output)
+        while (frame := self.frames.pop()).module is not module:  # one that an exception ended, of which torch told no hook
+            self._unhold(frame)
+        for unit in frame.units:
+            self.engine.traffic.mark("forward", unit.name, frame.start)
+        if frame.units and any(self._is_weight_view(tensor) for tensor in _tensors(output)):
+            output = tree_map_only(torch.Tensor, lambda t: t.clone() if self._is_weight_view(t) else t, output)
+        self.scopes.pop_hooks(frame.hooks)
+        if torch.is_grad_enabled() and output is not None:
+            self._watch_backward(frame, args, kwargs, output)
+        self._unhold(frame)
+        if not self.frames and not torch.is_grad_enabled():
+            self.engine.prefetcher.release_idle()
+        return output
+
+    def _unhold(self, frame: Frame) -> None:
+        for unit in frame.units:
+            self.engine.prefetcher.unhold(unit)
+
+    def _is_weight_view(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided or type(tensor) in OPAQUE or handle_of(tensor) is not None:
+            return False
+        return tensor.untyped_storage()._cdata in self.engine.storages
+
+    def hold_for_frame(self, unit: ParamUnit) -> None:
+        """Holds a unit that is used outside its owners, until the outermost forward (or the backward) ends."""
+        if torch._C._current_graph_task_id() != -1:
+            self.hold_for_backward(unit)
+        elif unit not in self.frames[0].units:
+            self.engine.prefetcher.hold(unit)
+            self.frames[0].units.append(unit)
+
+    def _watch_backward(self, frame: Frame, args: tuple, kwargs: dict, output: Any) -> None:
+        """Has the backward tell when it reaches ``frame``'s units, and for frozen ones when it leaves them."""
+        me = weakref.ref(self)
+        units = frame.units
+        if not self.frames and any(tensor.grad_fn is not None for tensor in _tensors((args, kwargs))):
+            def come_from_another(_grad: torch.Tensor) -> None:
+                if passes := me():
+                    passes.join_task()  # whose end takes the mark back, whether any gradient lands or not
+                    passes.engine.gradients.adds_to_consumed = True
+
+            for tensor in _tensors(output):
+                if type(tensor) is not Logits and tensor.requires_grad:
+                    tensor.register_hook(come_from_another)
+        if units and next(frame.module.children(), None) is not None:
+            # Only for modules with children: a checkpoint inside this forward saves weights out of our sight. What
+            # autograd saves of a leaf's own weights says itself when it is needed (an embedding's never is).
+            def arrive(_grad: torch.Tensor) -> None:
+                if passes := me():
+                    for unit in units:
+                        passes.hold_for_backward(unit)
+
+            for tensor in _tensors(output):
+                # The gradient of logits that nobody asked for reaches the hidden states they are made of.
+                if type(tensor) is not Logits and tensor.requires_grad:
+                    tensor.register_hook(arrive)
+        frozen = [unit for unit in units if not any(p.requires_grad for shard in unit.shards for p in shard.params)]
+        inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad and handle_of(t) is None] if frozen else []
+        if inputs:
+            def depart(_grads: Any) -> None:
+                if passes := me():
+                    for unit in frozen:
+                        passes.let_go(unit)
+
+            register_multi_grad_hook(inputs, depart, mode="all")
+
+    # --- what autograd saves ---
+
+    def saving(self) -> AbstractContextManager:
+        """Weights saved inside the block are saved as references to their units."""
+        return self.scopes.scope(*self._saving_hooks())
+
+    def _saving_hooks(self):
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer_pack, outer_unpack = outer if outer is not None else (None, None)
+        storages = self.engine.storages
+        # A checkpoint counts what is saved, and must count the same in its forward and in its recomputation, in which
+        # the same weight may be saved with or without these hooks.
+        counted = is_checkpoint(outer) or getattr(outer_pack, "is_counted", False)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if tensor.layout is torch.strided and type(tensor) not in OPAQUE:
+                entry = storages.get(tensor.untyped_storage()._cdata)
+                if entry is not None:
+                    if counted:
+                        outer_pack(tensor)
+                    unit, flat = entry
+                    return SavedWeight(
+                        unit, unit.version, flat, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype,
+                        tensor.is_conj(), tensor.is_neg(),
+                    )  # fmt: skip
+            return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
+
+        pack.is_counted = counted
+        me = weakref.ref(self)
+
+        def unpack(saved: Any) -> torch.Tensor:
+            if not isinstance(saved, SavedWeight):
+                return saved.tensor() if isinstance(saved, SavedTensor) else outer_unpack(saved)
+            if saved.version != saved.unit.version:
+                raise UsageError(
+                    f"this backward needs weights of unit {saved.unit.name} as they were in its forward, but they were "
+                    "changed since (by optimizer.step() or load_state_dict()). Run backward before the step."
+                )
+            if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and not saved.unit.stays:
+                raise UsageError(
+                    f"create_graph=True: the graph of this backward would need the weights of unit {saved.unit.name} "
+                    "after they have gone home. Second-order gradients need Config(params='device')."
+                )
+            if passes := me():
+                passes.hold_for_backward(saved.unit)
+            bare = torch.empty(0, dtype=saved.dtype, device=saved.flat.device)
+            bare = bare.set_(saved.flat.untyped_storage(), saved.offset, saved.size, saved.stride)
+            bare = bare.conj() if saved.conj else bare
+            return torch._neg_view(bare) if saved.neg else bare
+
+        return pack, unpack
+
+    # --- backward ---
+
+    def hold_for_backward(self, unit: ParamUnit) -> None:
+        """The running backward needs ``unit``."""
+        self.engine.check_open()
+        self.join_task()
+        if unit in self.awaited:
+            self.awaited[unit] = self.awaited.pop(unit)  # the last one used
+            return
+        if self.in_lockstep:
+            for other in list(self.awaited)[:-1]:
+                self.let_go(other)
+        trained = zip(unit.handles, (param for shard in unit.shards for param in shard.params))
+        expected = {h for h, p in trained if h.grad is not None and p.requires_grad} - self.engine.without_grad.get(unit, set())
+        meetings = self.engine.peers.meetings
+        with self.engine.store.guarding():
+            self.engine.prefetcher.hold(unit, backward=True)
+            if self.engine.reducer is not None and self.engine.peers.meetings == meetings:
+                self.engine.reducer.pass_by()
+        self.awaited[unit] = expected
+        if self.in_lockstep:
+            self.expected.setdefault(unit, expected)
+        self._since[unit] = time.perf_counter()
+
+    def landed(self, param: torch.Tensor) -> None:
+        """Autograd accumulated a gradient of ``param``: it goes home."""
+        handle = handle_of(param)
+        grad = raw_grad(param)  # before anything is put right: this one is of the backward that runs
+        self.join_task()
+        if grad is None:
+            return  # of a weight that runs in tiles: it has landed
+        self.engine.gradients.change(handle)
+        set_raw_grad(param, None)
+        with self.engine.store.guarding():
+            self.engine.gradients.land(handle, grad)
+        self.reached.add(handle.unit)
+        self.engine.without_grad.get(handle.unit, set()).discard(handle)
+        awaited = (self.expected if self.in_lockstep else self.awaited).get(handle.unit)
+        if awaited is not None:
+            awaited.discard(handle)
+            if not awaited:
+                if not self.in_lockstep:
+                    self.let_go(handle.unit)
+                if self.engine.reducer is not None:
+                    self.engine.reducer.ready(handle.unit)
+                elif self.on_landed is not None:
+                    self.on_landed(handle.unit)
+
+    def landed_at_home(self, unit: ParamUnit) -> None:
+        """The averages of ``unit``'s gradients over all ranks have landed."""
+        landed = any(handle.grad.state is GradState.LANDED for handle in unit.handles if handle.grad)
+        if self.on_landed is not None and landed and not self.engine.prefetcher.is_held(unit):
+            self.on_landed(unit)
+
+    def let_go(self, unit: ParamUnit) -> None:
+        """The backward is done with ``unit``."""
+        if unit in self.awaited:
+            del self.awaited[unit]
+            self.engine.traffic.mark("backward", unit.name, self._since.pop(unit))
+            self.engine.prefetcher.unhold(unit)
+            self.engine.gradients.close_all(unit.shards)
+
+    def give_way(self) -> bool:
+        """Lets the unit go that the backward has not used for longest: the device window is full.
+
+        It comes back when it is needed after all. What waits that long is mostly a unit with a parameter that gets no
+        gradient, or a tied one whose other use is yet to come. False when there is none.
+        """
+        for unit in self.awaited:
+            if not any(unit in frame.units for frame in self.frames):
+                self.let_go(unit)
+                return True
+        return False
+
+    def join_task(self) -> None:
+        """Asks autograd to call when the task that is running ends."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task in self.tasks:
+            return
+        if not self.scopes.running and all(token() is None for token in self.tasks.values()):
+            self.engine.recover()  # from what came before: this is the outermost task
+        me = weakref.ref(self)
+
+        def end() -> None:
+            if passes := me():
+                passes._leave_task(task)
+
+        token = partial(int)  # of C, so that no frame of a traceback refers to it
+        self.tasks[task] = weakref.ref(token)
+        for callback in (token, end):
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def _leave_task(self, task: int) -> None:
+        for nested in [other for other, token in self.tasks.items() if other != task and token() is None]:
+            del self.tasks[nested]  # it failed inside this one, which went on all the same
+        if len(self.tasks) == 1:
+            self.sweep()
+            # Everything is as it should be. A checkpoint ends its recomputations by an exception, say.
+            self.scopes.interrupted = False
+        del self.tasks[task]
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether a backward or forward was left by an exception. Asked where none is running."""
+        return bool(self.tasks or self.frames)
+
+    def sweep(self) -> None:
+        """The outermost backward has ended: what is still held got no gradient for some of its parameters."""
+        for unit, missing in (self.awaited | self.expected).items():
+            if unit in self.reached:  # else this was torch.autograd.grad, which accumulates nothing
+                self.engine.without_grad[unit] = self.engine.without_grad.get(unit, set()) | missing
+        for unit in list(self.awaited):
+            self.let_go(unit)
+        self.expected.clear()
+        self.reached.clear()
+        self.engine.end_backward()
+
+    def rebuild(self) -> None:
+        """Nothing is running: whatever an exception left of it is forgotten."""
+        self.frames, self.awaited, self.expected, self._since = [], {}, {}, {}
+        self.tasks, self.reached = {}, set()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors inside nested containers, dataclasses and simple objects (caches, model outputs)."""
+    pending, seen = [value], set()
+    while pending:
+        item = pending.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, (list, tuple, set)):
+            pending += item
+        elif is_dataclass(item) and not isinstance(item, type):
+            pending += vars(item).values() if hasattr(item, "__dict__") else []

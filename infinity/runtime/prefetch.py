@@ -1,0 +1,296 @@
+"""Prefetcher: makes units resident in time and keeps the device window and the staging pool within their plan.
+
+hold      a reason why a unit must stay resident: a forward that runs in it, a backward that will need it
+idle      resident without a hold; the least recently used idle units make room when the window is full
+window    device bytes for gathered weights
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+
+from .. import native
+from ..distributed.data_ranks import DataRanks
+from ..errors import CapacityError
+from ..machine.device import Device
+from ..machine.ledger import Ledger
+from ..machine.sizes import format_nbytes
+from ..machine.tiers import Tier
+from ..planning.lookahead import LookAhead
+from ..planning.schedule import Schedule
+from ..state.journal import Journal
+from ..state.residency import Residency
+from ..state.unit import ParamUnit
+from ..storage.store import ShardStore
+
+COPIES_AHEAD = 2  # units on their way to the device beside the one that computes
+
+
+class Prefetcher:
+    """Moves units between home and device, on demand and ahead of it."""
+
+    def __init__(
+        self,
+        units: Sequence[ParamUnit],
+        store: ShardStore,
+        ledger: Ledger,
+        schedule: Schedule,
+        *,
+        window_nbytes: int,
+        units_ahead: int,
+        give_way: Callable[[], bool],
+        peers: DataRanks,
+        device: Device,
+        journal: Journal,
+    ):
+        self.units, self.schedule = units, schedule
+        self._store, self._ledger, self._journal = store, ledger, journal
+        self._window_nbytes = window_nbytes
+        # Beside a device that computes by itself the host does not see how long that takes.
+        self.look_ahead = LookAhead(units_ahead, is_fixed=device.overlaps)
+        self._computing: tuple[int, float] | None = None  # the unit that was asked for last, and since when it is there
+        self._peers, self._device = peers, device
+        self._give_way = give_way  # asks the backward to let a unit go; False when it cannot
+        self._resident: dict[ParamUnit, None] = {}  # least recently used first
+        self._holds: Counter[ParamUnit] = Counter()
+        self.misses = 0  # units waited for that nobody had fetched ahead
+
+    # --- holds ---
+
+    def hold(self, unit: ParamUnit, *, backward: bool = False) -> None:
+        """Makes ``unit`` resident and keeps it so until :meth:`unhold`."""
+        self._holds[unit] += 1
+        try:
+            self.ensure(unit, backward=backward)
+        except BaseException:
+            self.unhold(unit)
+            raise
+        if self._holds[unit] == 1:
+            unit.expose()
+
+    def unhold(self, unit: ParamUnit) -> None:
+        """Takes one hold off; without any the unit is idle."""
+        self._holds[unit] -= 1
+        if self._holds[unit] <= 0:
+            del self._holds[unit]
+            unit.used = self._device.now()
+            if unit.residency is Residency.RESIDENT:
+                try:
+                    unit.write_edits(self._store, self._journal)
+                finally:
+                    unit.conceal()
+
+    def rebuild(self) -> None:
+        """Every unit is at home, and nobody holds any: whatever an exception left of that. Only while nothing is in flight."""
+        self._resident, self._holds, self._computing = {}, Counter(), None
+        for unit in self.units:
+            unit.rebuild()
+
+    def is_held(self, unit: ParamUnit) -> bool:
+        """Whether something computes with ``unit``, or is about to."""
+        return unit in self._holds
+
+    def release_all(self, units: Iterable[ParamUnit]) -> None:
+        """Sends ``units`` home, whatever stage they are in: their bytes there are about to change, or did."""
+        for unit in units:
+            if unit.residency in (Residency.FETCHING, Residency.STAGED):
+                unit.drop(self._store)
+                continue
+            if unit.residency is Residency.GATHERING:
+                self._finish(unit)
+            if unit.residency is Residency.RESIDENT and not unit.stays:
+                self._evict(unit)
+
+    def release_idle(self) -> None:
+        """Sends every idle unit home: the pass is over, and at rest a parameter holds no storage."""
+        if self._peers.keeps_weights:
+            return
+        for unit in [unit for unit in self._resident if unit not in self._holds]:
+            self._evict(unit)
+
+    # --- residency ---
+
+    def ensure(self, unit: ParamUnit, *, backward: bool = False) -> None:
+        """Makes ``unit`` resident now, then starts fetching what the schedule expects next."""
+        self._note_compute()
+        if unit.residency is Residency.GATHERING:
+            self._finish(unit)
+        if unit.residency is not Residency.RESIDENT:
+            self._bring(unit)
+        else:
+            unit.arriving.precede()  # this may be another stream than the one that waited for it
+            if unit in self._resident:
+                self._resident[unit] = self._resident.pop(unit)  # most recently used
+        for shard in unit.shards:
+            if shard.update is not None:
+                with self._store.traffic.stalled("nvme->host", unit.name):
+                    shard.settle()
+        self.schedule.use(unit.index)
+        if unit.read_times is not None:
+            self.look_ahead.note_read(unit.index, *unit.read_times)
+            unit.read_times = None
+        self._computing = unit.index, time.perf_counter()
+        self.fetch_ahead(self.schedule.upcoming(backward=backward))
+        if self._peers.size > 1:
+            self._gather_ahead(next(iter(self.schedule.upcoming(backward=backward)), None))
+        elif self._device.overlaps:
+            self._copy_ahead(islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD))
+
+    def begin_pass(self) -> None:
+        """A root forward starts: the schedule knows what is expected."""
+        self._computing = None
+        self.look_ahead.begin_pass(self.schedule.expected())
+
+    def _note_compute(self) -> None:
+        if self._computing is not None:
+            unit, since = self._computing
+            self.look_ahead.note_compute(unit, time.perf_counter() - since)
+
+    def _gather_ahead(self, index: int | None) -> None:
+        """Starts gathering the next unit while this one computes.
+
+        What decides must be the same on every rank, so nothing here goes by what has arrived: a unit that is still being
+        read is waited for.
+        """
+        unit = self.units[index] if index is not None else None
+        if unit is None or unit.residency in (Residency.RESIDENT, Residency.GATHERING):
+            return
+        if unit.is_staged_from_disk and unit.residency is Residency.STORED:
+            return
+        for other in [other for other in self._resident if other not in self._holds]:
+            if self._resident_nbytes() + unit.weight_nbytes <= self._window_nbytes:
+                break
+            if not self._peers.keeps_weights:
+                self._evict(other)
+        if self._resident_nbytes() + unit.weight_nbytes <= self._window_nbytes:
+            self._stage(unit)
+            unit.start_gather(self._store, self._ledger)
+            self._resident[unit] = None
+            self._peers.on_gather(unit.ready)
+
+    def _copy_ahead(self, upcoming: Iterable[int]) -> None:
+        """Starts copying the next units to the device while this one computes: those that are ready at home, as far as the
+        window reaches without what comes before them."""
+        coming = [self.units[index] for index in upcoming]
+        for unit in coming:
+            if unit.residency in (Residency.RESIDENT, Residency.GATHERING):
+                continue
+            if not unit.is_ready:
+                return  # the compute is not to wait for a later unit's update or disk
+            for other in [other for other in self._resident if other not in self._holds and other not in coming]:
+                if self._resident_nbytes() + unit.weight_nbytes <= self._window_nbytes:
+                    break
+                self._evict(other)
+            if self._resident_nbytes() + unit.weight_nbytes > self._window_nbytes:
+                return
+            self._stage(unit)
+            try:
+                unit.start_gather(self._store, self._ledger)
+            except CapacityError:  # activations have the room: it comes when it is needed
+                return
+            self._resident[unit] = None
+
+    def fetch_ahead(self, upcoming: Iterable[int]) -> None:
+        """Starts reading the next units that come from disk, as far as the staging pool reaches."""
+        ahead = 0
+        for index in upcoming:
+            unit = self.units[index]
+            if ahead >= self.look_ahead.depth:
+                return
+            if not unit.is_staged_from_disk or unit.residency in (Residency.RESIDENT, Residency.GATHERING):
+                continue
+            ahead += 1
+            if unit.residency is Residency.STORED:
+                slots = self._try_slots(unit)
+                if slots is None:
+                    return
+                unit.fetch(self._store, slots)
+
+    def _bring(self, unit: ParamUnit) -> None:
+        self._stage(unit)
+        self._make_room(unit)
+        unit.start_gather(self._store, self._ledger)
+        self._resident[unit] = None
+        if self._peers.size > 1:
+            self._peers.on_gather(unit.ready)
+        self._finish(unit)
+
+    def _stage(self, unit: ParamUnit) -> None:
+        """Has the unit's bytes in memory here."""
+        if unit.is_staged_from_disk:
+            if unit.residency is Residency.STORED:
+                self.misses += 1
+                unit.fetch(self._store, self._slots(unit))
+            if unit.residency is Residency.FETCHING and not unit.copies_while_fetching:
+                with self._store.traffic.stalled("nvme->host", unit.name):
+                    unit.stage()
+        else:
+            for shard in unit.shards:
+                shard.settle()
+
+    def _make_room(self, unit: ParamUnit) -> None:
+        """Evicts idle units, then ones that the backward can do without for now, until ``unit`` fits the window."""
+        while self._resident_nbytes() + unit.weight_nbytes > self._window_nbytes:
+            idle = next((other for other in self._resident if other not in self._holds), None)
+            if idle is not None:
+                self._evict(idle)
+            elif not self._give_way():
+                break
+        over = self._resident_nbytes() + unit.weight_nbytes - self._window_nbytes
+        if over > 0 and self._ledger.accounts[Tier.DEVICE].budget_nbytes is not None:
+            held = ", ".join(other.name for other in self._resident)
+            raise CapacityError(
+                f"unit {unit.name} ({format_nbytes(unit.weight_nbytes)}) does not fit the device window of "
+                f"{format_nbytes(self._window_nbytes)} beside the units in use ({held}). Raise "
+                f"Config(device_memory=...) by {format_nbytes(over)}."
+            )
+
+    def _resident_nbytes(self) -> int:
+        return sum(unit.weight_nbytes for unit in self._resident)
+
+    def _finish(self, unit: ParamUnit) -> None:
+        try:
+            unit.finish_gather(self._store)
+        except BaseException:
+            self._resident.pop(unit, None)
+            raise
+
+    def _evict(self, unit: ParamUnit) -> None:
+        if unit.residency is Residency.GATHERING:
+            self._finish(unit)
+        unit.release()
+        self._resident.pop(unit, None)
+
+    # --- staging slots ---
+
+    def _try_slots(self, unit: ParamUnit) -> list[native.Lease] | None:
+        self._store.collect()
+        slots = []
+        for shard in unit.shards:
+            slot = self._store.staging.try_lease(shard.slice_nbytes)
+            if slot is None:
+                return None  # what was leased goes back with the list
+            slots.append(slot)
+        return slots
+
+    def _slots(self, unit: ParamUnit) -> list[native.Lease]:
+        """Slots for a unit that is needed now: units fetched ahead of their use give theirs up, if need be."""
+        ahead = [other for other in self.units if other.residency in (Residency.FETCHING, Residency.STAGED)]
+        while (slots := self._try_slots(unit)) is None:
+            if self._store.collect(wait=True):
+                continue
+            if not ahead:
+                self._store.refuse_hung()
+                if self._store.staging.wait_for_transfer():
+                    continue  # a read that nobody waits for any more
+            if not ahead:
+                raise CapacityError(
+                    f"unit {unit.name} needs {format_nbytes(unit.weight_nbytes)} of staging memory, but the pool of "
+                    f"{format_nbytes(self._store.staging.capacity_nbytes)} has "
+                    f"{format_nbytes(self._store.staging.leased_nbytes)} leased"
+                )
+            self.release_all([ahead.pop()])
+        return slots

@@ -1,0 +1,138 @@
+"""TODO runtime.saved_tensor."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .. import native
+from ..machine.device import Event, PAST
+from ..machine.sizes import round_up
+from ..storage.arrays import StateArray
+
+if TYPE_CHECKING:
+    from .activation_store import ActivationStore
+
+LARGEST_EXCESS = 4  # a storage is moved whole unless it is more than so many times what the saved view needs
+ALIGNMENT = 64  # bytes: a part of a storage starts where its bytes lie as they did
+
+
+def blocks(nbytes: int) -> int:
+    """``nbytes`` in whole blocks of a checksum, of which any part can be written."""
+    return round_up(nbytes, native.CHECKSUM_NBYTES)
+
+
+def raw_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def storage_span(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
+    """First byte and number of bytes of the storage that are to be saved for ``tensor``."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    begin = tensor.storage_offset() * tensor.itemsize // ALIGNMENT * ALIGNMENT
+    end = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    return (begin, end - begin) if storage_nbytes > LARGEST_EXCESS * (end - begin) else (0, storage_nbytes)
+
+
+class SavedTensor:
+    """A saved tensor that stays as it is, with torch's own check for changes in place, which hooks would switch off."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor.detach()  # the tensor itself would keep the graph that keeps it
+        self._version = tensor._version
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor. Raises RuntimeError, as torch does, when it was changed since."""
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self._tensor.type()} {list(self._tensor.shape)}] is at version {self._tensor._version}; expected "
+                f"version {self._version} instead."
+            )
+        return self._tensor
+
+
+@dataclass(frozen=True)
+class WithinBudget:
+    """A saved tensor that the device's budget has room for, charged for as long as it is saved. ``packed`` stands for it."""
+
+    packed: Any
+    charge: native.Charge
+
+
+class Saved:
+    """Bytes of one storage at home: all of it, or the part that one view needs."""
+
+    def __init__(self, store: ActivationStore, begin: int, nbytes: int):
+        self.read: tuple[native.Ticket, native.Lease] | None = None  # under way into staging
+        self.writes: list[native.Ticket] = []
+        self.sent: Event = PAST  # when the bytes are at home
+        self.source: tuple[torch.Tensor, int] | None = None  # what they are of, and its count of changes, until then
+        self.changed = False  # in that time
+        self.coming: tuple[torch.UntypedStorage, Event] | None = None  # on their way back
+        self.begin, self.nbytes = begin, nbytes
+        self.checksum = 0  # of bytes on disk, to tell whether they are still those of the storage
+        self._there: StorageWeakRef | None = None  # where the bytes are on the device again
+        self.place: StateArray = store.take(nbytes)
+        store.keep(self)
+
+    def bytes_on_device(self) -> torch.UntypedStorage | None:
+        """The storage that has the bytes again, while anything holds it."""
+        if self._there is None or self._there.expired():
+            return None
+        return torch.UntypedStorage._new_with_weak_ptr(self._there.cdata)
+
+    def was_changed(self) -> bool:
+        """Whether the tensor was changed while it was on its way home, so that its bytes there may be either."""
+        self.changed |= self.source is not None and self.source[0]._version != self.source[1]
+        return self.changed
+
+    def check_source(self) -> None:
+        """Raises RuntimeError, as torch does, when it was changed."""
+        if self.was_changed():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation while it was "
+                "sent home: leave it as it is until the backward, or set Config(activations='device')."
+            )
+
+    def came_back(self, storage: torch.UntypedStorage) -> None:
+        """``storage`` has the bytes."""
+        self._there = StorageWeakRef(storage)
+
+    def settle(self) -> None:
+        """Waits until the bytes are at home."""
+        for write in self.writes:
+            write.wait()
+
+
+@dataclass(frozen=True)
+class View:
+    """A saved tensor: which bytes, and how it lies in them."""
+
+    saved: Saved
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # elements, in the storage that was saved
+    conj: bool
+    neg: bool
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor, in ``storage`` that has its bytes again."""
+        offset = self.offset - self.saved.begin // self.dtype.itemsize
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, offset, self.size, self.stride)
+        tensor = tensor.conj() if self.conj else tensor
+        return torch._neg_view(tensor) if self.neg else tensor
+
+
+def release_saved(saved: weakref.ref[Saved]) -> None:
+    """The bytes are at home: what they were of may be changed."""
+    if (there := saved()) is not None:
+        there.was_changed()
+        there.source = None

@@ -1,0 +1,58 @@
+"""TODO runtime.scoped_call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class ScopedCall:
+    """Has every call of ``module`` run in a scope of the engine, until :meth:`remove`: whatever ends the call, what its hooks
+    pushed on this thread is popped, and an exception is known of. Torch calls no hook at all after Ctrl-C."""
+
+    NAMES = ("_call_impl", "_compiled_call_impl")  # what ``module(...)`` looks up, and first of all when it was compiled
+
+    def __init__(self, engine: Engine, module: torch.nn.Module):
+        self._module = weakref.ref(module)
+        self._own = {name: module.__dict__.get(name) for name in self.NAMES}
+        of_class = type(module)._call_impl
+        reference = self._module
+
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            return of_class(reference(), *args, **kwargs)
+
+        self._calls = {"_call_impl": _scoped(engine, self._own["_call_impl"] or plain)}
+        if (compiled := self._own["_compiled_call_impl"]) is not None:
+            self._calls["_compiled_call_impl"] = _scoped(engine, compiled)
+        module.__dict__.update(self._calls)
+
+    def remove(self) -> None:
+        """Puts back what was called; what was compiled since stays compiled. A second call does nothing."""
+        if (module := self._module()) is None:
+            return
+        for name, call in self._calls.items():
+            if module.__dict__.get(name) is call:
+                if self._own[name] is None:
+                    del module.__dict__[name]
+                else:
+                    module.__dict__[name] = self._own[name]
+
+
+def _scoped(engine: Engine, call: Callable) -> Callable:
+    @torch.compiler.disable
+    def scope() -> AbstractContextManager:
+        # What was compiled meanwhile calls this after an unwrap too.
+        return engine.using() if engine.is_open else nullcontext()
+
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with scope():
+            return call(*args, **kwargs)
+
+    return torch.compiler.disable(scoped, recursive=False)  # what it calls may well be compiled

@@ -1,0 +1,1 @@
+"""Holds a model's state as units of shards, and says what a parameter at home is."""

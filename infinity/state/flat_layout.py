@@ -1,0 +1,74 @@
+"""FlatLayout: where each parameter of a shard lies in its one flat buffer.
+
+Offsets are multiples of 64 elements, so that every parameter starts as aligned as torch would have allocated it and
+at a block of 8-bit moments, and the whole is padded to 4096 elements for every rank, so that each rank's slice of an
+array of any element size is whole disk blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..machine.sizes import round_up
+
+PARAM_ALIGNMENT = 64  # elements
+SHARD_ALIGNMENT = 4096  # elements
+
+
+def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether the strides visit ``numel`` consecutive elements once each, in any order of dimensions."""
+    expected = 1
+    for extent, step in sorted(((n, s) for n, s in zip(shape, stride) if n != 1), key=lambda pair: pair[1]):
+        if step != expected:
+            return False
+        expected *= extent
+    return True
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One parameter's place in the flat buffer, in elements; the strides are the parameter's own."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the elements lie in the order in which they are counted."""
+        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The parameter's view of ``flat``."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The placements of a shard's parameters, in order, and the padded length of the whole."""
+
+    placements: tuple[Placement, ...]
+    numel: int
+
+    @classmethod
+    def of(cls, params: Sequence[torch.Tensor], slices: int = 1) -> FlatLayout:
+        """Lays ``params`` out one after the other, the whole divisible into ``slices``."""
+        placements, offset = [], 0
+        for param in params:
+            stride = tuple(param.stride())
+            if not is_dense(param.shape, stride):
+                stride = torch.empty(param.shape, device="meta").stride()
+            placements.append(Placement(offset, param.shape, tuple(stride)))
+            offset = round_up(offset + param.numel(), PARAM_ALIGNMENT)
+        return cls(tuple(placements), round_up(max(offset, 1), SHARD_ALIGNMENT * slices))

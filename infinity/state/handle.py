@@ -1,0 +1,80 @@
+"""TODO state.handle."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from .lent import Lent
+    from .shard import ParamShard
+    from .unit import ParamUnit
+
+DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+
+
+class ParamHandle:
+    """What a parameter knows of the engine. The engine is held weakly: parameters must not keep it alive."""
+
+    __slots__ = ("names", "unit", "shard", "index", "grad", "step", "version", "has_loaded_master", "lent", "_engine")
+
+    def __init__(self, names: list[str], unit: ParamUnit, shard: ParamShard, index: int, engine: Any):
+        self.names, self.unit, self.shard, self.index = names, unit, shard, index
+        self.grad: Any = None  # the GradientBank's record; None when the optimizer does not step this parameter
+        self.step = 0  # optimizer steps applied
+        self.version = 0  # counts changes of the value at home
+        self.has_loaded_master = False  # since the last step: a load of the value it belongs to leaves its bits
+        self.lent: weakref.ref[Lent] | None = None  # what the parameter stands for in a block of full_params
+        self._engine = weakref.ref(engine)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def param(self) -> torch.nn.Parameter:
+        """The parameter itself."""
+        return self.shard.params[self.index]
+
+    def changed(self) -> None:
+        """The value at home is about to be another one."""
+        self.version += 1
+        self.unit.version += 1
+        self.has_loaded_master = False
+
+    @property
+    def engine(self) -> Any:
+        engine = self._engine()
+        if engine is None:
+            raise UsageError(
+                f"parameter {self.name}: its engine is gone, and with it the bytes at home. Keep the model that wrap_model returned for as "
+                "long as its parameters are used."
+            )
+        return engine
+
+
+def handle_of(param: torch.Tensor) -> ParamHandle | None:
+    """The handle of a managed parameter (or of its alias), None for any other tensor."""
+    return param.__dict__.get("_infinity") if isinstance(param, torch.Tensor) else None
+
+
+def own_bytes(param: torch.Tensor) -> torch.Tensor:
+    """The detached tensor over a parameter's device bytes, whatever its class is just now. Valid while it is resident."""
+    with DisableTorchFunction():
+        return torch.Tensor.detach(param)
+
+
+def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """What autograd accumulated into ``param.grad`` itself."""
+    with DisableTorchFunction():
+        return torch.Tensor.grad.__get__(param)
+
+
+def set_raw_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Replaces what autograd accumulates into."""
+    with DisableTorchFunction():
+        torch.Tensor.grad.__set__(param, value)

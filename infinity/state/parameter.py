@@ -1,0 +1,276 @@
+"""Parameters at rest. While a unit is at home its parameters keep identity, shape, dtype and device, and no storage.
+
+ResidentParameter   the bytes are there; torch treats it as any Parameter
+StoredParameter     the bytes are at home; metadata answers, ``detach`` and ``data`` give a StoredAlias, a full
+                    ``copy_`` writes home, and anything else gathers (inside a forward or backward) or raises
+StoredAlias         the detached counterpart of a StoredParameter, under the same rules
+
+``grad`` of both parameter classes is the engine's: see :mod:`infinity.gradients`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ..errors import UsageError
+from ..machine import storage_guard
+from .handle import DisableTorchFunction, handle_of, own_bytes, raw_grad, set_raw_grad
+from .lent import lent_to
+
+
+class _ManagedGrad:
+    """The ``grad`` of a managed parameter: the engine's stand-in for what landed."""
+
+    def __get__(self, param, owner=None):
+        if param is None:
+            return self
+        handle = handle_of(param)
+        return raw_grad(param) if handle is None or handle.grad is None else handle.engine.gradients.get(handle)
+
+    def __set__(self, param, value):
+        handle = handle_of(param)
+        if handle is None or handle.grad is None:
+            set_raw_grad(param, value)
+        else:
+            handle.engine.gradients.set(handle, value)
+
+    def __delete__(self, param):
+        self.__set__(param, None)
+
+
+class _WatchedData:
+    """``p.data`` of a resident parameter: what is changed through it inside a forward must reach the home too."""
+
+    def __get__(self, param, owner=None):
+        if param is None:
+            return self
+        data = torch.Tensor.data.__get__(param)
+        if (handle := handle_of(param)) is not None:
+            handle.unit.watch(param, data)
+        return data
+
+    def __set__(self, param, value):
+        if handle_of(param) is None:
+            torch.Tensor.data.__set__(param, value)
+        else:
+            self.__get__(param).copy_(value)
+
+
+def _refuse_copy(param: torch.Tensor, what: str) -> UsageError:
+    return UsageError(
+        f"parameter {handle_of(param).name} is managed by Infinity and cannot be {what}. Use model.state_dict(), "
+        "infinity.save_checkpoint(), or infinity.unwrap_model() first."
+    )
+
+
+class ResidentParameter(torch.nn.Parameter):
+    """A managed parameter whose bytes are on the device."""
+
+    grad = _ManagedGrad()
+    data = _WatchedData()
+
+    def __deepcopy__(self, memo):
+        raise _refuse_copy(self, "deep-copied")
+
+    def __reduce_ex__(self, protocol):
+        raise _refuse_copy(self, "pickled")
+
+
+def _metadata_functions() -> set:
+    """Functions that read or write what a tensor is, never its bytes."""
+    attributes = (
+        "shape dtype device requires_grad grad_fn is_leaf layout ndim names is_cuda is_cpu is_meta is_sparse "
+        "is_sparse_csr is_quantized is_mkldnn is_nested is_mps is_xpu is_mtia is_vulkan is_ipu is_maia _version "
+        "output_nr _backward_hooks _post_accumulate_grad_hooks retains_grad itemsize nbytes _base volatile"
+    ).split()
+    methods = (
+        "size dim numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex "
+        "is_signed requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __hash__ __len__ "
+        "untyped_storage is_shared get_device ndimension is_same_size is_inference is_conj is_neg "
+        "has_names dim_order is_pinned is_set_to"
+    ).split()
+    found = set()
+    for name in attributes:
+        if (attribute := getattr(torch.Tensor, name, None)) is not None:
+            found |= {getattr(attribute, accessor, None) for accessor in ("__get__", "__set__", "__delete__")}
+    found |= {getattr(torch.Tensor, name, None) for name in methods}
+    found |= {getattr(torch, name, None) for name in ("is_floating_point", "is_complex", "numel", "is_signed",
+              "_has_compatible_shallow_copy_type", "is_same_size", "result_type", "is_inference")}  # fmt: skip
+    return found - {None}
+
+
+_METADATA = _metadata_functions()
+_DETACH = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}
+_TO = {torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.float, torch.Tensor.bfloat16,
+       torch.Tensor.half, torch.Tensor.type}  # fmt: skip
+
+
+class _Stored:
+    """The rules of tensors whose bytes are at home."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            return _grad_of_places(*args, **kwargs)
+        if func in _METADATA:
+            with DisableTorchFunction():
+                return func(*args, **kwargs)
+        subject = args[0] if args and isinstance(args[0], _Stored) else None
+        leaves = tree_flatten((args, kwargs))[0]
+        if any(leaf.__class__ is StoredParameter and lent_to(leaf) is not None for leaf in leaves):
+            return _on_lent(func, args, kwargs)
+        if subject is not None:
+            if func in _DETACH:
+                return StoredAlias.of(subject)
+            if func == torch.Tensor.type and len(args) == 1 and not kwargs:
+                place = "" if subject.device.type == "cpu" else f"{subject.device.type}."
+                return f"torch.{place}{_TYPE_NAMES[subject.dtype]}"
+            if func in _TO and _converts_to_itself(func, subject, args, kwargs):
+                return subject
+            if func == torch.Tensor.data.__set__:  # a new object at every look-up, so never `is`
+                return _set_data(subject, args[1])
+        touched = [leaf for leaf in leaves if isinstance(leaf, _Stored)]
+        engine = handle_of(touched[0]).engine
+        with engine.using():
+            if subject is not None and func is torch.Tensor.copy_ and not engine.computing:
+                engine.write_value(handle_of(subject), args[1])
+                return subject
+            for tensor in touched:
+                handle_of(tensor).engine.touch(handle_of(tensor), getattr(func, "__name__", str(func)))
+                if isinstance(tensor, torch.nn.Parameter):
+                    tensor.__class__ = StoredParameter  # so that its next use comes by here too
+            args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs))
+            with engine.saving_tensors(), DisableTorchFunction():
+                return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents=None):
+        handle = handle_of(self)
+        return (
+            f"{type(self).__name__}({handle.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"home={handle.shard.weight.tier})"
+        )
+
+    __str__ = __repr__
+
+    def __format__(self, spec):
+        return format(repr(self), spec)
+
+    def __deepcopy__(self, memo):
+        raise _refuse_copy(self, "deep-copied")
+
+    def __reduce_ex__(self, protocol):
+        raise _refuse_copy(self, "pickled")
+
+
+class StoredParameter(_Stored, torch.nn.Parameter):
+    """A managed parameter whose bytes are at home."""
+
+    grad = _ManagedGrad()
+    __torch_function__ = _Stored.__torch_function__
+
+
+class StoredAlias(_Stored, torch.Tensor):
+    """The detached tensor of a StoredParameter: same rules, no gradient, and nothing behind it that could be read."""
+
+    @staticmethod
+    def of(source: torch.Tensor) -> StoredAlias:
+        """The alias of a parameter, or of another alias."""
+        with DisableTorchFunction():
+            alias = torch.Tensor._make_wrapper_subclass(
+                StoredAlias, source.shape, strides=source.stride(), dtype=source.dtype, device=source.device
+            )
+            storage_guard.close(alias.untyped_storage())
+        alias._infinity = handle_of(source)
+        return alias
+
+    def gathered(self) -> torch.Tensor:
+        """The parameter's own bytes, once they are on the device."""
+        handle = handle_of(self)
+        param = handle.shard.params[handle.index]
+        data = own_bytes(param)
+        handle.unit.watch(param, data)
+        return data
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        # Only what goes around __torch_function__ gets here: torch.tensor(alias), say. What goes around this too
+        # (DLPack) meets the guard.
+        alias = next(leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, StoredAlias))
+        raise handle_of(alias).engine.refusal(handle_of(alias), str(func))
+
+
+def _grad_of_places(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.grad`` of parameters at rest: what it asks for is their place in the graph, not their bytes."""
+
+    def place(tensor: Any) -> Any:
+        if not isinstance(tensor, StoredParameter):
+            return tensor
+        with DisableTorchFunction():
+            return torch.autograd.graph.get_gradient_edge(tensor)
+
+    inputs = place(inputs) if isinstance(inputs, torch.Tensor) else [place(each) for each in inputs]
+    return torch.autograd.grad(outputs, inputs, *args, **kwargs)
+
+
+def _on_lent(func, args: tuple, kwargs: dict) -> Any:
+    """``func`` of what the parameters among its arguments stand for."""
+    def replaced(param: torch.Tensor) -> torch.Tensor:
+        lent = lent_to(param)
+        return param if lent is None else lent
+
+    if func == torch.Tensor.data.__set__ and lent_to(args[0]) is not None:
+        with torch.no_grad():
+            lent_to(args[0]).copy_(args[1])
+        return None
+    result = func(*(new := tree_map_only(StoredParameter, replaced, (args, kwargs)))[0], **new[1])
+    return args[0] if args and isinstance(args[0], StoredParameter) and result is new[0][0] else result  # in place
+
+
+_TYPE_NAMES = {dtype: torch.empty(0, dtype=dtype).type().removeprefix("torch.") for dtype in (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16, torch.int32,
+    torch.int64, torch.bool, torch.complex64, torch.complex128)}  # fmt: skip
+
+
+def _converts_to_itself(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> bool:
+    """Whether a conversion asks for what the tensor already is, so that torch would return it unchanged."""
+    with torch.device("meta"):
+        probe = torch.empty_strided(tuple(subject.shape), subject.stride(), dtype=subject.dtype, device="meta")
+    if kwargs.get("copy"):
+        return False
+    rest = [torch.device("meta") if _is_own_device(value, subject) else value for value in args[1:]]
+    named = {k: torch.device("meta") if _is_own_device(v, subject) else v for k, v in kwargs.items()}
+    if func is torch.Tensor.cpu:
+        return subject.device.type == "cpu"
+    if func is torch.Tensor.cuda:
+        wanted = args[1] if len(args) > 1 else kwargs.get("device")
+        wanted = torch.device("cuda", wanted) if isinstance(wanted, int) else wanted
+        return subject.device.type == "cuda" and (wanted is None or _is_own_device(wanted, subject))
+    if any(isinstance(value, torch.Tensor) for value in rest):
+        return False
+    return func(probe, *rest, **named) is probe
+
+
+def _is_own_device(value: Any, subject: torch.Tensor) -> bool:
+    if isinstance(value, str):
+        try:
+            value = torch.device(value)
+        except RuntimeError:
+            return False
+    if not isinstance(value, torch.device) or value.type != subject.device.type:
+        return False
+    return value.index is None or subject.device.index is None or value.index == subject.device.index
+
+
+def _set_data(subject: torch.Tensor, value: torch.Tensor) -> None:
+    """``p.data = p`` is what module.to() does when nothing changes; anything else would part from the home."""
+    if value is subject or handle_of(value) is handle_of(subject):
+        return
+    name = handle_of(subject).name
+    raise UsageError(
+        f"assigning {name}.data would not reach its home. Use `with infinity.full_params(model, [{name!r}], "
+        "writeback=True)`, or load_state_dict()."
+    )

@@ -1,0 +1,153 @@
+"""Partition: which parameters move together, found from the model itself.
+
+block   a child of a ModuleList or Sequential with a sibling of the same class: the repeated part of a model
+rest    everything else; a module whose own parameters are large is a unit, small ones share one
+owner   a module whose forward needs a unit: the block, or any module that holds one of the unit's parameters
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+
+SMALL_NBYTES = 256 * 1024
+
+
+@dataclass(eq=False)
+class Group:
+    """One future unit."""
+
+    name: str
+    params: list[nn.Parameter]
+    owners: list[nn.Module]
+    block: nn.Module | None = None  # the module that is this unit, where it is one
+    tile_rows: int = 0  # its one weight comes to the device in tiles of so many rows; 0: whole
+
+
+def is_managed(param: nn.Parameter) -> bool:
+    """Whether the engine moves ``param``. Parameter subclasses (quantised ones, say) stay where they are."""
+    return type(param) is nn.Parameter
+
+
+def partition(
+    model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.Parameter, int] | None = None
+) -> list[Group]:
+    """The groups of ``model`` in the order of its modules; every managed parameter is in exactly one.
+
+    ``units``: "auto", or class names of the modules that are units. ``tiled``: weights that run in tiles -> rows of a
+    tile; each is a group of its own, which nobody owns. Raises ConfigError for a name without a module.
+    """
+    blocks = list(_repeated_blocks("", model)) if units == "auto" else _named_blocks(model, units)
+    names = parameter_names(model)
+    groups = [Group(names[param][0], [param], [], tile_rows=rows) for param, rows in (tiled or {}).items()]
+    taken = set(tiled or ())
+    for name, block in blocks:
+        params = [p for p in dict.fromkeys(block.parameters()) if is_managed(p) and p not in taken]
+        if params:
+            taken |= set(params)
+            groups.append(Group(name, params, [block], block))
+    largest = max((_nbytes(group.params) for group in groups if not group.tile_rows), default=0)
+    groups += _rest(model, taken, small=max(SMALL_NBYTES, largest // 4), cap=max(4 * SMALL_NBYTES, largest))
+    _add_outside_owners(model, groups)
+    return groups
+
+
+def _nbytes(params: list[nn.Parameter]) -> int:
+    return sum(param.numel() * param.element_size() for param in params)
+
+
+def _repeated_blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Outermost blocks first in module order; nothing inside a block is looked at."""
+    repeated: set[type] = set()
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        counts = Counter(type(child) for child in module.children())
+        repeated = {cls for cls, count in counts.items() if count >= 2}
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if type(child) in repeated and next(child.parameters(), None) is not None:
+            yield path, child
+        else:
+            yield from _repeated_blocks(path, child)
+
+
+def _named_blocks(model: nn.Module, units: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
+    blocks, inside = [], set()
+    for name, module in model.named_modules():
+        if type(module).__name__ in units and module not in inside:
+            blocks.append((name or "model", module))
+            inside |= set(module.modules())
+    found = {type(module).__name__ for _, module in blocks}
+    if missing := [unit for unit in units if unit not in found]:
+        classes = sorted({type(module).__name__ for module in model.modules()})
+        raise ConfigError(f"units: no module of class {', '.join(missing)}; the model has {', '.join(classes)}")
+    return blocks
+
+
+def _rest(model: nn.Module, taken: set[nn.Parameter], *, small: int, cap: int) -> list[Group]:
+    """Groups of the parameters outside blocks: one per module with much, one for those with little (up to ``cap``)."""
+    groups: list[Group] = []
+    shared: Group | None = None
+    for name, module in model.named_modules():
+        params = [p for p in module.parameters(recurse=False) if is_managed(p) and p not in taken]
+        params = list(dict.fromkeys(params))
+        if not params:
+            continue
+        taken |= set(params)
+        if _nbytes(params) > small:
+            groups.append(Group(name or "model", params, [module]))
+            continue
+        if shared is None or _nbytes(shared.params) + _nbytes(params) > cap:
+            shared = Group(f"rest:{name or 'model'}", [], [])
+            groups.append(shared)
+        shared.params += params
+        shared.owners.append(module)
+    return groups
+
+
+def _add_outside_owners(model: nn.Module, groups: list[Group]) -> None:
+    """Tied parameters: every module that holds one outside its group's owners is an owner too."""
+    group_of = {param: group for group in groups for param in group.params}
+    inside = {id(group): {m for owner in group.owners for m in owner.modules()} for group in groups}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            group = group_of.get(param)
+            if group is not None and not group.tile_rows and module not in inside[id(group)] and module not in group.owners:
+                group.owners.append(module)
+
+
+def held_nbytes(model: nn.Module, groups: list[Group], nbytes_of: dict[int, int]) -> int:
+    """The most weight bytes that one moment of a forward or backward holds. ``nbytes_of``: id(group) -> bytes.
+
+    Nested forwards hold the units of all of them, and a backward holds a unit of several owners (tied weights, small
+    ones that share a unit) from its first use to its last.
+    """
+    owned: dict[nn.Module, list[Group]] = {}
+    for group in groups:
+        for owner in group.owners:
+            owned.setdefault(owner, []).append(group)
+    most = 0
+    pending: list[tuple[nn.Module, frozenset[int]]] = [(model, frozenset())]
+    seen: set[tuple[int, frozenset[int]]] = set()
+    while pending:
+        module, above = pending.pop()
+        here = above | {id(group) for group in owned.get(module, ())}
+        if (id(module), here) in seen:
+            continue
+        seen.add((id(module), here))
+        most = max(most, sum(nbytes_of[group] for group in here))
+        pending += [(child, here) for child in module.children()]
+    return most + sum(nbytes_of[id(group)] for group in groups if len(group.owners) > 1)
+
+
+def parameter_names(model: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """Parameter -> all its names, in the order of ``named_parameters(remove_duplicate=False)``."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return names

@@ -1,0 +1,63 @@
+"""TODO state.shard_spec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from .. import native
+from ..machine.tiers import Tier
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SCALES = {name: name + "_scale" for name in MOMENTS}
+ARRAYS = ("weight", "master", *MOMENTS, *SCALES.values(), "grad")
+
+MASTER_DTYPES = {native.Master.SPLIT: torch.int16, native.Master.FLOAT32: torch.float32}
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """What the parameters of one shard have in common: it decides which arrays they need."""
+
+    wrapped_dtype: torch.dtype  # when the model was wrapped: what state_dict gives back
+    dtype: torch.dtype  # what the model computes with
+    master: native.Master
+    grad_dtype: torch.dtype
+    moment_dtype: torch.dtype
+    moment_count: int
+    stepped: bool
+
+    def array_dtypes(self) -> dict[str, torch.dtype]:
+        """Name -> dtype of every array of such a shard."""
+        dtypes = {"weight": self.dtype}
+        if self.stepped:
+            if self.master != native.Master.OWN:
+                dtypes["master"] = MASTER_DTYPES[self.master]
+            moments = MOMENTS[: self.moment_count]
+            dtypes |= {name: self.moment_dtype for name in moments}
+            if self.moment_dtype == torch.uint8:
+                dtypes |= {SCALES[name]: torch.uint8 for name in moments}
+            dtypes["grad"] = self.grad_dtype
+        return dtypes
+
+    def nbytes_per_element(self) -> dict[str, float]:
+        """Name -> bytes of every array, per parameter element."""
+        return self._nbytes_per_element
+
+    @cached_property
+    def _nbytes_per_element(self) -> dict[str, float]:  # a plan asks millions of times
+        return {name: dtype.itemsize / elements_each(name) for name, dtype in self.array_dtypes().items()}
+
+
+def elements_each(name: str) -> int:
+    """Parameter elements to one element of array ``name``."""
+    return native.MOMENT_BLOCK if name in SCALES.values() else 1
+
+
+def home_of(name: str, weights: Tier, optimizer: Tier, grad: Tier) -> Tier:
+    """The tier of array ``name``. Scales of a state on disk stay on the host: they are too small for blocks of it."""
+    if name in SCALES.values():
+        return Tier.HOST if optimizer is Tier.NVME else optimizer
+    return {"weight": weights, "grad": grad}.get(name, optimizer)

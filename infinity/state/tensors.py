@@ -1,0 +1,35 @@
+"""TODO state.tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..machine import storage_guard
+
+
+def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """``tensor.copy_(value)``, also of an expanded tensor, whose repeated elements are written once."""
+    once = tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())
+    tensor.detach()[once].copy_(value[once])
+
+
+def put(tensor: torch.Tensor, begin: int, values: torch.Tensor) -> None:
+    """Sets the elements of ``tensor`` from ``begin`` on, counted row by row whatever its strides."""
+    if tensor.is_contiguous():
+        tensor.view(-1)[begin : begin + values.numel()] = values.to(tensor.dtype)
+    else:
+        places = torch.unravel_index(torch.arange(begin, begin + values.numel(), device="cpu"), tensor.shape)
+        tensor[places] = values.to(tensor.dtype)
+
+
+def take_storage(param: nn.Parameter) -> None:
+    storage = param.untyped_storage()
+    storage.resize_(0)
+    storage_guard.close(storage)
+
+
+def give_storage(param: nn.Parameter) -> None:
+    storage = param.untyped_storage()
+    storage_guard.open(storage)
+    storage.resize_(param.numel() * param.itemsize)

@@ -1,0 +1,402 @@
+"""ParamUnit: the parameters that move together, and what of them is where.
+
+    STORED     home only; costs nothing above it
+    FETCHING   home -> staging slots in flight, piece by piece; slots charged
+    STAGED     bytes in staging slots, verified when gathered; slots charged
+    GATHERING  slots (or a memory home) -> device, and from other ranks what they have
+    RESIDENT   parameters usable; device bytes charged
+
+A parameter's storage is one view of its shard's device buffer, whose storage is resized to zero and back and never
+replaced: views that autograd saved stay valid.
+
+second slice   of weights that were gathered, this rank's part among the ranks of its machine: until they change, the next
+               gather needs no other machine and no home
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from .. import native
+from ..distributed.channel import Pending
+from ..distributed.data_ranks import DataRanks
+from ..errors import InfinityError, PeerError, StorageError, UsageError
+from ..machine.device import Copy, Device, Event, PAST
+from ..machine.ledger import Ledger
+from ..machine.tiers import Tier
+from ..machine.traffic import Traffic
+from ..storage.store import ShardStore
+from .handle import own_bytes, ParamHandle
+from .journal import Journal
+from .parameter import ResidentParameter, StoredParameter
+from .residency import MOVES, Residency
+from .shard import ParamShard
+
+PIECE_NBYTES = 8 * 1024 * 1024  # of a read: copied to a device while the next is read; whole checksum blocks
+
+
+@dataclass(frozen=True)
+class ReadPiece:
+    """A part of a shard on its way from the disk into the shard's slot."""
+
+    shard: int  # of the unit's
+    begin: int  # byte of the slice
+    nbytes: int
+    read: native.Ticket
+
+
+class ParamUnit:
+    """One unit: its shards, its state, and the moves between states."""
+
+    def __init__(self, index: int, name: str, shards: list[ParamShard], device: Device | None = None):
+        self.index, self.name, self.shards = index, name, shards
+        self._device = device or Device(torch.device("cpu"), Traffic())
+        self.residency = Residency.STORED
+        self.version = 0  # counts changes of the values at home
+        self.flats: list[torch.Tensor] = []
+        self.handles: list[ParamHandle] = []
+        self.is_shared = False  # whether several modules use it, so that its gradients may come long after each other
+        self._history: deque[str] = deque(maxlen=6)
+        self._slots: list[native.Lease] = []
+        self._pieces: list[ReadPiece] = []
+        self._charge: native.Charge | None = None
+        self._peers = shards[0].peers if shards else DataRanks()
+        self._pending: list[Pending] = []  # gathers under way
+        self.arriving: Event = PAST  # the end of the copy to the device
+        self.used: Event = PAST  # the end of what was last computed with it
+        self._views: list[list[torch.Tensor]] = []  # of the device buffers, until the parameters are made them
+        self.read_times: tuple[float, float] | None = None  # of the last read: when it was asked for, and when it was there
+        self.ready = 0  # reductions that every rank could start when they met for the last gather
+        self._second: list[torch.Tensor] = []  # slices for the machine's own gathers, one for each shard
+        self._second_version = -1  # of the values they are of
+        self._versions: list[int] = []  # torch's change counters when the parameters were exposed
+        self._watched: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # whose .data was handed out -> value before
+
+    @property
+    def weight_nbytes(self) -> int:
+        """Bytes on the device while resident, and in staging while staged."""
+        return sum(shard.weight_nbytes for shard in self.shards)
+
+    @property
+    def stays(self) -> bool:
+        """Whether the unit's home is the device, and whole: it is resident always."""
+        return self._peers.size == 1 and all(shard.weight.tier is Tier.DEVICE for shard in self.shards)
+
+    @property
+    def has_second_slice(self) -> bool:
+        """Whether the weights as they are now can be gathered inside the machine."""
+        return self._second_version == self.version
+
+    @property
+    def is_staged_from_disk(self) -> bool:
+        return not self.has_second_slice and any(shard.weight.tier is Tier.NVME for shard in self.shards)
+
+    @property
+    def copies_while_fetching(self) -> bool:
+        """Whether a copy to the device can begin before all of the unit has been read. With other ranks what is done must not
+        go by what has arrived."""
+        return self._device.overlaps and self._peers.size == 1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the weights can be copied to the device without waiting for a disk or for the last step."""
+        if self.is_staged_from_disk:
+            return self.residency is not Residency.STORED and all(piece.read.done for piece in self._pieces)
+        return all(shard.update is None or shard.update.done for shard in self.shards)
+
+    def attach(self) -> None:
+        """Makes every parameter a view of its shard's device buffer. The values must already be at home. Nothing here can fail
+        for want of space: see :meth:`allocate`."""
+        for shard, views in zip(self.shards, self._views):
+            for param, view in zip(shard.params, views):
+                param.data = view  # before the switch of classes: torch's own setter
+        self._views.clear()
+        self.conceal()
+
+    def allocate(self) -> None:
+        """Makes the device buffers, and the parameters' views of them, while a buffer has its memory. Raises CapacityError
+        when the device has no room."""
+        def make() -> None:
+            for shard in self.shards:
+                self.flats.append(torch.empty(shard.layout.numel, dtype=shard.spec.dtype, device=self._device.where))
+
+        if self.stays:
+            self.flats = [shard.weight.flat for shard in self.shards]
+        else:
+            self._device.put("in", make).wait()
+        for shard, flat in zip(self.shards, self.flats):
+            self._views.append([place.view(flat) for place in shard.layout.placements])
+        if self._peers.node is not None:
+            self._second = [f.new_empty(f.numel() // self._peers.node.size) for f in self.flats]
+        if self.stays:
+            self.residency = Residency.RESIDENT
+        else:
+            self._empty_storages()
+
+    # --- moves ---
+
+    def fetch(self, store: ShardStore, slots: list[native.Lease]) -> None:
+        """STORED -> FETCHING: starts reading into ``slots``, one per shard, once the last step's bytes are at home."""
+        self._move(Residency.FETCHING)
+        self._slots = slots
+        for index, (shard, slot) in enumerate(zip(self.shards, slots)):
+            size = PIECE_NBYTES if self.copies_while_fetching else shard.slice_nbytes
+            for begin in range(0, shard.slice_nbytes, size):
+                nbytes = min(size, shard.slice_nbytes - begin)
+                read = store.engine.read(shard.weight.extent, begin, slot.address + begin, nbytes, after=shard.update, lease=slot)
+                self._pieces.append(ReadPiece(index, begin, nbytes, read))
+
+    def stage(self) -> None:
+        """FETCHING -> STAGED: waits for the reads. When one failed the slots are given back and the error is raised."""
+        error = _first_error(self._pieces)
+        self._move(Residency.STAGED if error is None else Residency.STORED)
+        if error is not None:
+            self._release_slots()
+            raise error
+
+    def drop(self, store: ShardStore) -> None:
+        """FETCHING or STAGED -> STORED without using the bytes. Reads that have not started are taken back."""
+        if self.residency not in (Residency.FETCHING, Residency.STAGED):
+            raise self._illegal("be dropped")
+        error: Exception | None = None
+        for piece in self._pieces:
+            store.engine.cancel(piece.read)
+        for piece in self._pieces:
+            try:
+                piece.read.wait()
+            except InfinityError as failure:
+                cancelled = isinstance(failure, StorageError) and failure.errno == errno.ECANCELED
+                error = error or (None if cancelled else failure)
+        self._move(Residency.STORED)
+        self._release_slots()
+        if error is not None:
+            raise error
+
+    def gather(self, store: ShardStore, ledger: Ledger) -> None:
+        """STAGED (or STORED, for a memory home) -> RESIDENT."""
+        self.start_gather(store, ledger)
+        self.finish_gather(store)
+
+    def start_gather(self, store: ShardStore, ledger: Ledger) -> None:
+        """STAGED (or STORED, for a memory home) -> GATHERING: verifies and copies onto the device what this rank has; what
+        others have is on its way. FETCHING -> GATHERING, where copies run beside the reads: piece by piece, as they come."""
+        from_disk = self.is_staged_from_disk
+        fetching = self.residency is Residency.FETCHING and self.copies_while_fetching
+        if not fetching and self.residency is not (Residency.STAGED if from_disk else Residency.STORED):
+            raise self._illegal("be gathered")
+        charge = ledger.reserve(Tier.DEVICE, self.weight_nbytes, f"unit {self.name}", passing=True)
+        self._move(Residency.GATHERING)
+        self._charge = charge
+        try:
+            freight = Copy("host->device", sum(shard.slice_nbytes for shard in self.shards), self.name)
+            # Weights at home on the device itself were stepped there, by a queue that only the compute waited for.
+            there = any(shard.weight.tier is Tier.DEVICE for shard in self.shards)
+            copy = partial(self._copy_in, store, self._slots if from_disk else (), self._pieces)
+            self.arriving = self._device.put("in", copy, behind=[self._device.now()] if there else (), freight=freight)
+            if self._peers.size > 1:
+                self.arriving = self._device.put("in", self._gather_in)
+            for shard in self.shards:
+                shard.lent = self.arriving
+        except BaseException:
+            self._fail_gather()
+            raise
+        store.take_back(self._slots, self.arriving)
+        self._slots, self._pieces = [], []
+
+    def _copy_in(self, store: ShardStore, slots: Sequence[native.Lease], pieces: Sequence[ReadPiece]) -> None:
+        """This rank's bytes, from staging ``slots`` (verified) or a memory home to the device."""
+        for i, (shard, flat) in enumerate(zip(self.shards, self.flats)):
+            self._device.resize(flat.untyped_storage(), shard.weight_nbytes)
+            if self.has_second_slice:
+                self._in_node(flat).copy_(self._second[i])
+            elif not slots:
+                flat[slice(*shard.own("weight"))].copy_(shard.weight.flat, non_blocking=True)
+        try:
+            for piece in pieces if slots else ():
+                self._copy_piece(store, slots[piece.shard], piece)
+        except BaseException:
+            _first_error(pieces)  # of which the others are to be read, too
+            raise
+
+    def _copy_piece(self, store: ShardStore, slot: native.Lease, piece: ReadPiece) -> None:
+        shard, flat = self.shards[piece.shard], self.flats[piece.shard]
+        if not piece.read.done:
+            with store.traffic.stalled("nvme->host", self.name):
+                piece.read.wait()
+        piece.read.wait()  # raises what went wrong
+        start, end = piece.read.times
+        store.traffic.mark("nvme->host", self.name, start, end)
+        self.read_times = (min(start, self.read_times[0]), max(end, self.read_times[1])) if self.read_times else (start, end)
+        address, size = slot.address + piece.begin, shard.spec.dtype.itemsize
+        store.verify(shard.weight, address, piece.nbytes, offset=piece.begin)
+        first = shard.own("weight")[0] + piece.begin // size
+        source = native.tensor_at(store.staging.region, address, piece.nbytes // size, shard.spec.dtype)
+        flat[first : first + source.numel()].copy_(source, non_blocking=True)
+
+    def _gather_in(self) -> None:
+        """What the others have follows what is here in the same queue."""
+        gather = self._peers.gather_in_node if self.has_second_slice else self._peers.gather
+        for i, flat in enumerate(self.flats):
+            pending = gather(flat, f"{self.name} ({i})")
+            if pending is not None:
+                self._pending.append(pending)
+                self.ready = pending.ready
+
+    def finish_gather(self, store: ShardStore) -> None:
+        """GATHERING -> RESIDENT: what is computed from now on comes after the bytes are there."""
+        try:
+            if self.arriving is not PAST:
+                with store.traffic.stalled("host->device", self.name):
+                    self.arriving.precede()
+            if self._pending:
+                with store.traffic.stalled("all-gather", self.name):
+                    for pending in self._pending:
+                        pending.wait()
+        except BaseException:
+            self._fail_gather()
+            raise
+        self._pending = []
+        self._move(Residency.RESIDENT)
+        if self._peers.node is not None and not self.has_second_slice:
+            for second, flat in zip(self._second, self.flats):
+                second.copy_(self._in_node(flat))
+            self._second_version = self.version
+
+    def _in_node(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``flat`` among the ranks of its machine."""
+        return flat.view(self._peers.node.size, -1)[self._peers.node.rank]
+
+    def _fail_gather(self) -> None:
+        _first_error(self._pieces)
+        for pending in self._pending:  # what is under way still writes to the device's memory
+            try:
+                pending.wait()
+            except PeerError:
+                pass
+        self._pending = []
+        try:
+            self.arriving.wait()
+        except (InfinityError, RuntimeError):
+            pass  # what is raised is the first error
+        self.arriving = PAST
+        self._move(Residency.STORED)
+        self._empty(self._charge)
+
+    def release(self) -> None:
+        """RESIDENT -> STORED. The home still has the bytes: weights change only in the optimizer's step."""
+        if self.residency is not Residency.RESIDENT or self.stays:
+            raise self._illegal("be released")
+        self._move(Residency.STORED)
+        self._empty(self._charge)
+
+    def rebuild(self) -> None:
+        """At home, whatever the unit was doing when an exception struck. Only while nothing is in flight; the charges of what is
+        given up are the ledger's to forget."""
+        for pending in self._pending:  # what is under way still writes to the storages
+            pending.drop()
+        self._slots, self._pieces, self._pending, self._charge = [], [], [], None
+        self.arriving = self.used = PAST
+        self.read_times, self._second_version = None, -1
+        self._watched.clear()
+        self._history.append(f"{self.residency.name} given up")
+        if self.stays:
+            self.residency = Residency.RESIDENT
+        else:
+            self.residency = Residency.STORED
+            self._empty_storages()
+        self.conceal()
+
+    def _empty(self, charge: native.Charge) -> None:
+        self._empty_storages()
+        self._release_slots()
+        charge.release()
+        self._charge = None
+
+    def _empty_storages(self) -> None:
+        for flat in self.flats:
+            self._device.resize(flat.untyped_storage(), 0, behind=self.used)
+
+    def _release_slots(self) -> None:
+        for slot in self._slots:
+            slot.release()
+        self._slots, self._pieces = [], []
+
+    def expose(self) -> None:
+        """Makes the parameters ordinary ones: something is about to compute with them."""
+        self._switch(ResidentParameter)
+        self._watched.clear()
+        self._versions = [param._version for shard in self.shards for param in shard.params]
+
+    def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
+        """``param.data`` was handed out, through which torch does not count changes."""
+        if param not in self._watched:
+            # At home on the device there is no other copy to tell a change by; what came compressed is not what is at home.
+            self._watched[param] = data.clone() if self.stays or self._peers.compresses else None
+
+    def write_edits(self, store: ShardStore, journal: Journal) -> None:
+        """Sends home what a forward changed in its own parameters (a clamp of a weight, say).
+
+        Raises UsageError where the change cannot be told from the value before.
+        """
+        params = [(shard, i, param) for shard in self.shards for i, param in enumerate(shard.params)]
+        for (shard, index, param), counted in zip(params, self._versions):
+            changed, watched = param._version != counted, param in self._watched
+            if not changed and not watched:
+                continue
+            before = self._watched.get(param)
+            self._peers.same(f"changing {param._infinity.name} in a forward", own_bytes(param))
+            if self._peers.compresses and before is None:
+                raise UsageError(
+                    f"{param._infinity.name} was changed in place inside a forward, but it came there compressed. Change it "
+                    "through .data, inside infinity.full_params(..., writeback=True), or set compress_gathers=False."
+                )
+            if self.stays and before is None:
+                if "master" not in shard.arrays:
+                    continue  # the device's bytes are the master
+                raise UsageError(
+                    f"{param._infinity.name} was changed in place inside a forward, and its master cannot follow. "
+                    "Change it through .data, or inside infinity.full_params(..., writeback=True)."
+                )
+            parts = shard.changes(store, index, own_bytes(param), before=before)
+            version = shard.weight.extent.version
+            journal.carry_out(partial(shard.write_changes, store, index, parts, version=version))
+            self._second_version = -1
+
+    def conceal(self) -> None:
+        """Makes touching a parameter come by the engine, whether its bytes are still on the device or not.
+
+        A write would otherwise change a copy that is about to be dropped, and be lost without a word.
+        """
+        self._switch(StoredParameter)
+
+    def _switch(self, cls: type) -> None:
+        for shard in self.shards:
+            for param in shard.params:
+                param.__class__ = cls
+
+    def _move(self, to: Residency) -> None:
+        if to not in MOVES[self.residency]:
+            raise self._illegal(f"go to {to.name}")
+        self._history.append(f"{self.residency.name}->{to.name}")
+        self.residency = to
+
+    def _illegal(self, what: str) -> UsageError:
+        moves = ", ".join(self._history) or "none"
+        return UsageError(f"unit {self.name} is {self.residency.name} and cannot {what}; its last moves: {moves}")
+
+
+def _first_error(pieces: Sequence[ReadPiece]) -> Exception | None:
+    """Waits for all reads. The first one's error."""
+    error: Exception | None = None
+    for piece in pieces:
+        try:
+            piece.read.wait()
+        except Exception as failure:  # noqa: BLE001 - told by the caller
+            error = error or failure
+    return error

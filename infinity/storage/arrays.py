@@ -1,0 +1,46 @@
+"""TODO storage.arrays."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .. import native
+from ..machine.tiers import Tier
+
+
+@dataclass(eq=False)
+class StateArray:
+    """One flat array at home. ``flat`` is a tensor over it where the home is memory, None on NVMe."""
+
+    tier: Tier
+    dtype: torch.dtype
+    numel: int
+    extent: native.Extent
+    flat: torch.Tensor | None = None
+    charge: native.Charge | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class ArrayIO(Protocol):
+    """What a shard needs to reach its arrays."""
+
+    def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
+        """See :meth:`ShardStore.read`."""
+
+    def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
+        """See :meth:`ShardStore.write`."""
+
+    def guarding(self) -> AbstractContextManager[None]:
+        """See :meth:`ShardStore.guarding`."""
+
+
+def bytes_of(pool: native.PinnedPool, lease: native.Lease, nbytes: int) -> torch.Tensor:
+    """A tensor over the first ``nbytes`` of ``lease``."""
+    return native.tensor_at(pool.region, lease.address, nbytes, torch.uint8)

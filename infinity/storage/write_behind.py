@@ -1,0 +1,164 @@
+"""WriteBehind: many writes to arrays on disk, joined where they follow each other, and not waited for.
+
+part        a piece of the store's service buffer, with bytes of one array
+open        gathering what follows each other; at most one part for each array
+under way   being written
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import native
+from ..errors import InfinityError, UsageError
+from ..machine.sizes import round_up
+from ..machine.tiers import Tier
+
+if TYPE_CHECKING:
+    from .arrays import StateArray
+    from .store import ShardStore
+
+PARTS = 6  # weights and masters are gathered in two of them while others are under way
+
+
+@dataclass(eq=False)
+class OpenPart:
+    """A piece of the service buffer with bytes ``start`` to ``end`` of an array, gathered or (with a ticket) on their way."""
+
+    lease: native.Lease
+    memory: torch.Tensor
+    array: StateArray | None = None
+    start: int = 0
+    end: int = 0
+    ticket: native.Ticket | None = None
+
+    def holds(self, array: StateArray, start: int, end: int) -> bool:
+        """Whether some of those bytes are in it."""
+        return self.array is array and self.start < end and start < self.end
+
+
+class WriteBehind:
+    """Reads and writes arrays as the store does, but that a write to disk returns before its bytes are at home."""
+
+    def __init__(self, store: ShardStore, service: native.PinnedPool):
+        self._store, self._service = store, service
+        blocks = service.capacity_nbytes // native.CHECKSUM_NBYTES
+        self._count = max(0, min(PARTS, blocks - 1))  # the last block is for reading
+        self._part_nbytes = (blocks - 1) // self._count * native.CHECKSUM_NBYTES if self._count else 0
+        self._free: list[OpenPart] = []
+        self._open: dict[StateArray, OpenPart] = {}
+        self._under_way: list[OpenPart] = []
+
+    def guarding(self) -> AbstractContextManager[None]:
+        """As the store's."""
+        return self._store.guarding()
+
+    def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
+        """As the store's: what was written is read."""
+        return self._store.read(array, begin, end)
+
+    def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
+        """As the store's. Raises UsageError for more than the array has room for."""
+        if array.tier is not Tier.NVME or not self._count:
+            self._store.write(array, begin, source, version=version)
+            return
+        self._store.check_process()
+        raw, at = source.to(array.dtype).contiguous().view(torch.uint8), begin * array.dtype.itemsize
+        if at + raw.numel() > array.nbytes:
+            raise UsageError(f"{raw.numel()} bytes at {at} of an array of {array.nbytes}")
+        with self.guarding():
+            while raw.numel():
+                part = self._part_for(array, at)
+                count = min(raw.numel(), part.start + self._part_nbytes - at)
+                native.copy_flat(part.memory[at - part.start : at - part.start + count], raw[:count])
+                raw, at = raw[count:], at + count
+                part.end = at
+                if at == part.start + self._part_nbytes:
+                    self._submit(part)
+        array.extent.version = version
+
+    def flush(self) -> None:
+        """Returns when everything is at home. The service buffer is the store's again."""
+        with self.guarding():
+            for part in list(self._open.values()):
+                self._submit(part)
+            while self._under_way:
+                self._finish(self._under_way[0])
+            self._let_go()
+
+    def close(self) -> None:
+        """Returns when nothing is under way, after an error too; what is open is dropped."""
+        for part in self._under_way:
+            try:
+                part.ticket.wait()
+            except InfinityError as error:  # another one is being raised; the store has to know of this one, too
+                with suppress(InfinityError), self.guarding():
+                    raise error
+        self._under_way.clear()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for part in (*self._free, *self._open.values()):
+            part.lease.release()
+        self._free.clear()
+        self._open.clear()
+
+    def _part_for(self, array: StateArray, at: int) -> OpenPart:
+        """The open part that goes on at byte ``at`` of the array."""
+        part = self._open.get(array)
+        if part is not None:
+            if part.end < at < min(round_up(part.end, native.CHECKSUM_NBYTES), part.start + self._part_nbytes):
+                self._fill(part, part.end, at)  # padding between two parameters
+                part.end = at
+            if part.end == at:
+                return part
+            self._submit(part)
+        part = self._take()
+        part.array, part.start, part.end = array, at // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES, at
+        self._fill(part, part.start, at)
+        self._open[array] = part
+        return part
+
+    def _take(self) -> OpenPart:
+        if not self._free and len(self._open) + len(self._under_way) < self._count:
+            lease = self._store.take_lease(self._service, self._part_nbytes)
+            self._free.append(OpenPart(lease, native.tensor_at(self._service.region, lease.address, self._part_nbytes, torch.uint8)))
+        if not self._free:
+            if not self._under_way:
+                self._submit(next(iter(self._open.values())))
+            self._finish(self._under_way[0])
+        return self._free.pop()
+
+    def _submit(self, part: OpenPart) -> None:
+        """Sends an open part on its way."""
+        array, end = part.array, min(round_up(part.end, native.CHECKSUM_NBYTES), part.array.nbytes)
+        self._fill(part, part.end, end)
+        part.end = end
+        self._finish_those_with(array, part.start, end)  # the disk may put two writes of one place in either order
+        part.ticket = self._store.engine.write(array.extent, part.start, part.lease.address, end - part.start, lease=part.lease)
+        del self._open[array]
+        self._under_way.append(part)
+
+    def _fill(self, part: OpenPart, begin: int, end: int) -> None:
+        """Bytes ``begin`` to ``end`` of the part's array, all in one block, as they are on disk."""
+        if begin == end:
+            return
+        array, offset = part.array, begin // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
+        nbytes = min(native.CHECKSUM_NBYTES, array.nbytes - offset)
+        self._finish_those_with(array, offset, offset + nbytes)
+        with self._store.borrow(nbytes) as lease:
+            block = self._store.read_block(array, offset, lease, nbytes)
+            part.memory[begin - part.start : end - part.start] = block[begin - offset : end - offset]
+
+    def _finish_those_with(self, array: StateArray, start: int, end: int) -> None:
+        for part in [part for part in self._under_way if part.holds(array, start, end)]:
+            self._finish(part)
+
+    def _finish(self, part: OpenPart) -> None:
+        part.ticket.wait()  # where Ctrl-C comes, or an error, it is still under way: see close()
+        self._under_way.remove(part)
+        self._free.append(part)
