@@ -1,4 +1,4 @@
-"""TODO api.agreement."""
+"""Agreement: compares what wrap_model was given on every rank, and shares out what the ranks of a machine have in common."""
 
 from __future__ import annotations
 

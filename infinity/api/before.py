@@ -1,4 +1,4 @@
-"""TODO api.before."""
+"""Before: remembers a model and its optimizer as they were before a wrap, and restores them when it fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO api.full_params."""
+"""full_params: lends whole parameters to a block of code, and sends edits home."""
 
 from __future__ import annotations
 

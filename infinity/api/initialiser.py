@@ -1,4 +1,8 @@
-"""TODO api.initialiser."""
+"""Initialiser: runs modules' own initialisation for meta tensors, one module at a time, and sends the values home.
+
+empty   a managed parameter that was made real without storage: its value is at home, or will be
+lent    an empty parameter with storage for as long as an initialisation runs
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO api.lay_out."""
+"""Lay out: groups a model's parameters into units of shards, and plans where they live."""
 
 from __future__ import annotations
 

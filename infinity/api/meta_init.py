@@ -1,12 +1,9 @@
-"""Materialized: values for a model that was built on ``meta``, sent home as they come, and the way back if wrapping
-fails.
+"""Materialized: makes a model that was built on ``meta`` real: its values go home as they come.
 
 Values come from a safetensors file or folder where one is given, else from the modules' own initialisation:
 ``reset_parameters``, and a ``transformers`` model's ``_init_weights``. At no time is more in memory than a few blocks
 of a file, or what one module's initialisation touches.
 
-empty   a managed parameter that was made real without storage: its value is at home, or will be
-lent    an empty parameter with storage for as long as an initialisation runs
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TODO api.send_home."""
+"""Send home: copies values and optimizer state to their homes before a wrap changes the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO api.state_dict."""
+"""State dicts: fills ``state_dict()`` from the homes, and sends ``load_state_dict()`` there."""
 
 from __future__ import annotations
 

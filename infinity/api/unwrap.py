@@ -1,4 +1,4 @@
-"""TODO api.unwrap."""
+"""unwrap_model: gives plain torch objects back, with the values that are at home."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""wrap_model and its counterparts: from plain torch objects to managed ones and back.
+"""wrap_model: gives a model's parameters and its optimizer's state their homes.
 
 A wrap checks everything first, then takes all memory and disk space, then copies every value home, and only then
 changes the model: whatever fails before leaves model and optimizer as they were.

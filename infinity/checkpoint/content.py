@@ -1,4 +1,8 @@
-"""TODO checkpoint.content."""
+"""Content: names everything that a checkpoint holds of a model and its optimizer.
+
+Tensors are stored per parameter, under its name:  ``weight/<name>`` in the dtype the model computes in,
+``master/<name>`` (low halves or fp32) where there is one, ``exp_avg/<name>`` and ``exp_avg_sq/<name>``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO checkpoint.load."""
+"""load_checkpoint: reads a checkpoint, checks all of it, and only then changes model and optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""TODO checkpoint.manifest."""
+"""Manifest: names a checkpoint's data folder and the checksum of every file, under a seal of its own.
+
+Only files that the manifest names are read. It is written last, and replaced in one rename.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO checkpoint.parts."""
+"""Parts: reads the files of a checkpoint's data folder: tensors, and which elements of them a part has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO checkpoint.random_state."""
+"""Random state: saves and restores the generators of Python, NumPy and torch."""
 
 from __future__ import annotations
 

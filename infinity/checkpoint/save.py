@@ -1,12 +1,9 @@
-"""Checkpoints: everything needed to go on bit for bit, in safetensors and JSON, replaced atomically.
+"""save_checkpoint: writes everything needed to go on bit for bit, and replaces the last checkpoint atomically.
 
 A checkpoint folder holds ``manifest.json`` and one folder ``infinity-<random>`` of data files, new at every save. A save writes its
 data, syncs it, and then replaces the manifest in one rename; until then the old manifest names the old data, which
 is removed afterwards. So whatever happens, the manifest names data that is whole. Who may write, and what is read while
 others write: :mod:`infinity.checkpoint.folder`.
-
-Tensors are stored per parameter, under its name:  ``weight/<name>`` in the dtype the model computes in,
-``master/<name>`` (low halves or fp32) where there is one, ``exp_avg/<name>`` and ``exp_avg_sq/<name>``.
 
 Of several ranks each writes what it has at home, in files of its own; a file's header says which elements of a tensor
 its part is. Any number of ranks reads them: each what its own homes need. The header's form is that of

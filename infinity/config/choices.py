@@ -1,4 +1,4 @@
-"""TODO config.choices."""
+"""Choices: lists the words that fields of a Config accept, and the dtypes they stand for."""
 
 from __future__ import annotations
 

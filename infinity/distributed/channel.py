@@ -1,4 +1,9 @@
-"""TODO distributed.channel."""
+"""Channel: exchanges a few bytes between all ranks of a process group before each collective.
+
+What a rank says is what it is about to do, and after how many steps and backwards. Ranks that come to different collectives
+would mix up their bytes or end in the transport's abort: a rendezvous makes that an error that names both. A rank that fails
+says so at its next rendezvous, and all others raise its reason.
+"""
 
 from __future__ import annotations
 

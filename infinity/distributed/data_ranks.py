@@ -1,20 +1,14 @@
-"""Peers: the ranks that train one model together, and everything that is said between them.
+"""DataRanks: the ranks that share a model's arrays and its batch, and the collectives between them.
 
-peers      the data ranks of one job; without others there is one, and nothing is said
 slice      a rank's equal part of every flat array
 replica    a rank elsewhere that holds the same slice (hybrid sharding)
-channel    a process group on which ranks meet: those of one row of slices, or those of one column of replicas
-meeting    a few bytes that all ranks of a channel exchange before each collective, and where they must agree: what they
-           are about to do, and after how many steps and backwards
-moment     that count
+channel    a process group on which ranks come together: those of one row of slices, or those of one column of replicas
+progress   how many steps and backwards a rank has done: part of what is said at every rendezvous
 
-Ranks that come to different collectives would mix up their bytes or end in the transport's abort: a meeting makes that
-an error that names both. All collectives of a row meet on one channel, whatever group their bytes take, so that no two
-ranks can wait for each other in different places. A rank that fails says so at its next meeting, and all others raise
-its reason.
-
-Bytes travel in the dtype they have; sums are taken in fp32, in the order of the ranks, and rounded once. The transport
-never adds, so that the result does not depend on its algorithm.
+All collectives of a row begin with a rendezvous on one channel, whatever group their bytes take, so that no two ranks can wait
+for each other in different places. Bytes travel in the dtype they have, or as 8-bit codes where weights are compressed; sums are
+taken in fp32, in the order of the ranks, and rounded once. The transport never adds, so that the result does not depend on its
+algorithm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TODO distributed.quantize."""
+"""Quantize: encodes gathered weights as 8-bit codes with one scale per block of 256 elements."""
 
 from __future__ import annotations
 

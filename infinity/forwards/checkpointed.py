@@ -1,4 +1,4 @@
-"""TODO forwards.checkpointed."""
+"""Checkpointed: runs a block's forward again in the backward, keeping only its input."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Recomputation: of what a forward saves for its backward, which blocks keep it, which send it home, which compute it again.
-
-keep       on the device, as far as its budget reaches
-send       to the host, and back for the backward (:mod:`infinity.runtime.activation_store`)
-recompute  only the block's input is kept, and the backward runs the block's forward again
+"""Recompute: measures blocks, and runs each forward as it was chosen: kept, sent home, or computed again.
 
 With ``activations="auto"`` and a device budget the choice is made for each block from what two passes measure: the bytes
 that it saves, the seconds that its forward takes, and what sending costs. A block is run again only where its user allows that

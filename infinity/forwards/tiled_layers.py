@@ -1,8 +1,6 @@
-"""Tiling: a layer larger than the device's budget runs in tiles of its weight, fetched one at a time.
+"""Tiled layers: compute with a weight that is larger than the device's budget, one tile of it at a time.
 
 tile    consecutive rows of a weight; at most one of a layer is on the device
-rows    of a Linear: its outputs; of an Embedding: its vocabulary; of a transformers Conv1D: its inputs
-
 head    a Linear that is much wider than its input, or a model's output embedding: its logits are larger than its weight,
         and where all they are for is a cross-entropy, that is computed tile by tile too
 

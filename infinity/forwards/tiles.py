@@ -1,4 +1,7 @@
-"""TODO forwards.tiles."""
+"""Tiles: fetches a large layer's weight as consecutive rows, one tile on the device at a time.
+
+rows    of a Linear: its outputs; of an Embedding: its vocabulary; of a transformers Conv1D: its inputs
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO forwards.value_snapshot."""
+"""Snapshot: remembers values that a forward could change, and tells whether it did."""
 
 from __future__ import annotations
 

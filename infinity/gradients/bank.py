@@ -1,16 +1,8 @@
-"""GradientBank: gradients at home, and the light stand-ins that ``p.grad`` is.
-
-    ABSENT     None in torch's words; the next gradient is copied
-    LANDED     at home: the next gradient is added, the next step applies it
-    CONSUMED   applied by a step; only reading and zeroing are left, and adding where the model was part of another's loss
-    TORN       a backward failed after it had begun to change this gradient; only zeroing is left, what lands is dropped
+"""GradientBank: lands gradients at home, lends them to whoever reads ``p.grad``, and hands them to the step.
 
 opened     a shard's gradients lie in memory: always where their home is memory, in a slot of the gradient staging pool
            while one from disk is being written or read
 changing   gradients that the running backward, or a multiplication, has begun to change: torn when it is cut short
-average    with other ranks, the mean of what all of them landed; each has its slice of it at home
-factor     a multiplication of the gradient that was asked for and not done yet: the optimizer kernel does it, rounding
-           as the in-place multiplication would have
 """
 
 from __future__ import annotations

@@ -1,4 +1,14 @@
-"""TODO gradients.record."""
+"""GradRecord: holds the state of one parameter's gradient.
+
+    ABSENT     None in torch's words; the next gradient is copied
+    LANDED     at home: the next gradient is added, the next step applies it
+    CONSUMED   applied by a step; only reading and zeroing are left, and adding where the model was part of another's loss
+    TORN       a backward failed after it had begun to change this gradient; only zeroing is left, what lands is dropped
+
+factor     a multiplication of the gradient that was asked for and not done yet: the optimizer kernel does it, rounding
+           as the in-place multiplication would have
+average    with other ranks, the mean of what all of them landed; each has its slice of it at home
+"""
 
 from __future__ import annotations
 

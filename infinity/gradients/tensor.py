@@ -1,4 +1,4 @@
-"""TODO gradients.tensor."""
+"""LandedGrad: stands in for a gradient at home as ``p.grad``: norms, scaling, clipping and zeroing act on the bytes there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO machine.accelerator."""
+"""Accelerator: runs a device's queues as streams, and orders them by events."""
 
 from __future__ import annotations
 

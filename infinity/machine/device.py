@@ -1,12 +1,11 @@
-"""Device: what computes, and the queues that move bytes to and from it meanwhile.
+"""Device: runs queues that move bytes to and from what computes, meanwhile.
 
 queue     work that runs in order, beside the compute and the other queues: ``in`` (to the device), ``out`` (from it),
           ``step`` (the optimizer on the device)
-moment    a place in a queue, or in the compute, that other work can be put behind
-borrowed  tensors of the compute that a queue still reads: freed earlier, their memory would be written anew
+event     a place in a queue, or in the compute, that other work can be put behind
 
-On a GPU a queue is a stream and a moment an event: putting one behind the other costs the host nothing. A processor runs
-its queues at once, or in threads of their own, which keep the same order: what is proved about one is true of the other.
+On a GPU a queue is a stream: putting one behind the other costs the host nothing. A processor runs
+its queues at once.
 Memory that one stream gives to another is put in order first, so nothing needs ``record_stream``; and once the first step
 is over, what is allocated is there in the allocator's cache of the queue that asks.
 

@@ -1,4 +1,4 @@
-"""TODO machine.in_flight."""
+"""InFlight: keeps tensors alive while a queue of the device still reads them."""
 
 from __future__ import annotations
 

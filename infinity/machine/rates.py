@@ -1,4 +1,4 @@
-"""TODO machine.rates."""
+"""Rates: measures how many bytes per second this machine's memory, checksums and disks move."""
 
 from __future__ import annotations
 

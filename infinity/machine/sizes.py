@@ -1,4 +1,4 @@
-"""TODO machine.sizes."""
+"""Sizes: parses and prints byte counts, and rounds them up."""
 
 from __future__ import annotations
 

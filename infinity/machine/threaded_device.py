@@ -1,4 +1,4 @@
-"""TODO machine.threaded_device."""
+"""ThreadedDevice: a processor that runs each queue in a thread, to test the order that a GPU's streams keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiers: where bytes lie (``device``, the compute device; ``host``, memory; ``nvme``, disk), and sizes in words."""
+"""Tiers: where bytes lie: ``device``, the compute device; ``host``, memory; ``nvme``, disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""TODO machine.timeline."""
+"""Timeline: writes what happened when as a Chrome trace.
+
+lane    what happens at one place: an edge, the forward, the optimizer; work that overlaps in a lane gets rows of its own
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Traffic: what moved over each edge between two tiers, and how long the step waited for it. Timeline: when.
+"""Traffic: counts what moved over each edge between two tiers, and how long the step waited for it.
 
 busy    seconds with at least one transfer in flight on the edge
 stall   seconds the training thread stood still for it
-lane    what happens at one place: an edge, the forward, the optimizer; work that overlaps in a lane gets rows of its own
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""TODO planning.activation_choice."""
+"""Activation choice: decides for each block whether its activations are kept, sent home, or computed again.
+
+keep       on the device, as far as its budget reaches
+send       to the host, and back for the backward
+recompute  only the block's input is kept, and the backward runs the block's forward again
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO planning.budgets."""
+"""Budgets: compares a plan with what each tier may hold, and says what to change where it does not fit."""
 
 from __future__ import annotations
 

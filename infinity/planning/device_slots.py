@@ -1,4 +1,4 @@
-"""TODO planning.device_slots."""
+"""Device slots: sizes device memory for state at home on the host that the device steps, chunk by chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""TODO planning.memory_plan."""
+"""MemoryPlan: says which array lives on which tier, and how many bytes each part of the engine may hold there.
+
+term    one part's bytes on one tier, with a reason; a plan is the sum of its terms
+rung    one set of buffer sizes, from generous to least workable; a plan is tried on each in turn
+"""
 
 from __future__ import annotations
 

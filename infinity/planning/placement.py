@@ -1,4 +1,4 @@
-"""TODO planning.placement."""
+"""Placement: spends what the budgets have left: shadow copies for updates made ahead, then units promoted to a faster tier."""
 
 from __future__ import annotations
 

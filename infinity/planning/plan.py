@@ -1,7 +1,6 @@
-"""MemoryPlan: which array lives on which tier, and how much every part of the engine may hold, before anything moves.
+"""make_plan: chooses the tier of every array and the size of every buffer, before anything moves.
 
-A plan is made from sizes alone. It is the sum of its terms, each with a reason; the ledger then holds every part to
-it. When a budget is too small for the most generous plan, smaller ones are tried in order, and when none fits the
+A plan is made from sizes alone; the ledger then holds every part of the engine to it. When a budget is too small for the most generous plan, smaller ones are tried in order, and when none fits the
 error says what the least workable budget is.
 """
 

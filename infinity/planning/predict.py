@@ -1,4 +1,4 @@
-"""Prediction: what a step moves over every edge, and how long it takes, known before the first one.
+"""predict: estimates how long a step takes, from the bytes it moves and the rates of the machine.
 
 traffic    bytes of one step over each edge, from the plan: with one backward, and weights that are not kept
 rates      what the machine does: disk and memory measured once, compute given by whoever knows the batch

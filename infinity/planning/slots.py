@@ -1,4 +1,4 @@
-"""TODO planning.slots."""
+"""Slots: sizes the memory in which the optimizer steps state that is at home elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO planning.step_traffic."""
+"""Step traffic: counts the bytes that one step of a plan moves over each edge."""
 
 from __future__ import annotations
 

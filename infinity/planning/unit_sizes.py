@@ -1,4 +1,4 @@
-"""TODO planning.unit_sizes."""
+"""Unit sizes: holds what a plan needs to know of shards and units: bytes, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,20 +1,4 @@
-"""Hooks: what the engine hears of a forward and a backward.
-
-owner       a module whose forward needs a unit: it holds some of its parameters
-frame       one running forward of an owner (or of the root), with the units it holds
-task        one run of autograd; a reentrant checkpoint nests them. It has a token, which only autograd holds: a task whose token
-            is gone without its end having been told was cut short
-
-Forward holds a unit from its owner's pre-hook to its post-hook. Backward holds it from the first time a tensor saved
-from it is asked for (or a gradient reaches its owner's output) until all its gradients have landed, and what is held
-at the end of the outermost task is let go: unused parameters get no gradient, and nothing else would tell.
-
-With slices on several ranks, all of them must gather the same units in the same order, whatever gradients each gets. So
-a unit is then held until the backward has come two units further, and not until its gradients have landed.
-
-Every weight that autograd saves inside an owner is saved as a reference to its unit and made resident when it is
-unpacked, whatever the module returned and however it is checkpointed.
-"""
+"""Hooks: tells the engine of every forward and every landed gradient of the modules it owns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""TODO runtime.passes."""
+"""Passes: holds units while a forward or a backward of the model needs them.
+
+owner       a module whose forward needs a unit: it holds some of its parameters
+frame       one running forward of an owner (or of the root), with the units it holds
+task        one run of autograd; a reentrant checkpoint nests them. It has a token, which only autograd holds: a task whose token
+            is gone without its end having been told was cut short
+
+Forward holds a unit from its owner's pre-hook to its post-hook. Backward holds it from the first time a tensor saved
+from it is asked for (or a gradient reaches its owner's output) until all its gradients have landed, and what is held
+at the end of the outermost task is let go: unused parameters get no gradient, and nothing else would tell.
+
+With slices on several ranks, all of them must gather the same units in the same order, whatever gradients each gets. So
+a unit is then held until the backward has come two units further, and not until its gradients have landed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO runtime.registry."""
+"""Registry: finds the record of a wrapped model: its engine, and how to take the hooks off again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""TODO runtime.saved_tensor."""
+"""Saved tensors: what autograd's graph holds in place of an activation's bytes.
+
+SavedTensor    the tensor itself, held by the graph
+WithinBudget   the same, charged to the device's budget
+Saved          a storage that is at home on the host or on NVMe, however many of its views were saved
+View           one view of a Saved: dtype, size, stride and offset, which it comes back with
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO runtime.saved_weights."""
+"""SavedWeight: stands in autograd's graph for a weight, so that the graph holds no bytes of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO runtime.scoped_call."""
+"""ScopedCall: runs every call of a module in a scope of the engine."""
 
 from __future__ import annotations
 

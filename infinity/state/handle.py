@@ -1,4 +1,4 @@
-"""TODO state.handle."""
+"""ParamHandle: says to which unit, shard and engine a parameter belongs."""
 
 from __future__ import annotations
 

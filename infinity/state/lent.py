@@ -1,4 +1,4 @@
-"""TODO state.lent."""
+"""Lent: lets a parameter stand for its whole value inside a block of full_params."""
 
 from __future__ import annotations
 

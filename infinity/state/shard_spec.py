@@ -1,4 +1,4 @@
-"""TODO state.shard_spec."""
+"""ShardSpec: says which arrays a shard has, and their dtypes."""
 
 from __future__ import annotations
 

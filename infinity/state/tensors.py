@@ -1,4 +1,4 @@
-"""TODO state.tensors."""
+"""Tensors: writes into parameters and buffers, and gives and takes their storage."""
 
 from __future__ import annotations
 

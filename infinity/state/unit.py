@@ -1,10 +1,4 @@
-"""ParamUnit: the parameters that move together, and what of them is where.
-
-    STORED     home only; costs nothing above it
-    FETCHING   home -> staging slots in flight, piece by piece; slots charged
-    STAGED     bytes in staging slots, verified when gathered; slots charged
-    GATHERING  slots (or a memory home) -> device, and from other ranks what they have
-    RESIDENT   parameters usable; device bytes charged
+"""ParamUnit: moves the parameters that are needed together between their home and the device.
 
 A parameter's storage is one view of its shard's device buffer, whose storage is resized to zero and back and never
 replaced: views that autograd saved stay valid.

@@ -1,4 +1,7 @@
-"""TODO storage.arrays."""
+"""StateArray: names one flat array, its tier, and where its bytes are.
+
+ArrayIO is what reads and writes such arrays; bytes move between them and tensors on the host.
+"""
 
 from __future__ import annotations
 

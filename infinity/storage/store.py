@@ -1,4 +1,4 @@
-"""ShardStore: the homes of flat arrays, in memory or in swap files.
+"""ShardStore: gives flat arrays their homes, in memory or in swap files.
 
 array       one flat array of one shard (its weights, its moments, ...), with its tier and its extent
 swap file   this job's bytes in a folder of ``nvme_paths``. It has no name there: nobody else can open or remove it, there is
