@@ -260,7 +260,7 @@ def detecting(monkeypatch, kernels=None):
 
 def _watch_updates(monkeypatch, detector_of) -> None:
     """Has the processor's updates counted as accesses, behind what they were told to come after."""
-    real_update, real_joined, real_settle = native.UnitUpdate, native.joined, ParamShard.settle
+    real_update, real_joined, real_wait = native.UnitUpdate, native.joined, ParamShard.wait
     plan_update = optimizer.InfinityOptimizer._processor_update
     told: dict = {}
     planned: list = []  # updates, and when each is over
@@ -284,7 +284,7 @@ def _watch_updates(monkeypatch, detector_of) -> None:
         if told["after"] is not None:
             detector.join("updater", detector.tickets[told["after"]])
         first, last = spans[0][0], spans[-1][1]
-        written = (shard.beside if how.get("ahead") else shard.arrays) | {"grad": shard.arrays["grad"]}
+        written = (shard._beside if how.get("ahead") else shard.arrays) | {"grad": shard.arrays["grad"]}
         for name, array in written.items():
             if not array.extent.is_file:
                 each = native.MOMENT_BLOCK if name.endswith("_scale") else 1
@@ -293,9 +293,9 @@ def _watch_updates(monkeypatch, detector_of) -> None:
         planned.append((planned_update, dict(detector.clocks["updater"])))
         return planned_update
 
-    def settle(self):
+    def wait(self):
         ticket = getattr(self.update, "ticket", self.update)
-        real_settle(self)
+        real_wait(self)
         for each, over in planned:
             if ticket is not None and each.ticket is ticket:
                 detector_of().join("host", over)
@@ -303,4 +303,4 @@ def _watch_updates(monkeypatch, detector_of) -> None:
     monkeypatch.setattr(native, "UnitUpdate", update)
     monkeypatch.setattr(native, "joined", joined)
     monkeypatch.setattr(optimizer.InfinityOptimizer, "_processor_update", processor_update)
-    monkeypatch.setattr(ParamShard, "settle", settle)
+    monkeypatch.setattr(ParamShard, "wait", wait)

@@ -428,7 +428,7 @@ def test_nobody_stands_still_between_two_steps(monkeypatch):
 
     def value(self, handle, grad, *, real=banks.GradientBank._send):
         real(self, handle, grad)
-        self._settle_landing(handle.shard)
+        self._wait_landing(handle.shard)
 
     monkeypatch.setattr(banks.GradientBank, "_send", value)
     assert races_of(monkeypatch, config)[1] > 0

@@ -760,12 +760,12 @@ def weight_traffic(home: str, folder: Any, rows: int, chunk: int | None, backwar
     edges = ("nvme->host", "host->device")
     found = []
     for _ in range(4):
-        infinity.runtime.registry.wrapped(wrapped.model).engine.settle()
+        infinity.runtime.registry.wrapped(wrapped.model).engine.wait_idle()
         before = {edge: wrapped.moved(edge) for edge in edges}
         for part in tokens(SEED, rows).chunk(backwards):
             loss_of(wrapped.model, part).backward()
         wrapped.optimizer.step()
-        infinity.runtime.registry.wrapped(wrapped.model).engine.settle()
+        infinity.runtime.registry.wrapped(wrapped.model).engine.wait_idle()
         found.append({edge: wrapped.moved(edge) - before[edge] for edge in edges})
         wrapped.optimizer.zero_grad()
     return {edge: min(step[edge] for step in found[1:]) for edge in edges}

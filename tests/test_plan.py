@@ -410,4 +410,4 @@ def test_updates_ahead_are_refused_where_they_cannot_be(tmp_path):
         make_plan(whole, config_of(tmp_path, **ahead), held_nbytes=0)
     with pytest.raises(CapacityError, match="params='host'"):
         make_plan(units, config_of(tmp_path, **ahead | {"params": "device"}), held_nbytes=0)
-    assert len(make_plan(units, config_of(tmp_path, **ahead), held_nbytes=0).drafted) == 3
+    assert len(make_plan(units, config_of(tmp_path, **ahead), held_nbytes=0).shadowed) == 3

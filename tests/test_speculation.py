@@ -2,9 +2,9 @@
 
 Words used here:
 
-**draft**: a unit's update that was made ahead. ``job.drafts``: of each step, how many there were before it, and how many it kept.
+**shadow**: a unit's update that was made ahead. ``job.shadows``: of each step, how many there were before it, and how many it kept.
 **twins**: one script, played with ``speculate=True`` and without; losses, weights, state and all else seen have the same bits.
-**spoiler**: what a user does between the second backward and its step, and of how many drafts it leaves something.
+**spoiler**: what a user does between the second backward and its step, and of how many shadows it leaves something.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ class Job:
         self.folder, self.loss_of = folder, loss
         model, config = (build or (lambda: seeded(SEED, Odd)))(), at_home(*home, folder / "swap", speculate=speculate, **options)
         if config.get("host_memory") == "least":
-            config["host_memory"] = least_host_memory(model, make(model), config) + 4096  # checksums of drafts
+            config["host_memory"] = least_host_memory(model, make(model), config) + 4096  # checksums of shadows
         self.model, self.optimizer = infinity.wrap_model(model, make(model), config)
         self.engine = wrapped(self.model).engine
         self.shards = [shard for unit in self.engine.units for shard in unit.shards]
         self.seen: list[torch.Tensor] = []
-        self.drafts: list[tuple[int, int]] = []
+        self.shadows: list[tuple[int, int]] = []
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -109,11 +109,11 @@ class Job:
 
     @property
     def kept(self) -> list[int]:
-        return [kept for _, kept in self.drafts]
+        return [kept for _, kept in self.shadows]
 
     def count(self) -> int:
-        """Drafts that are there now."""
-        return sum(shard.draft is not None for shard in self.shards)
+        """Shadows that are there now."""
+        return sum(shard.shadow is not None for shard in self.shards)
 
     def see(self, value: torch.Tensor) -> None:
         self.seen.append(value.detach().clone())
@@ -125,9 +125,9 @@ class Job:
         self.see(loss)
 
     def step(self) -> None:
-        there, before = self.count(), infinity.stats(self.model).drafts["kept"]
+        there, before = self.count(), infinity.stats(self.model).shadows["kept"]
         self.optimizer.step()
-        self.drafts.append((there, infinity.stats(self.model).drafts["kept"] - before))
+        self.shadows.append((there, infinity.stats(self.model).shadows["kept"] - before))
         self.optimizer.zero_grad()
 
     def clip(self, norm: float) -> None:
@@ -149,7 +149,7 @@ def twins(script: Callable[[Job], Any], folder: Path, **setup: Any) -> Job:
     assert len(plain.seen) == len(ahead.seen)
     assert differing(*({str(n): value for n, value in enumerate(job.seen)} for job in (plain, ahead))) == []
     assert differing(plain.state(), ahead.state()) == []
-    assert sum(there for there, _ in plain.drafts) == 0
+    assert sum(there for there, _ in plain.shadows) == 0
     for name, tier in infinity.stats(ahead.model).tiers.items():  # what a user gathers is in nobody's plan
         assert tier.peak_nbytes <= max(tier.planned_nbytes, infinity.stats(plain.model).tiers[name].peak_nbytes)
         assert tier.planned_nbytes <= (tier.budget_nbytes or tier.planned_nbytes)
@@ -195,7 +195,7 @@ CASES = [(home, clip) for home in HOMES for clip in (CLIPS if "on nvme" in home 
 
 
 @pytest.mark.parametrize(("home", "clip"), CASES)
-def test_clipping_decides_which_drafts_are_kept_and_no_bit(home, clip, tmp_path, monkeypatch):
+def test_clipping_decides_which_shadows_are_kept_and_no_bit(home, clip, tmp_path, monkeypatch):
     """Method: twins in which clipping, by the loop or inside the step, changes gradients never, once or always."""
     monkeypatch.chdir(tmp_path)
     norms, inside, kept = CLIPS[clip]
@@ -207,8 +207,8 @@ def test_clipping_decides_which_drafts_are_kept_and_no_bit(home, clip, tmp_path,
             job.step()
 
     job = twins(script, tmp_path, max_grad_norm=inside, **HOMES[home])
-    n, plan = len(job.engine.plan.drafted), job.engine.plan
-    assert n and job.drafts[0][0] == n and job.kept == [n if letter == "n" else 0 for letter in kept]
+    n, plan = len(job.engine.plan.shadowed), job.engine.plan
+    assert n and job.shadows[0][0] == n and job.kept == [n if letter == "n" else 0 for letter in kept]
     assert bool(plan.kept) == (home == "cached") and (plan.tiers["grad"] is Tier.NVME) == (home == "gradients on nvme")
 
 
@@ -240,7 +240,7 @@ def test_every_rule_and_form(home, rule, form, tmp_path):
         for param in [param for param in job.params if param.ndim == 1]:
             param.grad = None
 
-    assert twins(steps(4, lose), tmp_path, make=RULES[rule], **HOMES[home], **FORMS[form]).drafts[::3] == [(4, 4), (4, 4)]
+    assert twins(steps(4, lose), tmp_path, make=RULES[rule], **HOMES[home], **FORMS[form]).shadows[::3] == [(4, 4), (4, 4)]
 
 
 def edit(job: Job, *, writeback: bool) -> None:
@@ -314,7 +314,7 @@ SPOILERS: dict[str, tuple[Callable[[Job], Any], set[int]]] = {
     "edited": (lambda job: edit(job, writeback=True), {3}),
     "looked at": (lambda job: edit(job, writeback=False), {4}),
     "overwritten": (overwrite, {3}),
-    "saved": (save, {0, 4}),  # which is refused here, and what is refused may cost the drafts
+    "saved": (save, {0, 4}),  # which is refused here, and what is refused may cost the shadows
     "loaded": (load, {0, 4}),
     "evaluated": (evaluate, {4}),
     "state read": (lambda job: job.seen.extend(job.state().values()), {4}),
@@ -325,7 +325,7 @@ SPOILERS: dict[str, tuple[Callable[[Job], Any], set[int]]] = {
 
 @pytest.mark.parametrize("spoiler", SPOILERS)
 def test_what_comes_before_the_step_changes_no_bit(spoiler, tmp_path):
-    """Method: twins; as many drafts are kept as the spoiler says, and all before it and soon after."""
+    """Method: twins; as many shadows are kept as the spoiler says, and all before it and soon after."""
     spoil, kept = SPOILERS[spoiler]
     job = twins(steps(4, spoil), tmp_path)
     assert job.ready == 4 and job.kept[0] == job.kept[3] == 4 and job.kept[1] in kept
@@ -333,10 +333,10 @@ def test_what_comes_before_the_step_changes_no_bit(spoiler, tmp_path):
 
 @pytest.mark.parametrize("first", range(3))
 def test_nor_on_disk(first, tmp_path):
-    """Method: the same with all state on disk: a third of the spoilers in turn, each after a step whose drafts are kept."""
+    """Method: the same with all state on disk: a third of the spoilers in turn, each after a step whose shadows are kept."""
     names = list(SPOILERS)[first::3]
     spoilers = [SPOILERS[name] for name in names]
-    script = steps(3 * len(names), lambda job: spoilers[len(job.drafts) // 3][0](job), at=tuple(range(1, 3 * len(names), 3)))
+    script = steps(3 * len(names), lambda job: spoilers[len(job.shadows) // 3][0](job), at=tuple(range(1, 3 * len(names), 3)))
     job = twins(script, tmp_path, **HOMES["nvme"])
     assert job.kept[::3] == [4] * len(names)
     assert [name for name, (_, kept), found in zip(names, spoilers, job.kept[1::3]) if found not in kept] == []
@@ -429,9 +429,9 @@ def inside(job: Job) -> None:
 def closures(job: Job) -> None:
     for step in range(2):
         job.optimizer.zero_grad()
-        before = infinity.stats(job.model).drafts["kept"]
+        before = infinity.stats(job.model).shadows["kept"]
         job.optimizer.step(lambda: job.backward(step))
-        job.drafts.append((0, infinity.stats(job.model).drafts["kept"] - before))
+        job.shadows.append((0, infinity.stats(job.model).shadows["kept"] - before))
 
 
 def hooked(register: Callable, change: Callable, which: slice = slice(None)) -> Callable[[Job], None]:
@@ -448,7 +448,7 @@ def quietly(change: Callable[[torch.Tensor], Any]) -> Callable:
 
 
 after = nn.Parameter.register_post_accumulate_grad_hook
-SCRIPTS: dict[str, tuple[Callable[[Job], None], list[int | None]]] = {  # and the drafts each step keeps
+SCRIPTS: dict[str, tuple[Callable[[Job], None], list[int | None]]] = {  # and the shadows each step keeps
     "two backwards": (backwards(2, 2, 2, 2), [0, None, None, 4]),
     "one or two": (backwards(1, 2, 1, 1, 1, 1), [4, 0, None, None, None, 4]),
     "over one graph": (over_one_graph, [0, None, None, 4]),
@@ -468,7 +468,7 @@ SCRIPTS: dict[str, tuple[Callable[[Job], None], list[int | None]]] = {  # and th
 @pytest.mark.parametrize("script", SCRIPTS)
 @both_ends
 def test_every_kind_of_backward(home, script, tmp_path):
-    """Method: twins of several backwards in a step, failed ones, steps inside, closures and hooks; as many drafts are kept."""
+    """Method: twins of several backwards in a step, failed ones, steps inside, closures and hooks; as many shadows are kept."""
     play, kept = SCRIPTS[script]
     found = twins(play, tmp_path, **HOMES[home]).kept
     assert len(found) == len(kept) and all(wanted in (None, number) for wanted, number in zip(kept, found)), found
@@ -523,7 +523,7 @@ def test_frozen_parameters(which, known, tmp_path):
             param.requires_grad_(True)
 
     job = twins(steps(5, thaw, at=(2,)), tmp_path, **tiny() | {"build": build, "make": make})
-    assert all(kept == there > 0 for there, kept in job.drafts[:2]) and job.kept[-1] >= job.kept[0]
+    assert all(kept == there > 0 for there, kept in job.shadows[:2]) and job.kept[-1] >= job.kept[0]
 
 
 @both_ends
@@ -544,8 +544,8 @@ def test_parameters_with_step_counts_of_their_own(home, tmp_path):
     assert job.kept[1] and job.kept[5:7] == [0, 0] and job.kept[-1] == 4
 
 
-def test_drafting_comes_back_beside_a_unit_that_is_not_used_again(tmp_path):
-    """Method: twins; after a step whose drafts are dropped one block is skipped. The others' drafts are kept soon."""
+def test_shadowing_comes_back_beside_a_unit_that_is_not_used_again(tmp_path):
+    """Method: twins; after a step whose shadows are dropped one block is skipped. The others' shadows are kept soon."""
 
     def spoil(job: Job) -> None:
         job.clip(1e-4)
@@ -559,19 +559,19 @@ MISSED: dict[str, Callable[[Job], Any]] = {
     "clipped values": SPOILERS["clipped values"][0],
     "added to": SPOILERS["added to"][0],
     "viewed": every_grad(lambda grad: grad.view(-1)),
-    "one backward more each time": lambda job: [job.backward(50) for _ in range(1 + len(job.drafts) % 3)],
+    "one backward more each time": lambda job: [job.backward(50) for _ in range(1 + len(job.shadows) % 3)],
     "thrown away": lambda job: job.optimizer.zero_grad(set_to_none=False),
 }
 
 
 @pytest.mark.parametrize("how", MISSED)
-def test_next_to_nothing_is_spent_on_drafts_that_always_miss(how, tmp_path):
-    """Method: 40 steps whose drafts are always spoiled update little more than they must; then nothing spoils them, and they
-    are kept again. Twin: 40 steps whose drafts are kept update just what they must."""
+def test_next_to_nothing_is_spent_on_shadows_that_always_miss(how, tmp_path):
+    """Method: 40 steps whose shadows are always spoiled update little more than they must; then nothing spoils them, and they
+    are kept again. Twin: 40 steps whose shadows are kept update just what they must."""
     for spoil, least in ((MISSED[how], 0), (lambda job: None, 40)):
         job = Job(tmp_path, True)
         steps(40, spoil, at=tuple(range(40)))(job)
-        job.engine.settle()
+        job.engine.wait_idle()
         assert job.engine.updater.elements <= 1.25 * 40 * sum(shard.slice_numel for shard in job.shards)
         assert sum(kept == 4 for kept in job.kept) >= least
         steps(40)(job)
@@ -593,12 +593,12 @@ def test_no_room_is_said_before_anything_changed(home, form, tmp_path):
         infinity.wrap_model(model, adamw(model), config)
     assert differing(dict(model.state_dict()), before) == [] and not leftovers(tmp_path / "swap")
     more = parse_nbytes(re.search(r"\((.*?) for the smallest", str(told.value))[1], name)
-    assert Job(tmp_path, True, **{name: least + more}, **setup).engine.plan.drafted
+    assert Job(tmp_path, True, **{name: least + more}, **setup).engine.plan.shadowed
 
 
 @pytest.mark.parametrize("home", ["state on nvme", "weights on nvme", "cached"])
 def test_what_was_enough_stays_enough_with_more_memory(home, tmp_path):
-    """Method: host memory from the least in small steps; once there is room for drafts there always is."""
+    """Method: host memory from the least in small steps; once there is room for shadows there always is."""
     setup = {key: value for key, value in HOMES[home].items() if key == "home"}
     model = tiny()["build"]()
     (tmp_path / "swap").mkdir()
@@ -606,23 +606,23 @@ def test_what_was_enough_stays_enough_with_more_memory(home, tmp_path):
     rooms = []
     for more in range(0, 2 * 2**20, 2**17):
         try:
-            rooms.append(bool(Job(tmp_path, True, host_memory=least + more, **setup, **tiny()).engine.plan.drafted))
+            rooms.append(bool(Job(tmp_path, True, host_memory=least + more, **setup, **tiny()).engine.plan.shadowed))
         except infinity.CapacityError:
             rooms.append(False)
     assert rooms[-1] and rooms == sorted(rooms)
 
 
-def test_checksums_of_drafts_are_planned(tmp_path):
+def test_checksums_of_shadows_are_planned(tmp_path):
     """Method: add up 4 bytes for each block on disk that has a checksum; the plan has at least as many."""
     job = Job(tmp_path, True, home=("nvme", "nvme"), build=lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))))
-    arrays = [array for shard in job.shards for array in (*shard.arrays.values(), *shard.beside.values())]
+    arrays = [array for shard in job.shards for array in (*shard.arrays.values(), *shard._beside.values())]
     needed = sum(4 * -(-array.nbytes // native.CHECKSUM_NBYTES) for array in arrays if array.tier is Tier.NVME)
-    assert len(job.engine.plan.drafted) == 8 and needed <= job.engine.plan.terms[Tier.HOST]["checksums"]
+    assert len(job.engine.plan.shadowed) == 8 and needed <= job.engine.plan.terms[Tier.HOST]["checksums"]
 
 
 @pytest.mark.parametrize("home", ["host", "nvme", "cached"])
-def test_nothing_is_left_of_drafts_under_way(home, tmp_path):
-    """Method: with drafts whose transfers are late, unwrap (the weights are the last step's, the gradients there) or drop the
+def test_nothing_is_left_of_shadows_under_way(home, tmp_path):
+    """Method: with shadows whose transfers are late, unwrap (the weights are the last step's, the gradients there) or drop the
     model; folder, descriptors and threads are as before."""
 
     def count() -> tuple[int, int]:
@@ -646,8 +646,8 @@ def test_nothing_is_left_of_drafts_under_way(home, tmp_path):
     assert differing(*found) == [] and leftovers(tmp_path / "swap") == [] and count() == before
 
 
-def test_a_disk_error_in_a_draft_ends_the_job(tmp_path, monkeypatch):
-    """Method: a draft is refused by the disk; the error comes out of the backward, and nothing goes on from there."""
+def test_a_disk_error_in_a_shadow_ends_the_job(tmp_path, monkeypatch):
+    """Method: a shadow is refused by the disk; the error comes out of the backward, and nothing goes on from there."""
     job, submit = Job(tmp_path, True, home=("nvme", "nvme")), InfinityOptimizer._processor_update
 
     def refuse(self, *args, ahead=False, **more):
@@ -664,7 +664,7 @@ def test_a_disk_error_in_a_draft_ends_the_job(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path):
-    """Method: twins on two ranks; drafts are made, and kept by both."""
+    """Method: twins on two ranks; shadows are made, and kept by both."""
     (tmp_path / "swap").mkdir()
     cases = {"parameters": {"clip": 1e9, "micro": 2}, "gradients": {}}
     jobs = {
@@ -682,5 +682,5 @@ def test_two_ranks(tmp_path):
             for index, state in plain["optimizer"]["state"].items():
                 assert differing(state, ahead["optimizer"]["state"][index]) == []
             planned = [job["stats"]["tiers"]["host"]["planned_nbytes"] for job in (plain, ahead)]
-            taken.setdefault(mode, set()).add((planned[1] > planned[0], ahead["stats"]["drafts"]["kept"] > 0))
+            taken.setdefault(mode, set()).add((planned[1] > planned[0], ahead["stats"]["shadows"]["kept"] > 0))
     assert taken["parameters"] == taken["gradients"] == {(True, True)}

@@ -349,11 +349,11 @@ void bind_adam(py::module_& m) {
 }
 
 void bind_update(py::module_& m) {
-  py::class_<Draft>(m, "Draft")
+  py::class_<Shadow>(m, "Shadow")
       .def(py::init([](std::shared_ptr<Extent> weight, std::shared_ptr<Extent> master, std::shared_ptr<Extent> exp_avg,
                        std::shared_ptr<Extent> exp_avg_sq, std::shared_ptr<Extent> exp_avg_scale,
                        std::shared_ptr<Extent> exp_avg_sq_scale) {
-             return Draft{std::move(weight), std::move(master), std::move(exp_avg), std::move(exp_avg_sq),
+             return Shadow{std::move(weight), std::move(master), std::move(exp_avg), std::move(exp_avg_sq),
                           std::move(exp_avg_scale), std::move(exp_avg_sq_scale)};
            }),
            py::arg("weight") = nullptr, py::arg("master") = nullptr, py::arg("exp_avg") = nullptr,
@@ -363,16 +363,16 @@ void bind_update(py::module_& m) {
                        std::shared_ptr<Extent> master, std::shared_ptr<Extent> exp_avg,
                        std::shared_ptr<Extent> exp_avg_sq, std::shared_ptr<Extent> grad, std::vector<Run> runs,
                        std::uint64_t version, TicketPtr after, std::shared_ptr<Extent> exp_avg_scale,
-                       std::shared_ptr<Extent> exp_avg_sq_scale, int label, Draft draft) {
+                       std::shared_ptr<Extent> exp_avg_sq_scale, int label, Shadow shadow) {
              return UnitUpdate{layout, count, std::move(weight), std::move(master), std::move(exp_avg),
                                std::move(exp_avg_sq), std::move(grad), std::move(exp_avg_scale),
                                std::move(exp_avg_sq_scale), std::move(runs), version, std::move(after), label,
-                               std::move(draft), nullptr};
+                               std::move(shadow), nullptr};
            }),
            py::arg("layout"), py::arg("count"), py::arg("weight"), py::arg("master"), py::arg("exp_avg"),
            py::arg("exp_avg_sq"), py::arg("grad"), py::arg("runs"), py::arg("version"), py::arg("after") = nullptr,
            py::arg("exp_avg_scale") = nullptr, py::arg("exp_avg_sq_scale") = nullptr, py::arg("label") = 0,
-           py::arg("draft") = Draft{})
+           py::arg("shadow") = Shadow{})
       .def_readonly("ticket", &UnitUpdate::ticket);
   shared_class<Updater>(m, "Updater")
       .def(py::init([](std::shared_ptr<IoEngine> engine, Address address, std::size_t nbytes, int slot_count,

@@ -111,7 +111,7 @@ class Unit {
   }
 
   // What the update of another unit is to leave here.
-  Draft draft() const { return {homes_[0], homes_[1], homes_[2], homes_[3], scales_[0], scales_[1]}; }
+  Shadow shadow() const { return {homes_[0], homes_[1], homes_[2], homes_[3], scales_[0], scales_[1]}; }
 
   // The same without the gradient: what a step changes.
   std::vector<std::string> state(IoEngine* engine) const {
@@ -268,7 +268,7 @@ TEST_OF_BACKENDS(update, updates_that_share_an_extent_run_one_after_the_other) {
   CHECK(found["backwards"] != found["waiting"]);
 }
 
-TEST_OF_BACKENDS(update, a_draft_has_the_steps_bits_and_leaves_what_it_was_made_from) {
+TEST_OF_BACKENDS(update, a_shadow_has_the_steps_bits_and_leaves_what_it_was_made_from) {
   // Whole units and a few runs (the rest is copied), at home in the file, in memory or both, over what was there before.
   std::uint64_t seed = 130;
   for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam})
@@ -285,17 +285,17 @@ TEST_OF_BACKENDS(update, a_draft_has_the_steps_bits_and_leaves_what_it_was_made_
         Steps steps(disk, 3, 2, std::max<std::size_t>(1, source.element_nbytes_in_file()), bytes ? 2 : 1);
         wait(steps.updater.submit(expected.update(runs)));
         UnitUpdate update = source.update(runs, 7);
-        update.draft = target.draft();
+        update.shadow = target.shadow();
         wait(steps.updater.submit(update));
         CHECK(target.state(disk.engine.get()) == expected.state(nullptr), "rule ", int(layout.rule), " in file ", in_file);
-        CHECK(source.contents(disk.engine.get()) == before, "the draft changed what it was made from");
+        CHECK(source.contents(disk.engine.get()) == before, "the shadow changed what it was made from");
         CHECK(target.state(disk.engine.get()) != source.state(disk.engine.get()), "the twin: nothing was stepped");
         CHECK(target.home(0).version == 7 && source.home(0).version == 0);
       }
 }
 
-TEST_OF_BACKENDS(update, a_draft_and_what_shares_its_extents_run_one_after_the_other) {
-  // A draft, a step in place of the state that it was made from, and another draft over the first, without waiting.
+TEST_OF_BACKENDS(update, a_shadow_and_what_shares_its_extents_run_one_after_the_other) {
+  // A shadow, a step in place of the state that it was made from, and another shadow over the first, without waiting.
   FaultPlan plan = fault_plan(140);
   plan.delay = 0.02, plan.reorder = 0.4;
   const Disk disk(kind, &plan, 16 * kBlockNbytes, 8, 8 * kMib);
@@ -303,16 +303,16 @@ TEST_OF_BACKENDS(update, a_draft_and_what_shares_its_extents_run_one_after_the_o
   source.move_to(disk);
   target.move_to(disk, 4 * kMib);
   Steps steps(disk, 12, 2, source.element_nbytes_in_file());
-  UnitUpdate draft = source.update(hyper_of(9), 1);
-  draft.draft = target.draft();
-  std::vector<TicketPtr> tickets{steps.updater.submit(draft), steps.updater.submit(source.update(hyper_of(1), 2))};
-  draft.runs = {{0, kCount, hyper_of(2)}};
-  tickets.push_back(steps.updater.submit(draft));
+  UnitUpdate shadow = source.update(hyper_of(9), 1);
+  shadow.shadow = target.shadow();
+  std::vector<TicketPtr> tickets{steps.updater.submit(shadow), steps.updater.submit(source.update(hyper_of(1), 2))};
+  shadow.runs = {{0, kCount, hyper_of(2)}};
+  tickets.push_back(steps.updater.submit(shadow));
   for (const TicketPtr& ticket : tickets) wait(ticket);
-  CHECK(target.contents(disk.engine.get())[0] == expected_of(kSplitAdam, 140)[0], "the second draft is the second step");
+  CHECK(target.contents(disk.engine.get())[0] == expected_of(kSplitAdam, 140)[0], "the second shadow is the second step");
 }
 
-TEST_OF_BACKENDS(update, a_draft_that_cannot_hold_its_update_is_refused) {
+TEST_OF_BACKENDS(update, a_shadow_that_cannot_hold_its_update_is_refused) {
   // A place missing, of another size, in a file instead of memory, the very array; the twin is a whole one.
   const Disk disk(kind);
   Unit source(kSplitAdam, 142), target(kSplitAdam, 143), other(kSplitAdam, 144, kCount + kBlockNbytes);
@@ -321,13 +321,13 @@ TEST_OF_BACKENDS(update, a_draft_that_cannot_hold_its_update_is_refused) {
   Steps steps(disk, 2, 1, 14);
   UnitUpdate update = source.update(hyper_of(1));
   const auto submit = [&] { wait(steps.updater.submit(update)); };
-  update.draft = target.draft();
+  update.shadow = target.shadow();
   submit();
-  update.draft.master = nullptr;
+  update.shadow.master = nullptr;
   CHECK(said_by<UsageError>(submit).find("a place for every array") != std::string::npos);
   for (const Unit* wrong : {&other, &in_file, &source}) {
-    update.draft = target.draft();
-    update.draft.exp_avg = wrong->draft().exp_avg;
+    update.shadow = target.shadow();
+    update.shadow.exp_avg = wrong->shadow().exp_avg;
     CHECK(said_by<UsageError>(submit).find("another kind or size") != std::string::npos);
   }
 }

@@ -20,20 +20,20 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 // The arrays of an update in one place, so that loading, stepping and saving walk the same list.
 struct Role {
   std::shared_ptr<Extent> UnitUpdate::*extent;
-  std::shared_ptr<Extent> Draft::*draft;  // null: it is read only
+  std::shared_ptr<Extent> Shadow::*shadow;  // null: it is read only
 };
-constexpr Role kRoles[] = {{&UnitUpdate::weight, &Draft::weight},
-                           {&UnitUpdate::master, &Draft::master},
-                           {&UnitUpdate::exp_avg, &Draft::exp_avg},
-                           {&UnitUpdate::exp_avg_sq, &Draft::exp_avg_sq},
+constexpr Role kRoles[] = {{&UnitUpdate::weight, &Shadow::weight},
+                           {&UnitUpdate::master, &Shadow::master},
+                           {&UnitUpdate::exp_avg, &Shadow::exp_avg},
+                           {&UnitUpdate::exp_avg_sq, &Shadow::exp_avg_sq},
                            {&UnitUpdate::grad, nullptr}};
-constexpr Role kScales[] = {{&UnitUpdate::exp_avg_scale, &Draft::exp_avg_scale},
-                            {&UnitUpdate::exp_avg_sq_scale, &Draft::exp_avg_sq_scale}};
+constexpr Role kScales[] = {{&UnitUpdate::exp_avg_scale, &Shadow::exp_avg_scale},
+                            {&UnitUpdate::exp_avg_sq_scale, &Shadow::exp_avg_sq_scale}};
 
 // Where the results of a role go; null where they go nowhere.
 Extent* target_of(const UnitUpdate& update, const Role& role) {
-  if (role.draft == nullptr) return nullptr;
-  return update.is_draft() ? (update.draft.*role.draft).get() : (update.*role.extent).get();
+  if (role.shadow == nullptr) return nullptr;
+  return update.is_shadow() ? (update.shadow.*role.shadow).get() : (update.*role.extent).get();
 }
 
 // Every extent that an update reads or writes.
@@ -47,16 +47,16 @@ std::vector<const Extent*> extents_of(const UnitUpdate& update) {
   return found;
 }
 
-void check_draft(const UnitUpdate& update) {
+void check_shadow(const UnitUpdate& update) {
   const auto check = [&](const Role& role) {
     const auto& from = update.*role.extent;
-    const auto& to = update.draft.*role.draft;
-    INFINITY_REQUIRE(bool(from) == bool(to), "a draft has a place for every array of its update, and for no other");
+    const auto& to = update.shadow.*role.shadow;
+    INFINITY_REQUIRE(bool(from) == bool(to), "a shadow has a place for every array of its update, and for no other");
     INFINITY_REQUIRE(!from || (from != to && from->is_file() == to->is_file() && from->nbytes() == to->nbytes()),
-                     "an array of ", from ? from->nbytes() : 0, " bytes has another kind or size in its draft, or is the same");
+                     "an array of ", from ? from->nbytes() : 0, " bytes has another kind or size in its shadow, or is the same");
   };
   for (const Role& role : kRoles)
-    if (role.draft != nullptr) check(role);
+    if (role.shadow != nullptr) check(role);
   for (const Role& role : kScales) check(role);
 }
 
@@ -91,7 +91,7 @@ void check_update(const UnitUpdate& update) {
                                       std::pair{update.exp_avg_sq, update.exp_avg_sq_scale}})
     INFINITY_REQUIRE(!blocks || !moment || (scale && !scale->is_file() && scale->nbytes() >= update.count / kMomentBlock),
                      "8-bit moments need a scale in memory for each of ", update.count / kMomentBlock, " blocks");
-  if (update.is_draft()) check_draft(update);
+  if (update.is_shadow()) check_shadow(update);
   std::size_t last = 0;
   for (const Run& run : update.runs) {
     INFINITY_REQUIRE(run.begin >= last && run.begin < run.end && run.end <= update.count, "run ", run.begin, " to ",
@@ -307,8 +307,8 @@ bool Updater::start_next(std::deque<Chunk>& loading, int slot) {
     std::lock_guard<std::mutex> lock(mutex_);
     jobs_.pop_front();
   }
-  // What a draft does not touch is to be in it all the same.
-  if (error || !(job->update.is_draft() || touched(*job, chunk.begin, chunk.end))) {
+  // What a shadow does not touch is to be in it all the same.
+  if (error || !(job->update.is_shadow() || touched(*job, chunk.begin, chunk.end))) {
     job->ticket->part_done(error);
     return true;
   }

@@ -4,7 +4,7 @@
 //   chunk         as many elements of a unit update as fit one slot; loaded, stepped and saved as one
 //   slot          fixed staging memory for the arrays of a chunk whose home is a file; arrays at home in memory are
 //                 stepped where they lie and take no slot
-//   draft         an update whose results go beside the state it started from, which stays as it was
+//   shadow         an update whose results go beside the state it started from, which stays as it was
 //
 // While one chunk is stepped, the next are loading and the last ones saving. Slots are the only staging memory, so
 // memory does not depend on the size of a unit.
@@ -31,7 +31,7 @@
 namespace infinity {
 
 // Where an update's results go instead of the arrays they are made from: an extent of the same kind and size for each.
-struct Draft {
+struct Shadow {
   std::shared_ptr<Extent> weight, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale;
 };
 
@@ -44,9 +44,9 @@ struct UnitUpdate {
   std::uint64_t version = 0;  // written into the extents
   TicketPtr after;            // the gradient's landing, or null
   int label = 0;              // whose it is, for a timeline
-  Draft draft;                // empty: in place
+  Shadow shadow;                // empty: in place
   TicketPtr ticket;           // once it was submitted
-  bool is_draft() const { return draft.weight != nullptr; }
+  bool is_shadow() const { return shadow.weight != nullptr; }
 };
 
 struct UpdaterTotals {
@@ -132,7 +132,7 @@ class Updater {
     std::size_t at;  // bytes from either's start
     Span span;
   };
-  struct Copy {  // one array of a draft's chunk that is at home in memory: bytes from its start on
+  struct Copy {  // one array of a shadow's chunk that is at home in memory: bytes from its start on
     const std::byte* from;
     std::byte* to;
     std::size_t per_element;  // 0: one byte for each block of 8-bit moments

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..config.config import Config
+from ..distributed.collectives import Collectives
 from ..distributed.data_ranks import DataRanks
 from ..errors import ConfigError
 from ..machine.device import Device
@@ -52,19 +53,19 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
 SAMPLED = 64  # elements of a parameter that are compared over the ranks
 
 
-def tell_of_other_values(model: nn.Module, peers: DataRanks) -> None:
+def tell_of_other_values(model: nn.Module, collectives: Collectives) -> None:
     """Says where the ranks have been given other values: of replicas the first one's count, but stages of a pipeline are none."""
-    if peers.alone:
+    if collectives.ranks.alone:
         return
     mine = {}
-    with peers.together("comparing the values"):
+    with collectives.together("comparing the values"):
         for name, param in model.named_parameters():
             if is_managed(param) and not param.is_meta and param.numel():
                 sample = param.detach().reshape(-1)[:: max(1, param.numel() // SAMPLED)].cpu().contiguous()
                 mine[name] = hashlib.blake2b(sample.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
-    everyones = peers.collect(mine, "samples of the values")
+    everyones = collectives.collect(mine, "samples of the values")
     others = sorted({name for theirs in everyones for name, digest in theirs.items() if digest != everyones[0].get(name)})
-    if others and peers.is_first:
+    if others and collectives.ranks.is_first:
         logger.warning(
             "wrap_model was given other values on other ranks, in %d of %d parameters (%s, ...): the first rank's count on all of them. If the ranks "
             "have different parts of a model, stages of a pipeline say, they are no replicas: give wrap_model a mesh that says so.",
@@ -72,26 +73,24 @@ def tell_of_other_values(model: nn.Module, peers: DataRanks) -> None:
         )  # fmt: skip
 
 
-def broadcast_rest(model: nn.Module, peers: DataRanks) -> None:
+def broadcast_rest(model: nn.Module, collectives: Collectives) -> None:
     """Buffers and parameters that the engine does not move are the first rank's from here on."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not peers.alone and tensor.layout is torch.strided and not (isinstance(tensor, nn.Parameter) and is_managed(tensor)):
-            overwrite(tensor, peers.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), name))
+        if not collectives.ranks.alone and tensor.layout is torch.strided and not (isinstance(tensor, nn.Parameter) and is_managed(tensor)):
+            overwrite(tensor, collectives.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), name))
 
 
-def own_budgets(config: Config, peers: DataRanks) -> Config:
-    """The configuration with this rank's part of what the ranks of one machine share."""
-    if not peers.alone:
-        peers.local_size = -peers.least([-peers.local_size], "ranks on a machine")[0]
+def own_budgets(config: Config, ranks: DataRanks) -> Config:
+    """Returns the configuration with this rank's part of what the ranks of one machine share."""
     shared = {name: getattr(config, name) for name in ("host_memory", "nvme_capacity")}
-    return dataclasses.replace(config, **{name: n // peers.local_size for name, n in shared.items() if n is not None})
+    return dataclasses.replace(config, **{name: n // ranks.local_size for name, n in shared.items() if n is not None})
 
 
-def free_everywhere(config: Config, peers: DataRanks, device: Device) -> dict[Tier, int] | None:
+def free_everywhere(config: Config, collectives: Collectives, device: Device) -> dict[Tier, int] | None:
     """What every rank has free at least: plans must not differ between ranks."""
-    if peers.alone:
+    if collectives.ranks.alone:
         return None
     check_folders(config)
-    shared = {tier: 1 if tier is Tier.DEVICE and not device.is_host else peers.local_size for tier in Tier}
+    shared = {tier: 1 if tier is Tier.DEVICE and not device.is_host else collectives.ranks.local_size for tier in Tier}
     mine = [measured_free(tier, config, device) // shared[tier] if tier is not Tier.NVME or config.nvme_paths else 0 for tier in Tier]
-    return dict(zip(Tier, peers.least(mine, "free memory")))
+    return dict(zip(Tier, collectives.least(mine, "free memory")))

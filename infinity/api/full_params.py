@@ -56,8 +56,8 @@ def full_params(
             )
         for copy in edited.values():
             copy.check_unchanged_at_home()
-        if writeback and not engine.peers.alone:
-            engine.peers.same(f"leaving full_params with {len(edited)} edited", *(copy.tensor for copy in edited.values()))
+        if writeback and not engine.ranks.alone:
+            engine.collectives.same(f"leaving full_params with {len(edited)} edited", *(copy.tensor for copy in edited.values()))
         engine.write_edits([(copy.handle, copy.tensor) for copy in dict.fromkeys(edited.values())])
 
 

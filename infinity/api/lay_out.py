@@ -13,7 +13,7 @@ from torch import nn
 from .. import native
 from ..config.choices import MOMENT_DTYPES
 from ..config.config import Config
-from ..distributed.data_ranks import DataRanks
+from ..distributed.collectives import Collectives
 from ..errors import CapacityError, ConfigError
 from ..forwards.tiles import candidates, SMALLEST_TILE_NBYTES
 from ..machine.accelerator import make_device
@@ -32,7 +32,7 @@ from .checks import check
 logger = logging.getLogger(__name__)
 
 
-def choose_device(model: nn.Module, config: Config, peers: DataRanks) -> Device:
+def choose_device(model: nn.Module, config: Config, collectives: Collectives) -> Device:
     """What computes: what the configuration says, else where the parameters are."""
     places = {param.device for param in model.parameters() if is_managed(param) and not param.is_meta}
     if config.device is None and len(places) > 1:
@@ -41,13 +41,13 @@ def choose_device(model: nn.Module, config: Config, peers: DataRanks) -> Device:
             "Config(device='cuda')"
         )
     where = torch.device(config.device) if config.device is not None else next(iter(places), torch.device("cpu"))
-    if where.type != "cpu" and where.index is None and not peers.alone:  # each rank of a machine has a device of its own
+    if where.type != "cpu" and where.index is None and not collectives.ranks.alone:  # each rank of a machine has a device of its own
         where = torch.device(where.type, int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.accelerator.device_count()))
         torch.accelerator.set_device_index(where.index)  # else every rank would have a context on the first one as well
     if where.type == "cpu" and config.device is None and torch.accelerator.is_available():
         there = torch.accelerator.current_accelerator()
         logger.warning("this model is on the CPU and is computed there, though there is %s: Config(device=%r)", there, str(there))
-    return make_device(where, peers.traffic)
+    return make_device(where, collectives.traffic)
 
 
 def lay_out(
@@ -57,10 +57,10 @@ def lay_out(
     check(model, optimizer, config)
     rule = recognise(optimizer) if optimizer is not None else None
     group_of = groups_of_optimizer(optimizer)
-    alone = DataRanks()
+    alone = Collectives()
     device = choose_device(model, config, alone)
     try:
-        shards_of = partial(shards_of_group, group_of=group_of, rule=rule, optimizer=optimizer, config=config, peers=alone)
+        shards_of = partial(shards_of_group, group_of=group_of, rule=rule, optimizer=optimizer, config=config, collectives=alone)
         groups, shards, plan = lay_out_groups(model, config, shards_of, device)
     finally:
         device.close()
@@ -123,8 +123,8 @@ def unit_size(group: Group, shards: list[ParamShard]) -> UnitSize:
 
 
 def _size_of_shard(shard: ParamShard) -> ShardSize:
-    node_size = shard.peers.node.size if shard.peers.node is not None else 0
-    return ShardSize(shard.spec, shard.layout.numel, shard.peers.size, shard.peers.keeps_gradients, node_size)
+    node_size = shard.ranks.node.size if shard.ranks.node is not None else 0
+    return ShardSize(shard.spec, shard.layout.numel, shard.ranks.size, shard.ranks.keeps_gradients, node_size)
 
 
 def groups_of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, int]:
@@ -132,14 +132,14 @@ def groups_of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[torch.T
     return {param: index for index, group in enumerate(groups) for param in group["params"]}
 
 
-def shards_of_group(group: Group, group_of: dict, rule, optimizer, config: Config, peers: DataRanks) -> list[ParamShard]:
+def shards_of_group(group: Group, group_of: dict, rule, optimizer, config: Config, collectives: Collectives) -> list[ParamShard]:
     """One shard per kind of parameter in the group; inside one, parameters of an optimizer group are neighbours."""
     by_spec: dict[ShardSpec, list[nn.Parameter]] = {}
     for param in group.params:
         spec = _spec_of(param, param in group_of, rule, optimizer, config)
         by_spec.setdefault(spec, []).append(param)
     return [
-        ParamShard(spec, sorted(params, key=lambda param: group_of.get(param, 0)), peers) for spec, params in by_spec.items()
+        ParamShard(spec, sorted(params, key=lambda param: group_of.get(param, 0)), collectives) for spec, params in by_spec.items()
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..distributed.data_ranks import DataRanks
+from ..distributed.collectives import Collectives
 from ..errors import ConfigError
 from ..optim.rules import moment_names
 from ..runtime.engine import Engine
@@ -25,7 +25,7 @@ class Homes:
     def send(self, param: nn.Parameter, begin: int, values: torch.Tensor, *, drawn: bool) -> None:
         shard, index = self._places[param]
         if drawn:  # at random, by every rank for itself
-            values = shard.peers.broadcast(values.clone(), "the initial values")
+            values = shard.collectives.broadcast(values.clone(), "the initial values")
         shard.write_first_values(self._store, index, begin, values)
 
     def span(self, param: nn.Parameter) -> tuple[int, int]:
@@ -43,27 +43,27 @@ class Homes:
 
 @torch.no_grad()
 def send_shard_home(
-    peers: DataRanks, store: ArrayIO, shard: ParamShard, optimizer: torch.optim.Optimizer | None, rule, *, done: set[nn.Parameter]
+    collectives: Collectives, store: ArrayIO, shard: ParamShard, optimizer: torch.optim.Optimizer | None, rule, *, done: set[nn.Parameter]
 ) -> None:
     """Copies values (but of those that are ``done``), moments and gradients to the shard's homes."""
     for index, param in enumerate(shard.params):
         if not param.numel():
             continue
         if param not in done:
-            shard.write_value(store, index, _of_first_rank(peers, param, "a parameter"), version=0, fresh=True)
+            shard.write_value(store, index, _of_first_rank(collectives, param, "a parameter"), version=0, fresh=True)
         if not shard.spec.stepped:
             continue
         state = optimizer.state.get(param, {})
         for name, array in moment_names(rule, optimizer.param_groups).items():
             if state.get(name) is not None:
-                moment = _of_first_rank(peers, state[name], "the optimizer's state")
+                moment = _of_first_rank(collectives, state[name], "the optimizer's state")
                 shard.write_moment(store, array, index, moment, version=0)
         if (grad := raw_grad(param)) is not None:
-            if not peers.alone:
+            if not collectives.ranks.alone:
                 raise ConfigError("a parameter has a gradient already, of one rank's batch: call zero_grad() before wrap_model")
             shard.write_flat(store, "grad", index, grad, version=0)
 
 
-def _of_first_rank(peers: DataRanks, tensor: torch.Tensor, what: str) -> torch.Tensor:
+def _of_first_rank(collectives: Collectives, tensor: torch.Tensor, what: str) -> torch.Tensor:
     """The first rank's ``tensor``."""
-    return tensor if peers.alone else peers.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), what)
+    return tensor if collectives.ranks.alone else collectives.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), what)

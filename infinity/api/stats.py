@@ -33,7 +33,7 @@ class TierStats:
 class Stats:
     """See the module. ``edges``: "nvme->host", "host->nvme", "host->device", "device->host". ``collectives``: "all-gather",
     "all-gather in node" and "reduce-scatter" with the bytes this rank received; empty without other ranks. ``tiers``:
-    "device", "host", "nvme". ``drafts``: updates that were "made" ahead and "kept" (``Config(speculate=True)``). ``blocks``: how many have what they save for the backward "kept" on the device, "sent" home
+    "device", "host", "nvme". ``shadows``: updates that were "made" ahead and "kept" (``Config(speculate=True)``). ``blocks``: how many have what they save for the backward "kept" on the device, "sent" home
     and "recomputed", where that is chosen. ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence.
     """
 
@@ -44,7 +44,7 @@ class Stats:
     step_seconds: float
     bound_seconds: float
     bottleneck: str
-    drafts: dict[str, int]
+    shadows: dict[str, int]
     blocks: dict[str, int]
 
     def as_dict(self) -> dict:
@@ -77,13 +77,13 @@ def stats(model: nn.Module) -> Stats:
             f"The last step took {step_seconds:.3f} s; {slowest} alone needs {bound:.3f} s "
             f"({100 * bound / step_seconds if step_seconds else 0:.0f} % of it) and is the bottleneck."
         )
-    counted = {} if engine.peers.alone else engine.traffic.collectives
+    counted = {} if engine.ranks.alone else engine.traffic.collectives
     collectives = {name: dataclasses.replace(traffic) for name, traffic in counted.items()}
     ahead = engine.speculation
-    drafts = {"made": ahead.made, "kept": ahead.kept} if ahead is not None else {"made": 0, "kept": 0}
+    shadows = {"made": ahead.made, "kept": ahead.kept} if ahead is not None else {"made": 0, "kept": 0}
     planner = engine.activations.planner if engine.activations is not None else None
     blocks = planner.counts() if planner is not None else {}
-    return Stats(edges, collectives, tiers, engine.clock.steps, step_seconds, bound, sentence, drafts, blocks)
+    return Stats(edges, collectives, tiers, engine.clock.steps, step_seconds, bound, sentence, shadows, blocks)
 
 
 def _bounds(engine: Engine, edges: dict[str, EdgeTraffic]) -> dict[str, float]:

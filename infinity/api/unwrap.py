@@ -49,7 +49,7 @@ def _plan_unwrap(model: nn.Module, record: Wrapped, managed: InfinityOptimizer |
     """Reads all that goes back into memory. Returns what makes the model and its optimizer plain ones: nothing is changed before
     that is called, and it may be called until it comes to its end."""
     engine = record.engine
-    engine.settle()
+    engine.wait_idle()
     state = managed.plain_state_dict() if managed is not None else None
     values: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for unit in engine.units:

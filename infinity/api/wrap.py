@@ -6,6 +6,7 @@ changes the model: whatever fails before leaves model and optimizer as they were
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping
@@ -17,10 +18,10 @@ from torch import nn
 
 from .. import native
 from ..config.config import Config
-from ..distributed.data_ranks import DataRanks
-from ..distributed.mesh import join_device, join_node, peers_of
+from ..distributed.collectives import Collectives
+from ..distributed.mesh import data_ranks, join_device, join_node
 from ..errors import ConfigError
-from ..forwards import micro_batch
+from ..forwards.micro_batch import check_block, install_chunks
 from ..forwards.replaced_forward import ReplacedForward
 from ..forwards.tiled_layers import install_tiles
 from ..gradients.record import GradState
@@ -70,37 +71,40 @@ def wrap_model(
 
     Raises ConfigError, CapacityError or StorageError with model and optimizer as they were, on all ranks.
     """
-    peers = peers_of(mesh, traffic=Traffic())
+    ranks, traffic = data_ranks(mesh), Traffic()
+    collectives = Collectives(ranks, traffic)
     try:
-        with peers.together("checking what wrap_model was given"):
+        with collectives.together("checking what wrap_model was given"):
             config = Config.make(config)
             check(model, optimizer, config)
-            description = {} if peers.alone else describe(model, optimizer, config)
-        peers.compare(description, "wrap_model")
-        tell_of_other_values(model, peers)
-        peers.shard, peers.compresses = config.shard, config.compress_gathers
+            description = {} if collectives.ranks.alone else describe(model, optimizer, config)
+        collectives.compare(description, "wrap_model")
+        tell_of_other_values(model, collectives)
+        local_size = -collectives.least([-ranks.local_size], "ranks on a machine")[0]
+        ranks = dataclasses.replace(ranks, shard=config.shard, compresses=config.compress_gathers, local_size=local_size)
         if config.shard_in_node:
-            join_node(peers, mesh)
-        peers.allow_flags(len(list(model.parameters())) + 1)
-        return _wrap(model, optimizer, config, peers, mesh)
+            ranks = join_node(ranks, mesh)
+        collectives = Collectives(ranks, traffic)
+        collectives.allow_flags(len(list(model.parameters())) + 1)
+        return _wrap(model, optimizer, config, collectives, mesh)
     except BaseException:
-        peers.close()
+        collectives.close()
         raise
 
 
-def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, peers: DataRanks, mesh: Any) -> tuple:
+def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, collectives: Collectives, mesh: Any) -> tuple:
     rule = recognise(optimizer) if optimizer is not None else None
     group_of = groups_of_optimizer(optimizer)
-    config = own_budgets(config, peers)
+    config = own_budgets(config, collectives.ranks)
 
     def make_shards(group: Group) -> list[ParamShard]:
-        return shards_of_group(group, group_of, rule, optimizer, config, peers)
+        return shards_of_group(group, group_of, rule, optimizer, config, collectives)
 
     device = None
     try:
-        with peers.together("planning"):
-            device = choose_device(model, config, peers)
-            groups, shards, plan = lay_out_groups(model, config, make_shards, device, free_everywhere(config, peers, device))
+        with collectives.together("planning"):
+            device = choose_device(model, config, collectives)
+            groups, shards, plan = lay_out_groups(model, config, make_shards, device, free_everywhere(config, collectives, device))
     except BaseException:  # on another rank, perhaps
         if device is not None:
             device.close()
@@ -108,27 +112,27 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
     engine = None
     before = Before(model, optimizer)
     try:
-        if not peers.alone and (device.backend is not None or device.where.type != "cpu"):
-            join_device(peers, mesh, device.backend)
-        with peers.together("allocating"):
+        if not collectives.ranks.alone and (device.backend is not None or device.where.type != "cpu"):
+            join_device(collectives.ranks, mesh, device.backend)
+        with collectives.together("allocating"):
             if config.micro_batch is not None:
                 _check_micro_batch(model, groups)
             units = [ParamUnit(i, group.name, s, device) for i, (group, s) in enumerate(zip(groups, shards))]
-            engine = Engine(config, plan, units, stepping=optimizer is not None, device=device, peers=peers)
+            engine = Engine(config, plan, units, stepping=optimizer is not None, device=device, collectives=collectives)
             engine.sizes = [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
-        with peers.together("sending the values home"):
+        with collectives.together("sending the values home"):
             materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real
             before.materialized = materialized
             with engine.store.writing_behind() as store:
                 materialized.fill(Homes(engine, store))
                 for unit in units:
                     for shard in unit.shards:
-                        send_shard_home(engine.peers, store, shard, optimizer, rule, done=materialized.sent)
+                        send_shard_home(engine.collectives, store, shard, optimizer, rule, done=materialized.sent)
             engine.store.await_pages()
             device.warm(plan.device_window_nbytes)
             for unit in units:
                 unit.allocate()
-            broadcast_rest(model, peers)
+            broadcast_rest(model, collectives)
             moved = MovedRest(model, device.where)
             tell_of_the_rest(model)
         return _commit(model, optimizer, rule, engine, groups, group_of, moved)
@@ -151,7 +155,7 @@ def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
             "that are: Config(units=[...])"
         )
     for group in blocks:
-        micro_batch.check(group.name, group.block)
+        check_block(group.name, group.block)
 
 
 def _commit(
@@ -172,7 +176,7 @@ def _commit(
     removers += install_tiles(engine, model, {g.params[0]: g.tile_rows for g in groups if g.tile_rows})
     if engine.config.micro_batch is not None:
         blocks = [(group.name, group.block) for group in groups if group.block is not None]
-        removers += [micro_batch.install(engine, name, block, engine.config.micro_batch) for name, block in blocks]
+        removers += [install_chunks(engine, name, block, engine.config.micro_batch) for name, block in blocks]
     if engine.activations is not None and (planner := engine.activations.planner) is not None:
         blocks = [group.block for group in groups if group.block is not None]
         removers += [ReplacedForward(block, planner.add(block, engine.units_of(block))) for block in blocks]
@@ -184,7 +188,7 @@ def _commit(
             handle.step = saved_step(optimizer.state.get(param, {}))
             if raw_grad(param) is not None:
                 set_raw_grad(param, None)
-                handle.grad.state = GradState.LANDED
+                handle.grad.move(GradState.LANDED)
         optimizer.state.clear()
     model.__dict__[RECORD] = Wrapped(engine, removers, managed, came_from)
     return model, managed

@@ -147,7 +147,7 @@ def ours(job: Job) -> Running:
     moved = [_moved(model)]
 
     def settle() -> None:
-        wrapped(model).engine.settle()
+        wrapped(model).engine.wait_idle()
         moved.append(_moved(model))
 
     def told() -> dict:
@@ -269,11 +269,11 @@ def main() -> None:
         system = SYSTEMS[args.system](job)
         for _ in range(args.warm_up):
             system.step()
-        system.settle()
+        system.wait_idle()
         start = time.perf_counter()
         for _ in range(args.steps):
             system.step()
-        system.settle()
+        system.wait_idle()
         seconds = (time.perf_counter() - start) / args.steps
         told = system.told()
     totals = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0, 1.0], dtype=torch.float64)

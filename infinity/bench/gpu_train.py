@@ -70,7 +70,7 @@ def ours(args: argparse.Namespace) -> tuple[Step, dict]:
     def step() -> torch.Tensor:
         loss = _usual_step(model, optimizer, args)
         if args.wait:
-            wrapped(model).engine.settle()
+            wrapped(model).engine.wait_idle()
         return loss
 
     return step, told

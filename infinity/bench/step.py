@@ -72,7 +72,7 @@ class Ours:
 
     def finish(self) -> None:
         """Waits for the last step's updates."""
-        wrapped(self.model).engine.settle()
+        wrapped(self.model).engine.wait_idle()
 
 
 def measure(settings: Settings) -> Measured:

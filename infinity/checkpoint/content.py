@@ -45,7 +45,7 @@ def unit_tensors(engine: Engine, unit: ParamUnit) -> tuple[dict[str, torch.Tenso
                 begin = shard.own_part(name, handle.index)[0] - shard.part(name, handle.index)[0]
                 part = shard.read_own_part(engine.store, name, handle.index)
                 empty = not shard.layout.placements[handle.index].numel
-                if part.numel() or (empty and engine.peers.rank == 0):
+                if part.numel() or (empty and engine.ranks.rank == 0):
                     tensors[f"{name}/{handle.name}"] = part
                     begins[f"{name}/{handle.name}"] = begin
     return tensors, begins

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from .. import native
-from ..distributed.data_ranks import DataRanks
+from ..distributed.collectives import Collectives
 from ..errors import ConfigError, CorruptionError, InfinityError
 from .folder import OF_READERS
 from .load import checkpoint_of
@@ -42,7 +42,7 @@ def export(
     """
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f"{model} has no config.json: give the folder that the model came from")
-    with checkpoint_of(checkpoint, DataRanks()) as (manifest, data):
+    with checkpoint_of(checkpoint, Collectives()) as (manifest, data):
         try:
             return _export(manifest, data, folder, dtype=dtype, model=model)
         except InfinityError:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..distributed.data_ranks import DataRanks
+from ..distributed.collectives import Collectives
 from ..errors import CorruptionError, InfinityError, UsageError
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
@@ -34,13 +34,13 @@ def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.
     parameters when the checkpoint is of another model.
     """
     engine = engine_of_pair(model, optimizer)
-    with engine.using(repairing=True), engine.peers.together("load_checkpoint"):
-        with checkpoint_of(Path(path), engine.peers) as (manifest, data):
+    with engine.using(repairing=True), engine.collectives.together("load_checkpoint"):
+        with checkpoint_of(Path(path), engine.collectives) as (manifest, data):
             return _load(manifest, data, engine, model, optimizer)
 
 
 @contextmanager
-def checkpoint_of(root: Path, peers: DataRanks) -> Iterator[tuple[dict[str, Any], Path]]:
+def checkpoint_of(root: Path, collectives: Collectives) -> Iterator[tuple[dict[str, Any], Path]]:
     """The manifest of the checkpoint in ``root`` and its data, which stays as it is until the block ends: a save may replace the
     checkpoint meanwhile. All ranks get the same one."""
     found: dict[str, Any] = {}
@@ -50,20 +50,20 @@ def checkpoint_of(root: Path, peers: DataRanks) -> Iterator[tuple[dict[str, Any]
         return found["manifest"]["data"]
 
     with reading(root, read_name) as data:
-        first = peers.collect(found["manifest"], "the checkpoint to load")[0]
+        first = collectives.collect(found["manifest"], "the checkpoint to load")[0]
         if first["data"] == data.name:
             yield found["manifest"], data
-            peers.meet(f"having read {data.name}, with which this rank is done")
+            collectives.rendezvous(f"having read {data.name}, with which this rank is done")
             return
         with reading(root, lambda: first["data"]) as data:  # a save came between: the first rank holds the older one
             yield first, data
-            peers.meet(f"having read {data.name}, with which this rank is done")
+            collectives.rendezvous(f"having read {data.name}, with which this rank is done")
 
 
 def _load(
     manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Any:
-    rank = engine.peers.data_rank
+    rank = engine.ranks.data_rank
     try:
         _check_parameters(engine, manifest["parameters"])
         for name, entry in manifest["files"].items():
@@ -84,8 +84,8 @@ def _load(
         # Its checksum is right, so it was written like this: by something else, or by another version.
         raise CorruptionError(f"{data.parent / MANIFEST} does not describe a checkpoint: {error!r}") from error
 
-    engine.peers.meet(f"loading {manifest['data']}, which every rank can")
-    engine.settle()
+    engine.collectives.rendezvous(f"loading {manifest['data']}, which every rank can")
+    engine.wait_idle()
     engine.prefetcher.release_all(engine.units)
     engine.halt("loading a checkpoint was cut short")  # until all of it is there
     engine.step_index, engine.step_begun = manifest["step_index"], False

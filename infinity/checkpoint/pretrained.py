@@ -27,13 +27,13 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike) -> None:
     and the first one writes. Raises StorageError.
     """
     engine = engine_of(model)
-    with engine.peers.together("save_pretrained"):
+    with engine.collectives.together("save_pretrained"):
         _save_model(model, engine, Path(folder))
 
 
 def _save_model(model: nn.Module, engine: Engine, folder: Path) -> None:
-    engine.settle()
-    writes = engine.peers.is_first
+    engine.wait_idle()
+    writes = engine.ranks.is_first
     if hasattr(model, "peft_config") and type(model).__module__.partition(".")[0] == "peft":
         _save_adapters(model, engine, folder, writes=writes)
         return

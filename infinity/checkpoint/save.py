@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..distributed.data_ranks import DataRanks
+from ..distributed.collectives import Collectives
 from ..errors import PeerError, StorageError, UsageError
 from ..gradients.record import GradState
 from ..runtime.engine import Engine
@@ -59,13 +59,13 @@ def save_checkpoint(
     checkpoint as it was, UsageError while another process saves to that folder.
     """
     engine = engine_of_pair(model, optimizer)
-    with engine.using(), engine.peers.together("save_checkpoint"):
+    with engine.using(), engine.collectives.together("save_checkpoint"):
         _save_all(Path(path), engine, model, optimizer, extra)
 
 
 def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> None:
-    peers = engine.peers
-    engine.settle()
+    collectives = engine.collectives
+    engine.wait_idle()
     if landed := [handle.name for handle in engine.group_of if handle.grad.state is GradState.LANDED]:
         raise UsageError(
             f"save_checkpoint between backward and step: the gradients of {len(landed)} parameters ({landed[0]}, ...) "
@@ -74,26 +74,26 @@ def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.opt
     tensors: dict[str, torch.Tensor] = {}
     content = {
         "format": FORMAT,
-        "data": f"infinity-{_token(peers)}",
+        "data": f"infinity-{_token(collectives)}",
         "parameters": {handle.name: describe_parameter(handle) for unit in engine.units for handle in unit.handles},
         "optimizer": optimizer.rule_name if optimizer is not None else None,
         "groups": encode_value(describe_groups(optimizer), tensors, "groups"),
-        "random": peers.collect(read_random_state(), "random state"),
+        "random": collectives.collect(read_random_state(), "random state"),
         "step_index": engine.step_index,
         "extra": encode_value(extra, tensors, "extra"),
         "persistent_buffers": persistent_buffers(model),
     }
     buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(model).items()}
-    tensors |= {f"buffer/{name}": buffer for name, buffer in buffers.items()} | _buffers_of_others(buffers, peers)
+    tensors |= {f"buffer/{name}": buffer for name, buffer in buffers.items()} | _buffers_of_others(buffers, collectives)
     tensors |= {f"unmanaged/{name}": param.detach().clone() for name, param in unmanaged_parameters(model).items()}
-    for rank, states in enumerate(peers.collect(random_state_tensors(), "random state")):
+    for rank, states in enumerate(collectives.collect(random_state_tensors(), "random state")):
         tensors |= {f"random/{rank}/{name}": state for name, state in states.items()}
     published = False
     try:
-        with writing(root) if peers.is_first else nullcontext():
-            peers.meet(f"writing to {content['data']}, which the first rank may")  # before anybody makes a folder
+        with writing(root) if collectives.ranks.is_first else nullcontext():
+            collectives.rendezvous(f"writing to {content['data']}, which the first rank may")  # before anybody makes a folder
             _write_data(root / content["data"], engine, content, tensors)
-            if peers.is_first:
+            if collectives.ranks.is_first:
                 os.replace(root / content["data"] / MANIFEST, root / MANIFEST)
                 published = True  # from here on the new data is the checkpoint, whatever fails
                 sync_folder(root)
@@ -110,24 +110,24 @@ def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.opt
 def _write_data(data: Path, engine: Engine, content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Writes everything of a checkpoint, and its manifest beside the data. Of ranks the first one removes what a failed save has
     written, when all of them have stopped writing."""
-    peers = engine.peers
+    collectives = engine.collectives
     try:
         failure, files = None, {}
         try:
-            data.mkdir(parents=True, exist_ok=not peers.alone)
-            files = _write_units(engine, data) if peers.writes else {}
+            data.mkdir(parents=True, exist_ok=not collectives.ranks.alone)
+            files = _write_units(engine, data) if collectives.ranks.writes else {}
         except Exception as error:  # noqa: BLE001 - the others are told of it, and it is raised below
-            if peers.alone:
+            if collectives.ranks.alone:
                 raise
             failure = error
         told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        everyones = peers.collect((peers.world_rank, files, told), "the files of a checkpoint")
+        everyones = collectives.collect((collectives.ranks.world_rank, files, told), "the files of a checkpoint")
         if failure is not None:
             raise failure
         for rank, _, why in everyones:
             if why is not None:
                 raise PeerError(f"rank {rank} could not write its part of the checkpoint {data.parent}: {why}. The old one stands.")
-        if peers.is_first:
+        if collectives.ranks.is_first:
             content["files"] = {name: entry for _, of_one, _ in everyones for name, entry in of_one.items()}
             content["files"][OF_READERS] = _write_tensors(data / OF_READERS, tensors)
             if missing := [name for name in content["files"] if not (data / name).exists()]:
@@ -138,31 +138,31 @@ def _write_data(data: Path, engine: Engine, content: dict[str, Any], tensors: di
             write_synced(data / MANIFEST, seal_manifest(content))
             sync_folder(data)
     except BaseException:
-        if peers.is_first:
+        if collectives.ranks.is_first:
             shutil.rmtree(data, ignore_errors=True)
         raise
 
 
-def _buffers_of_others(mine: dict[str, torch.Tensor], peers: DataRanks) -> dict[str, torch.Tensor]:
+def _buffers_of_others(mine: dict[str, torch.Tensor], collectives: Collectives) -> dict[str, torch.Tensor]:
     """Buffers of the other ranks that are not the first one's: running statistics, of other batches."""
-    if peers.alone:
+    if collectives.ranks.alone:
         return {}
     digests = {name: hashlib.blake2b(flat_bytes(buffer), digest_size=16).digest() for name, buffer in mine.items()}
-    first = peers.collect(digests, "digests of the buffers")[0]
-    others = peers.collect({name: mine[name].cpu() for name in mine if digests[name] != first.get(name)}, "buffers that differ")
+    first = collectives.collect(digests, "digests of the buffers")[0]
+    others = collectives.collect({name: mine[name].cpu() for name in mine if digests[name] != first.get(name)}, "buffers that differ")
     return {f"buffer-of-rank/{rank}/{name}": buffer for rank, of_one in enumerate(others) for name, buffer in of_one.items()}
 
 
-def _token(peers: DataRanks) -> str:
+def _token(collectives: Collectives) -> str:
     """A name nobody had before, the same on all ranks."""
-    return bytes(peers.broadcast(torch.tensor(list(secrets.token_bytes(6)), dtype=torch.uint8), "a name").tolist()).hex()
+    return bytes(collectives.broadcast(torch.tensor(list(secrets.token_bytes(6)), dtype=torch.uint8), "a name").tolist()).hex()
 
 
 def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
     """Writes what this rank has at home. Returns the manifest's entries."""
     entries = {}
     for unit in engine.units:
-        rank = "" if engine.peers.size == 1 else f"-rank-{engine.peers.rank:05d}"
+        rank = "" if engine.ranks.size == 1 else f"-rank-{engine.ranks.rank:05d}"
         name = f"unit-{unit.index:05d}{rank}.safetensors"
         entries[name] = _write_tensors(data / name, *unit_tensors(engine, unit))
     return entries

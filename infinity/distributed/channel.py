@@ -31,7 +31,7 @@ class Pending:
     what: str
     finish: Callable[[], None] | None = None
     release: Callable[[], None] = lambda: None  # of its memory, once nothing moves any more
-    ready: int = 0  # reductions that all ranks of the row could start when they met for it
+    met: int = 0  # reductions that all ranks of the row offered to start, at its rendezvous
 
     def wait(self) -> None:
         try:
@@ -67,18 +67,23 @@ def ranks_lost(what: str, error: BaseException) -> PeerError:
 
 
 class Channel:
-    """One process group and its meetings. Used from one thread at a time."""
+    """Brings the ranks of one process group together. Used from one thread at a time."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = self.bulk = group  # for meetings and what the host has; for what the device has
+    def __init__(self, group: dist.ProcessGroup, *, reductions: dist.ProcessGroup | None = None):
+        self.group = group  # for rendezvous, and for what the host has
+        self.bulk = group  # for gathers of what the device has
+        self.reductions = reductions or group  # for gradients, whose bytes do not wait for a gather's
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)  # in the world
-        self.count = 0  # meetings so far
-        self.flags_nbytes = 1  # what a meeting has room for: the same on all ranks
+        self.flags_nbytes = 1  # what a rendezvous has room for: the same on all ranks
         self._ended = False  # the ranks are no longer at the same place, or some are gone
         self._unheard: tuple | None = None  # the transport still reads it
 
-    def meet(self, what: str, flags: Sequence[int] = ()) -> torch.Tensor:
+    def carry(self, bulk: dist.ProcessGroup, reductions: dist.ProcessGroup | None = None) -> None:
+        """Has gathers pass over ``bulk`` and gradients over ``reductions``, groups that reach the device's memory."""
+        self.bulk, self.reductions = bulk, reductions or bulk
+
+    def rendezvous(self, what: str, flags: Sequence[int] = ()) -> torch.Tensor:
         """Waits for all ranks to come to ``what``. Returns everyone's ``flags`` (0 to 255 each): uint8 [ranks, flags].
 
         Raises UsageError when another rank comes to something else, PeerError when one failed or is gone. Both are raised
@@ -86,7 +91,6 @@ class Channel:
         """
         if self._ended:
             raise PeerError(f"rank {dist.get_rank()} cannot go on at '{what}': this job failed before. Start it again.")
-        self.count += 1
         said = self._exchange(what, flags)
         texts = [_text(row[:SAID_NBYTES]) for row in said]
         for peer, theirs in zip(self.ranks, texts):

@@ -7,7 +7,9 @@ dp_replicate    ranks with the same slice; only gradients pass between them
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +17,6 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 from ..machine import numa
-from ..machine.traffic import Traffic
 from . import farewell
 from .channel import Channel
 from .data_ranks import DataRanks
@@ -24,8 +25,8 @@ DATA_AXES = ("dp", "dp_replicate", "dp_shard")
 OTHER_AXES = ("tp", "pp")
 
 
-def peers_of(mesh: Any, *, traffic: Traffic) -> DataRanks:
-    """The peers that ``mesh`` (None: the default process group, if there is one) gives this rank.
+def data_ranks(mesh: Any) -> DataRanks:
+    """Reads the data ranks off ``mesh`` (None: the default process group, if there is one).
 
     Makes process groups of its own, so every rank has to call it. Raises ConfigError for a mesh that does not fit the job.
     """
@@ -38,47 +39,52 @@ def peers_of(mesh: Any, *, traffic: Traffic) -> DataRanks:
                 "not initialised, so that each would train a model of its own. Call torch.distributed.init_process_group() before "
                 "wrap_model or, where the ranks are meant to be apart, remove WORLD_SIZE from the environment."
             )
-        return DataRanks(traffic=traffic)
+        return DataRanks()
     rows = rank_rows(mesh)  # [replicas, slices]
     if rows.numel() == 1:
-        return DataRanks(traffic=traffic)
+        return DataRanks()
     farewell.join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
-    peers = DataRanks(local_size=_local_size(), traffic=traffic)
-    peers.allowed_processors = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), peers.local_size)
-    me = dist.get_rank()
+    me, local_size, own_groups = dist.get_rank(), _local_size(), []
+    allowed = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), local_size)
+    rank, size, of_row, of_replicas = 0, 1, None, None
     for row in rows.tolist() if rows.size(1) > 1 else []:
         # Two groups over the same ranks: a reduction's bytes do not wait for a gather's.
         groups = [_gloo_group(row) for _ in range(2)]
         if me in row:
-            peers.own_groups += groups
-            peers.row, peers.reduces = Channel(groups[0]), groups[1]
-            peers.rank, peers.size = row.index(me), len(row)
+            own_groups += groups
+            rank, size, of_row = row.index(me), len(row), Channel(groups[0], reductions=groups[1])
     for column in rows.T.tolist() if rows.size(0) > 1 else []:
         group = _gloo_group(column)
         if me in column:
-            peers.own_groups.append(group)
-            peers.replicas = Channel(group)
-    return peers
+            own_groups.append(group)
+            of_replicas = Channel(group)
+    return DataRanks(
+        rank=rank, size=size, local_size=local_size, row=of_row, replicas=of_replicas,
+        allowed_processors=frozenset(allowed) if allowed is not None else None, own_groups=own_groups,
+    )  # fmt: skip
 
 
-def join_node(peers: DataRanks, mesh: Any) -> None:
+def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
     """Adds the channel of the ranks on this machine, where a row has several machines with equally many of its ranks each.
-    Every rank has to call it."""
-    if peers.size == 1:
-        return
-    me = dist.get_rank()
+
+    Makes process groups, so every rank has to call it.
+    """
+    if ranks.size == 1:
+        return ranks
+    me, nodes_of_rows, node_channel = dist.get_rank(), [], None
     for row in rank_rows(mesh).tolist():
         nodes: dict[int, list[int]] = {}
         for rank in row:
-            nodes.setdefault(rank // peers.local_size, []).append(rank)  # torchrun numbers them machine by machine
-        if len({len(ranks) for ranks in nodes.values()}) > 1 or not 1 < len(nodes) < len(row):
+            nodes.setdefault(rank // ranks.local_size, []).append(rank)  # torchrun numbers them machine by machine
+        if len({len(members) for members in nodes.values()}) > 1 or not 1 < len(nodes) < len(row):
             continue
-        for ranks in nodes.values():
-            peers.nodes.append(ranks)
-            group = _gloo_group(ranks)
-            if me in ranks:
-                peers.own_groups.append(group)
-                peers.node = Channel(group)
+        for members in nodes.values():
+            nodes_of_rows.append(tuple(members))
+            group = _gloo_group(members)
+            if me in members:
+                ranks.own_groups.append(group)
+                node_channel = Channel(group)
+    return dataclasses.replace(ranks, nodes=tuple(nodes_of_rows), node=node_channel)
 
 
 def _gloo_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -95,31 +101,34 @@ def _gloo_group(ranks: list[int]) -> dist.ProcessGroup:
             default.bound_device_id = bound
 
 
-def join_device(peers: DataRanks, mesh: Any, backend: str | None) -> None:
-    """Has bulk bytes pass over ``backend``, which reaches the memory of the device that computes; meetings stay where they
-    are. Every rank has to call it. Raises ConfigError when there is none."""
+def join_device(ranks: DataRanks, mesh: Any, backend: str | None) -> None:
+    """Has bulk bytes pass over ``backend``, which reaches the memory of the device that computes; each rendezvous stays where it
+    is.
+
+    Makes process groups, so every rank has to call it. Raises ConfigError when there is no such backend.
+    """
     if backend is None:
         raise ConfigError("torch.distributed has no backend for the device that computes: compute on the CPU, or in one process")
     me, timeout = dist.get_rank(), _timeout()
 
-    def group_of(ranks: list[int]) -> dist.ProcessGroup | None:
-        group = dist.new_group(ranks, timeout=timeout, backend=backend)
-        if me not in ranks:
+    def group_of(members: Sequence[int]) -> dist.ProcessGroup | None:
+        group = dist.new_group(list(members), timeout=timeout, backend=backend)
+        if me not in members:
             return None
-        peers.own_groups.append(group)
+        ranks.own_groups.append(group)
         return group
 
     rows = rank_rows(mesh)
     for row in rows.tolist() if rows.size(1) > 1 else []:
-        gathers, reduces = group_of(row), group_of(row)
+        gathers, reductions = group_of(row), group_of(row)
         if gathers is not None:
-            peers.row.bulk, peers.reduces = gathers, reduces
+            ranks.row.carry(gathers, reductions)
     for column in rows.T.tolist() if rows.size(0) > 1 else []:
         if (group := group_of(column)) is not None:
-            peers.replicas.bulk = group
-    for ranks in peers.nodes:
-        if (group := group_of(ranks)) is not None:
-            peers.node.bulk = group
+            ranks.replicas.carry(group)
+    for members in ranks.nodes:
+        if (group := group_of(members)) is not None:
+            ranks.node.carry(group)
 
 
 def rank_rows(mesh: Any) -> torch.Tensor:

@@ -14,17 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 import torch
 
-from .. import native
-from ..errors import UsageError
+from ..errors import InternalError, UsageError
 from ..machine.device import Event, PAST
 from ..state.handle import ParamHandle
-
-if TYPE_CHECKING:
-    from .tensor import LandedGrad
 
 
 class GradState(Enum):
@@ -36,27 +31,38 @@ class GradState(Enum):
     TORN = auto()
 
 
+# Back to ABSENT nothing moves: a gradient that is cleared, or torn, gets a new record.
+MOVES = {
+    GradState.ABSENT: {GradState.LANDED},
+    GradState.LANDED: {GradState.LANDED, GradState.CONSUMED},
+    GradState.CONSUMED: {GradState.LANDED, GradState.CONSUMED},  # another model's loss adds to it; a step that is carried on
+    GradState.TORN: set(),
+}
+
+
 @dataclass(eq=False)
 class GradRecord:
     """One parameter's gradient."""
 
-    state: GradState = GradState.ABSENT
+    _state: GradState = GradState.ABSENT
     factors: list[float] = field(default_factory=list)
-    stand_in: LandedGrad | None = None
+    stand_in: torch.Tensor | None = None  # what p.grad is
     norm: tuple[float, torch.Tensor] | None = None  # order, and the norm of what is at home; None where it is not known
     stand_in_norm: tuple[float, torch.Tensor] | None = None  # the same over all ranks, as long as ``norm`` is known
     landing: Event = PAST  # when the norm is known
     averaged: bool = False  # over the ranks; with others only this rank's slice is true then
     viewed: bool = False  # a view was handed out, through which the bytes may change unheard: norms are taken anew
 
+    @property
+    def state(self) -> GradState:
+        """What the gradient is."""
+        return self._state
 
-@dataclass(eq=False)
-class OpenedShard:
-    """A shard's gradients in a staging slot."""
-
-    slot: native.Lease
-    flat: torch.Tensor
-    dirty: bool = False
+    def move(self, to: GradState) -> None:
+        """Makes the gradient ``to``. Raises InternalError for a move that is not in the table."""
+        if to not in MOVES[self._state]:
+            raise InternalError(f"a gradient that is {self._state.name} cannot become {to.name}")
+        self._state = to
 
 
 def refuse_torn(handle: ParamHandle) -> None:

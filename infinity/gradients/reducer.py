@@ -19,7 +19,7 @@ import torch
 
 from .. import native
 from ..distributed.channel import Pending
-from ..distributed.data_ranks import DataRanks
+from ..distributed.collectives import Collectives
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
 from ..planning.schedule import Schedule
@@ -35,14 +35,14 @@ class Reducer:
 
     def __init__(
         self,
-        peers: DataRanks,
+        collectives: Collectives,
         units: Sequence[ParamUnit],
         bank: GradientBank,
         ledger: Ledger,
         schedule: Schedule,
         on_reduced: Callable[[ParamUnit], None],
     ):
-        self._peers, self._bank, self._ledger = peers, bank, ledger
+        self._collectives, self._ranks, self._bank, self._ledger = collectives, collectives.ranks, bank, ledger
         self._schedule = schedule
         self._on_reduced = on_reduced  # told when a unit's averages are at home
         self._units = list(units)
@@ -53,8 +53,7 @@ class Reducer:
         self._position = 0  # in the order
         self._incomplete: list[ParamUnit] = []  # reduced before all of their gradients had come, on some rank
         self._pending: list[Pending | ParamUnit] = []  # reductions, each unit's followed by the unit
-        self.waits_elsewhere = peers.size > 1 and not peers.keeps_weights  # for gathers, in mid-backward
-        peers.ready_count, peers.on_gather = self._ready_count, self._at_gather
+        self.waits_elsewhere = collectives.ranks.size > 1 and not collectives.ranks.keeps_weights  # for gathers, in mid-backward
         self._unread = False  # a backward has ended since the last average (ZeRO-1)
 
     # --- during a backward ---
@@ -78,31 +77,29 @@ class Reducer:
 
     def ready(self, unit: ParamUnit) -> None:
         """All of ``unit``'s gradients have come."""
-        if self._peers.keeps_gradients or unit in self._ready:
+        if self._ranks.keeps_gradients or unit in self._ready:
             return
         self._ready.append(unit)
         if not self.waits_elsewhere:
-            self._start_more(self._ready_count())
+            self._start_more(self.count_ready())
 
-    def pass_by(self) -> None:
-        """The backward comes to a unit that needs no gather. Ranks that come to fewer are met at their backward's end."""
+    @property
+    def offered(self) -> int:
+        """How many reductions this rank offers to start, where ranks meet for a gather in mid-backward."""
+        return self.count_ready() if self.waits_elsewhere else 0
+
+    def come_to_unit(self, met: int | None) -> None:
+        """Starts what all ranks can, as the backward comes to a unit. ``met``: what they offered at its gather; None where it needed
+        none, and they meet in passing. Ranks that come to fewer units are met at their backward's end."""
         if self.waits_elsewhere:
-            self._meet_in_backward(done=False)
+            self._start_more(self._collectives.offer(self.count_ready()) if met is None else met)
 
-    def _meet_in_backward(self, *, done: bool) -> bool:
-        """Returns whether the backward of every rank of the row is over."""
-        ready = self._peers.row.meet(f"in a backward {self._peers.moment}", [min(self._ready_count(), 254) if not done else 255])
-        if ready.min() == 255:
-            return True
-        self._start_more(int(ready.min()))
-        return False
+    def start_met(self, met: int | None) -> None:
+        """Starts what all ranks offered at a gather, if they met for one."""
+        if self.waits_elsewhere and met is not None:
+            self._start_more(met)
 
-    def _at_gather(self, count: int) -> None:
-        """All ranks of the row are at the same gather, and have so many ready."""
-        if torch._C._current_graph_task_id() != -1 and self.waits_elsewhere:
-            self._start_more(count)
-
-    def _ready_count(self) -> int:
+    def count_ready(self) -> int:
         """How many more units of the order this rank could start by now."""
         own = ((i, unit) for i, unit in enumerate(self._order) if not unit.is_shared)
         last = max((i for i, unit in own if unit in self._ready or any(s in self._got for s in unit.shards)), default=0)
@@ -124,14 +121,14 @@ class Reducer:
 
     def end_backward(self) -> None:
         """The backward is over: averages what is left. Every rank comes here."""
-        if self._peers.keeps_gradients:
+        if self._ranks.keeps_gradients:
             self._unread = True
             return
-        while self.waits_elsewhere and not self._meet_in_backward(done=True):
-            pass
+        while self.waits_elsewhere and (met := self._collectives.offer(None)) is not None:
+            self._start_more(met)  # another rank is still in its backward
         self._start_more(len(self._units))
         # A gradient that came after its unit's turn (a second use, a nested backward) takes another round.
-        while any(self._peers.agree([any(self._got.values())], "the end of a backward")):
+        while any(self._collectives.agree([any(self._got.values())], "the end of a backward")):
             for unit in self._order:
                 self._start(unit, again=True)
         self._pending += self._incomplete  # complete now
@@ -145,7 +142,7 @@ class Reducer:
         used += [index for index in reversed(by_index) if index not in used]
         used.sort(key=lambda index: by_index[index].is_shared)
         order = torch.tensor(used, dtype=torch.int64, device="cpu")
-        return [by_index[index] for index in self._peers.broadcast(order, "the order of gradients").tolist()]
+        return [by_index[index] for index in self._collectives.broadcast(order, "the order of gradients").tolist()]
 
     def abandon(self) -> None:
         """A backward failed half-way: what it has not averaged is dropped."""
@@ -175,11 +172,11 @@ class Reducer:
         whether more may come on some rank."""
         what = f"reducing {what}"
         handles = [handle for handle in unit.handles if handle.shard is shard]
-        *anywhere, incomplete = self._peers.agree([*(handle.index in got for handle in handles), unit not in self._ready], what)
+        *anywhere, incomplete = self._collectives.agree([*(handle.index in got for handle in handles), unit not in self._ready], what)
         wanted = [handle for handle, wanted in zip(handles, anywhere) if wanted]
         if not wanted:
             return incomplete
-        if self._peers.keeps_gradients:
+        if self._ranks.keeps_gradients:
             whole = self._bank.whole(shard)
         else:
             self._take(unit, shard)
@@ -194,8 +191,8 @@ class Reducer:
                 first = shard.own_slice[0]
                 self._bank.land_average(handle, average[begin - first : end - first])
 
-        pending = self._peers.reduce(whole, what, done)
-        if not self._peers.keeps_gradients:
+        pending = self._collectives.reduce(whole, what, done)
+        if not self._ranks.keeps_gradients:
             pending.release = charge.release
         self._finish()
         self._pending.append(pending)
@@ -207,7 +204,7 @@ class Reducer:
             if isinstance(pending, ParamUnit):
                 self._on_reduced(pending)
                 continue
-            with self._peers.traffic.stalled("reduce-scatter"):
+            with self._collectives.traffic.stalled("reduce-scatter"):
                 pending.wait()
 
     # --- gradients kept whole until someone looks (ZeRO-1) ---

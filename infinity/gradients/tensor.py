@@ -78,7 +78,7 @@ class LandedGrad(torch.Tensor):
                 else:
                     func([grad], *args[1:])
             if landed := [grad for grad in args[0] if isinstance(grad, LandedGrad)]:
-                args[1].copy_(landed[0]._bank.peers.exchange(args[1], "overflow of gradients").amax(0))
+                args[1].copy_(landed[0]._bank.collectives.exchange(args[1], "overflow of gradients").amax(0))
             return None
         if func is aten.linalg_vector_norm.default and subject is not None and len(args) < 3 and not kwargs:
             refuse_torn(subject._infinity_grad)
@@ -90,7 +90,7 @@ class LandedGrad(torch.Tensor):
             refuse_torn(grad._infinity_grad)
             if func.is_view:
                 _writable(grad).grad.viewed = True  # nobody hears of a write through the view
-                grad._infinity_grad.shard.drop_draft()
+                grad._infinity_grad.shard.drop_shadow()
         copied = {id(grad) for grad in grads if grad._bank.lends_copies(grad._infinity_grad)}
         if copied and func.is_view:
             raise UsageError(

@@ -133,13 +133,13 @@ def _keep(profiles: dict[str, DiskProfile]) -> None:
     if not path.is_absolute():
         return  # no home folder, and the current one is not ours
     content = json.dumps({key: dataclasses.asdict(profile) for key, profile in profiles.items()}, indent=1)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    shadow = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(content + "\n")
-        os.replace(draft, path)
+        shadow.write_text(content + "\n")
+        os.replace(shadow, path)
     except OSError:
-        draft.unlink(missing_ok=True)
+        shadow.unlink(missing_ok=True)
 
 
 def _measure(folder: str, kind: str) -> DiskProfile:

@@ -2,7 +2,7 @@
 
 rule   the formula, recognised from the optimizer that was wrapped
 span   consecutive parameters of a shard with the same hyperparameters and step count: one kernel call
-draft  the update of a shard that was made in the backward, on the chance that the step will be that one
+shadow  the update of a shard that was made in the backward, on the chance that the step will be that one
 
 A step is planned first, which changes nothing, then handed to the updater in one call, and then entered into the books. What is
 cut short after the plan is carried to its end by the next use of the engine (:mod:`infinity.state.journal`), so a step is never made
@@ -26,7 +26,8 @@ from .. import native
 from ..errors import UsageError
 from ..gradients.record import GradState, refuse_torn
 from ..state.handle import handle_of, ParamHandle
-from ..state.shard import ParamShard, ShadowArrays
+from ..state.shard import ParamShard
+from ..state.shard_arrays import Shadow
 from .device_step import DeviceUpdate, Span, steps_on_device
 from .rules import moment_names, refuse_flags, saved_step
 
@@ -57,7 +58,7 @@ class ShardStep:
 
     shard: ParamShard
     landed: list[tuple[ParamHandle, int]]  # whose gradients it applies, and the number of that step of theirs
-    draft: ShadowArrays | None = None  # that is the update already
+    shadow: Shadow | None = None  # that is the update already
     update: native.UnitUpdate | None = None  # of the processor's part
     device_step: Callable[[], DeviceUpdate] | None = None  # of the device's
     device_update: DeviceUpdate | None = None
@@ -67,8 +68,8 @@ class ShardStep:
 HYPERPARAMETERS = [name for name in dir(native.Hyperparameters) if not name.startswith("_")]
 
 
-def _told_of(spans: list[Span]) -> list[tuple]:
-    """All that an update is told, to be compared."""
+def _inputs_of(spans: list[Span]) -> list[tuple]:
+    """Lists all that an update is made with, to be compared."""
     return [(begin, end, *(getattr(hyper, name) for name in HYPERPARAMETERS)) for begin, end, hyper in spans]
 
 
@@ -78,7 +79,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: Engine, wrapped: torch.optim.Optimizer, rule: native.Rule):
         self._engine, self.wrapped, self._rule = engine, wrapped, rule
         self._ready = False
-        self._drafted = 0  # drafts since the last step
+        self._shadowed = 0  # shadows since the last step
         self.is_unwrapped = False  # by an unwrap_model that raised, for it was interrupted
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
         self._ready = True
@@ -86,7 +87,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             setattr(self, kind, getattr(wrapped, kind))
         wrapped.param_groups = self.param_groups  # a scheduler made for the wrapped one steers this one
         self._moments = moment_names(rule, self.param_groups)
-        engine.passes.on_landed = partial(_unit_landed, weakref.ref(self))  # the engine does not keep its optimizer alive
+        engine.listen_to_landed(partial(_unit_landed, weakref.ref(self)))  # the engine does not keep its optimizer alive
 
     @property
     def rule_name(self) -> str:
@@ -136,8 +137,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
             refuse_torn(handle)
         self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
         clip = self._clip_factor() if engine.config.max_grad_norm is not None else 1.0
-        if not engine.peers.alone:
-            engine.peers.meet(self._told(clip))
+        if not engine.ranks.alone:
+            engine.collectives.rendezvous(self._told(clip))
         if not begun:
             engine.begin_step()
         version = engine.step_index if begun else engine.step_index + 1
@@ -151,10 +152,10 @@ class InfinityOptimizer(torch.optim.Optimizer):
             engine.journal.carry_out(partial(self._finish, steps, version))
             if engine.speculation is not None:
                 for shard in self._shards():  # of what this step does not step
-                    shard.drop_draft()
-                kept = sum(step.draft is not None for step in steps)
-                engine.speculation.end_step(made=self._drafted, kept=kept, backwards=backwards)
-                self._drafted = 0
+                    shard.drop_shadow()
+                kept = sum(step.shadow is not None for step in steps)
+                engine.speculation.end_step(made=self._shadowed, kept=kept, backwards=backwards)
+                self._shadowed = 0
         engine.end_step()
         engine.finished_step = -1  # the caller is told by the return
 
@@ -176,15 +177,16 @@ class InfinityOptimizer(torch.optim.Optimizer):
         steps = []
         for shard in landed:
             handles = [handle_of(param) for param in shard.params]
-            shard.settle()
+            shard.wait()
             for handle in handles if clip != 1.0 else ():
                 if handle.grad.state is GradState.LANDED and len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
                     engine.gradients.apply_factors(handle)  # there is no room for another
             after = engine.gradients.close_shard(shard)
             spans = list(self._spans(shard, handles, clip))
             step = ShardStep(shard, [(h, h.step + 1) for h in handles if h.grad.state is GradState.LANDED])
-            if shard.draft is not None and shard.draft.ticket is not None and shard.draft.told == _told_of(spans):
-                step.draft = shard.draft
+            shadow = shard.shadow
+            if shadow is not None and shadow.ticket is not None and shadow.inputs == _inputs_of(spans):
+                step.shadow = shadow
             elif spans:  # else other ranks have these parameters in their slices
                 self._plan_update(step, spans, after, label=unit.index, version=version)
             steps.append(step)
@@ -203,18 +205,18 @@ class InfinityOptimizer(torch.optim.Optimizer):
         engine.updater.submit_all([step.update for step in steps if step.update is not None])
         for step in steps:
             shard = step.shard
-            if step.draft is not None:
-                if shard.draft is step.draft:
-                    shard.keep_draft()
+            if step.shadow is not None:
+                if shard.shadow is step.shadow:
+                    shard.keep_shadow()
             elif step.device_update is not None:
                 step.device_update.ticket = step.update.ticket if step.update is not None else None
-                shard.update, shard.draft = step.device_update, None
+                shard.submit(step.device_update)
             elif step.update is not None:
-                shard.update, shard.draft = step.update.ticket, None
+                shard.submit(step.update.ticket)
             for handle, number in step.landed:
                 handle.step = number
                 handle.changed()
-                handle.grad.state = GradState.CONSUMED
+                handle.grad.move(GradState.CONSUMED)
 
     def _finish(self, steps: list[ShardStep], version: int) -> None:
         self._carry_out(steps)
@@ -265,7 +267,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         if self._engine.streams_step:
             self._step_unit(unit)
         elif self._engine.speculation is not None:
-            self.draft(unit)
+            self.shadow(unit)
 
     @torch.no_grad()
     def _step_unit(self, unit: ParamUnit) -> None:
@@ -293,7 +295,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         return any(h.shard is shard and h.grad.state is GradState.LANDED for h in unit.handles)
 
     @torch.no_grad()
-    def draft(self, unit: ParamUnit) -> None:
+    def shadow(self, unit: ParamUnit) -> None:
         """Makes the update of ``unit``, whose gradients have landed, beside its state: the step may turn out to be that."""
         engine = self._engine
         if not engine.speculation.is_wanted(engine.backwards + 1):
@@ -301,18 +303,18 @@ class InfinityOptimizer(torch.optim.Optimizer):
         with engine.store.guarding():
             for shard in unit.shards:
                 handles = [handle_of(param) for param in shard.params]
-                if not shard.beside or any(handle.grad.viewed for handle in handles):
+                if not shard.shadow_extents or any(handle.grad.viewed for handle in handles):
                     continue
                 spans = list(self._spans(shard, handles))
                 if not spans:
                     continue
-                shard.settle()
-                shard.drop_draft()
+                shard.wait()
+                shard.drop_shadow()
                 after, version = engine.gradients.close_shard(shard), engine.step_index + 1
                 update = self._processor_update(shard, spans, after, label=unit.index, version=version, ahead=True)
-                shard.draft = ShadowArrays(update, _told_of(spans))
+                shard.cast_shadow(Shadow(update, _inputs_of(spans)))
                 engine.updater.submit_all([update])
-                self._drafted += 1
+                self._shadowed += 1
 
     def _shards(self) -> Iterator[ParamShard]:
         return (shard for unit in self._engine.units for shard in unit.shards)
@@ -345,13 +347,13 @@ class InfinityOptimizer(torch.optim.Optimizer):
         version: int,
         ahead: bool = False,
     ) -> native.UnitUpdate:
-        """The processor's update of ``spans`` of a shard; ``ahead``: beside its state, as a draft."""
+        """The processor's update of ``spans`` of a shard; ``ahead``: beside its state, as a shadow."""
         extents = {name: array.extent for name, array in shard.arrays.items()}
-        if shard.peers.keeps_gradients:
+        if shard.ranks.keeps_gradients:
             extents["grad"] = shard.slice_of_grad()
-        lent = self._engine.device.ticket([shard.lent])  # a copy to the device may still read what is about to change
-        after = [*after, lent] if lent is not None else after
-        beside = {name: array.extent for name, array in shard.beside.items()} if ahead else {}
+        read = self._engine.device.ticket([shard.last_read])  # a copy to the device may still read what is about to change
+        after = [*after, read] if read is not None else after
+        beside = shard.shadow_extents if ahead else {}
         return native.UnitUpdate(
             layout=shard.native_layout(self._rule),
             count=shard.slice_numel,
@@ -366,7 +368,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             exp_avg_scale=extents.get("exp_avg_scale"),
             exp_avg_sq_scale=extents.get("exp_avg_sq_scale"),
             label=label,
-            draft=native.Draft(**beside),
+            shadow=native.Shadow(**beside),
         )
 
     def _spans(self, shard: ParamShard, handles: list[ParamHandle], clip: float = 1.0) -> Iterator[Span]:
@@ -477,7 +479,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                   for group, saved in zip(self.param_groups, saved_groups)]  # fmt: skip
         self.check_groups(groups, "load_state_dict()")
         moments = [value for state in state_dict["state"].values() for value in state.values() if isinstance(value, torch.Tensor)]
-        self._engine.peers.same("loading the optimizer's state", *moments)
+        self._engine.collectives.same("loading the optimizer's state", *moments)
         for group, taken in zip(self.param_groups, groups):
             group.update(taken)
         absent, others, loaded = [], [], []
@@ -493,7 +495,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 else:
                     loaded.append(handle.name)
         handles = [handle_of(param) for param in params.values()]
-        everywhere = self._engine.peers.least([handle.name in loaded for handle in handles], "masters that were loaded")
+        everywhere = self._engine.collectives.least([handle.name in loaded for handle in handles], "masters that were loaded")
         for handle, whole in zip(handles, everywhere):
             handle.has_loaded_master = bool(whole)
         if absent:

@@ -66,7 +66,7 @@ def measured_free(tier: Tier, config: Config, device: Device | None = None) -> i
     return sum(shutil.disk_usage(path).free for path in config.nvme_paths)
 
 
-def no_room_for_drafts(plan: MemoryPlan, units: Sequence[UnitSize], budgets: Budgets) -> CapacityError:
+def no_room_for_shadows(plan: MemoryPlan, units: Sequence[UnitSize], budgets: Budgets) -> CapacityError:
     sizes = [sum(shard.nbytes(name) for shard in unit.shards for name in (*STATE, *SCALES.values())) for unit in units
              if any(shard.spec.stepped for shard in unit.shards)]  # fmt: skip
     if all(plan.tiers_of(index)["weight"] is Tier.DEVICE for index in range(len(units))):

@@ -61,7 +61,7 @@ class MemoryPlan:
     terms: dict[Tier, dict[str, int]] = field(default_factory=dict)
     placed: dict[str, dict[int, Tier]] = field(default_factory=dict)  # array -> unit -> its home, where not ``tiers``'
     kept: dict[str, frozenset[int]] = field(default_factory=dict)  # array -> units whose NVMe home is cached on the host
-    drafted: frozenset[int] = frozenset()  # units with room for a second copy of their state
+    shadowed: frozenset[int] = frozenset()  # units with room for a second copy of their state
 
     def tiers_of(self, unit: int) -> dict[str, Tier]:
         """The home of every array of the unit with this index."""

@@ -44,7 +44,7 @@ def use_what_is_left(
         elif config.host_memory is not None and config.activations != "host":
             filling.cache(what)
     if config.speculate:
-        filling.add_drafts(device)
+        filling.add_shadows(device)
     return filling.result()
 
 
@@ -115,10 +115,10 @@ class Placement:
             self._terms[Tier.HOST][f"{what} kept from NVMe"] = nbytes
             self._kept |= dict.fromkeys(names, frozenset(chosen))
 
-    def add_drafts(self, device: Device) -> None:
+    def add_shadows(self, device: Device) -> None:
         """Gives units a second copy of their state beside it. None where the device computes with the home itself, or steps
         what lies there. The last units come first: their gradients are the first to land."""
-        drafted = set()
+        shadowed = set()
         for index in reversed(range(len(self._units))):
             unit, kept = self._units[index], self._plan_kept(index)
             tiers = {name: self._placed.get(name, {}).get(index, tier) for name, tier in self._plan.tiers.items()}
@@ -135,11 +135,11 @@ class Placement:
                 continue
             charges = [(tier, "state of updates made ahead", nbytes) for tier, nbytes in needed.items()]
             if self._has_room(needed | {Tier.HOST: needed.get(Tier.HOST, 0) + checksums}):
-                drafted.add(index)
+                shadowed.add(index)
                 for tier, what, nbytes in [*charges, (Tier.HOST, "checksums", checksums)]:
                     self._take(tier, nbytes)
                     self._terms[tier][what] = self._terms[tier].get(what, 0) + nbytes
-        self._plan = replace(self._plan, drafted=frozenset(drafted))
+        self._plan = replace(self._plan, shadowed=frozenset(shadowed))
 
     def _has_room(self, needed: Mapping[Tier, int]) -> bool:
         """Whether all of ``needed`` fits at once."""

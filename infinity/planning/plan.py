@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..machine.device import Device
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
-from .budgets import budget_too_small, Budgets, no_room_for_drafts
+from .budgets import budget_too_small, Budgets, no_room_for_shadows
 from .memory_plan import LADDER, lay_out_memory, MemoryPlan
 from .placement import use_what_is_left
 from .step_traffic import step_cost
@@ -57,15 +57,15 @@ def make_plan(
                 plan = lay_out_memory(units, config, params, optimizer, grad, choice, held_nbytes, device)
                 if not budgets.over(plan):
                     fitting.append(use_what_is_left(plan, units, config, budgets, device))
-                    if config.speculate and not fitting[-1].drafted:
+                    if config.speculate and not fitting[-1].shadowed:
                         continue  # what looks less far ahead may leave room for that
                     break  # a less generous choice would cache a little more, and look less far ahead
                 if least is None or budgets.excess(plan) < budgets.excess(least):
                     least = plan
     if fitting:
-        plan = min(fitting, key=lambda plan: (config.speculate and not plan.drafted, step_cost(plan, units)))
-        if config.speculate and not plan.drafted and any(shard.spec.stepped for unit in units for shard in unit.shards):
-            raise no_room_for_drafts(plan, units, budgets)
+        plan = min(fitting, key=lambda plan: (config.speculate and not plan.shadowed, step_cost(plan, units)))
+        if config.speculate and not plan.shadowed and any(shard.spec.stepped for unit in units for shard in unit.shards):
+            raise no_room_for_shadows(plan, units, budgets)
         return plan
     if least.planned_nbytes(Tier.NVME) and not config.nvme_paths:
         raise ConfigError("something has its home on NVMe, but nvme_paths is empty: name a folder on the disk to use")

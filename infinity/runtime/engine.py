@@ -19,7 +19,7 @@ import torch
 
 from .. import native
 from ..config.config import Config
-from ..distributed.data_ranks import DataRanks
+from ..distributed.collectives import Collectives
 from ..errors import InfinityError, UsageError
 from ..forwards.recompute import ActivationPlanner
 from ..gradients.bank import GradientBank
@@ -33,7 +33,7 @@ from ..machine.tiers import Tier
 from ..machine.timeline import Timeline
 from ..machine.traffic import Traffic
 from ..optim.device_step import DeviceStepper
-from ..planning.draft_policy import DraftPolicy
+from ..planning.shadow_policy import ShadowPolicy
 from ..planning.memory_plan import MemoryPlan
 from ..planning.schedule import Schedule
 from ..planning.unit_sizes import UnitSize
@@ -75,7 +75,7 @@ class Engine:
         *,
         stepping: bool,
         device: Device,
-        peers: DataRanks | None = None,
+        collectives: Collectives | None = None,
     ):
         self.config, self.plan, self.units, self.device = config, plan, units, device
         autograd = torch._C._autograd
@@ -85,16 +85,18 @@ class Engine:
         self.streams_step = False  # units are stepped as their gradients land, while the backward goes on
         self.step_begun = False  # so that the next step is the rest of one
         self.finished_step = -1  # the last one, where it was cut short and nobody was told that it was made
-        self.peers = peers or DataRanks()
+        self.collectives = collectives or Collectives()
+        self.ranks = self.collectives.ranks
         self.ledger = Ledger()
-        self.traffic = self.peers.traffic
-        self.traffic.timeline = Timeline(_of_rank(config.trace, self.peers)) if config.trace is not None else None
+        self.traffic = self.collectives.traffic
+        self.traffic.timeline = Timeline(_of_rank(config.trace, self.collectives)) if config.trace is not None else None
         self.schedule = Schedule()
         self.clock = StepClock()
+        self._landed_listeners: list[Callable[[ParamUnit], None]] = []
         self.sizes: list[UnitSize] = []  # of the units, as they were planned with
         self.step_index = 0
         self.backwards = 0  # that ended since the last step
-        self.speculation = DraftPolicy() if plan.drafted else None
+        self.speculation = ShadowPolicy() if plan.shadowed else None
         self._slots: native.Region | None = None
         self.group_of: dict[ParamHandle, int] = {}  # index of the optimizer's param group
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}  # the newest state-dict tensor of a tied parameter
@@ -114,9 +116,9 @@ class Engine:
             device=device,
         )
         self._last_updates: list[native.Updater] = []  # whose events are to be drawn when the engine goes
-        self.store.on_failure = self.peers.tell
+        self.store.on_failure = self.collectives.tell
         shards = [shard for unit in units for shard in unit.shards]
-        shut_down = partial(_shut_down, self.store, shards, self._last_updates, [unit.name for unit in units], self.peers, device)
+        shut_down = partial(_shut_down, self.store, shards, self._last_updates, [unit.name for unit in units], self.collectives, device)
         # To its end, though Ctrl-C comes between: nobody would call it again.
         self._finalizer = weakref.finalize(self, native.insist, shut_down)
         self.updater: native.Updater | None = None
@@ -127,16 +129,16 @@ class Engine:
             self.shut_down()
             raise
         self.passes = Passes(self)
-        self.gradients = GradientBank(self.store, self._grad_staging, self.peers, borrowed_nbytes=plan.borrowed_nbytes)
+        self.gradients = GradientBank(self.store, self._grad_staging, self.collectives, in_flight_nbytes=plan.borrowed_nbytes)
         self.reducer: Reducer | None = None
-        if stepping and not self.peers.alone:
+        if stepping and not self.ranks.alone:
             trained = [unit for unit in units if any(shard.spec.stepped for shard in unit.shards)]
             self.reducer = self.gradients.reducer = Reducer(
-                self.peers, trained, self.gradients, self.ledger, self.schedule, self.passes.landed_at_home
+                self.collectives, trained, self.gradients, self.ledger, self.schedule, self.passes.landed_at_home
             )
         self.activations = self._make_activations()
         planned = self.activations is not None and self.activations.spare_nbytes is not None and config.micro_batch is None
-        if planned and self.peers.alone:  # ranks have to do the same, and do not measure the same
+        if planned and self.ranks.alone:  # ranks have to do the same, and do not measure the same
             # Sending reads and writes every byte twice, there and back.
             self.activations.planner = ActivationPlanner(self, send_rate=memory_rate() / 4, recomputes=config.recompute)
         self.prefetcher = Prefetcher(
@@ -147,7 +149,7 @@ class Engine:
             window_nbytes=plan.device_window_nbytes,
             units_ahead=plan.units_ahead,
             give_way=self.passes.give_way,
-            peers=self.peers,
+            collectives=self.collectives,
             device=device,
             journal=self.journal,
         )
@@ -158,8 +160,8 @@ class Engine:
         for unit in self.units:
             for shard in unit.shards:
                 tiers, kept = plan.tiers_of(unit.index), plan.kept_of(unit.index)
-                drafted = unit.index in plan.drafted
-                shard.allocate(self.store, tiers, f"unit {unit.name}", kept=kept, drafted=drafted)
+                shadowed = unit.index in plan.shadowed
+                shard.allocate(self.store, tiers, f"unit {unit.name}", kept=kept, shadowed=shadowed)
         regions = []
 
         def staging(nbytes: int, what: str) -> native.Region | None:
@@ -274,10 +276,10 @@ class Engine:
                 if self.activations is not None:
                     self.activations.rebuild()
                 self.store.rebuild()
-                self.journal.finish()  # a step may make drafts the state
+                self.journal.finish()  # a step may make shadows the state
                 for unit in self.units:
                     for shard in unit.shards:
-                        shard.drop_draft()
+                        shard.drop_shadow()
         if self.streams_step and any(handle.grad.state is GradState.CONSUMED for handle in self.group_of):
             self.halt("an exception inside step_in_backward left part of a step done")
         if self.streams_step:
@@ -318,10 +320,10 @@ class Engine:
         """``p.copy_(value)`` outside a forward: the value goes home, master and all."""
         with self.using():
             value = value.detach().expand(tuple(handle.shard.layout.placements[handle.index].shape))
-            self.peers.same(f"setting {handle.name}", value)
+            self.collectives.same(f"setting {handle.name}", value)
             flat = handle.shard.flattened(value, handle.index)
             self.prefetcher.release_all([handle.unit])
-            if handle.has_loaded_master and self.peers.least([handle.shard.holds(self.store, handle.index, value)], f"setting {handle.name}")[0]:
+            if handle.has_loaded_master and self.collectives.least([handle.shard.holds(self.store, handle.index, value)], f"setting {handle.name}")[0]:
                 return  # the optimizer's state was loaded first, and has the master of this very value
 
             def change() -> None:
@@ -367,7 +369,16 @@ class Engine:
         """So many backwards have ended since the last step."""
         self.finished_step = -1
         self.backwards = count
-        self.peers.moment = f"(after {self.step_index} steps and {count} backwards)"
+        self.collectives.note_progress(steps=self.step_index, backwards=count)
+
+    def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> None:
+        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward."""
+        self._landed_listeners.append(listener)
+
+    def tell_landed(self, unit: ParamUnit) -> None:
+        """All gradients of ``unit`` have landed."""
+        for listener in self._landed_listeners:
+            listener(unit)
 
     # --- what the optimizer asks ---
 
@@ -406,11 +417,11 @@ class Engine:
 
     # --- everything ---
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Waits until every byte is at home. Raises what went wrong."""
         for unit in self.units:
             for shard in unit.shards:
-                shard.settle()
+                shard.wait()
         if self.traffic.timeline is not None and self.updater is not None:
             self._draw_updates()
 
@@ -427,39 +438,38 @@ def _draw_updates(updater: native.Updater, traffic: Traffic, names: list[str]) -
         traffic.mark(lanes[kind], names[unit] if kind == "step" else f"{names[unit]} state", start, end)
 
 
-def _of_rank(path: str | os.PathLike, peers: DataRanks) -> str:
+def _of_rank(path: str | os.PathLike, collectives: Collectives) -> str:
     """Every rank has a timeline of its own: ``trace.json`` becomes ``trace-rank1.json``."""
     stem, suffix = os.path.splitext(os.fspath(path))
-    return os.fspath(path) if peers.alone else f"{stem}-rank{peers.world_rank}{suffix}"
+    return os.fspath(path) if collectives.ranks.alone else f"{stem}-rank{collectives.ranks.world_rank}{suffix}"
 
 
 def _shut_down(
-    store: ShardStore, shards: list[ParamShard], updaters: list[native.Updater], names: list[str], peers: DataRanks, device: Device
+    store: ShardStore, shards: list[ParamShard], updaters: list[native.Updater], names: list[str], collectives: Collectives, device: Device
 ) -> None:
     """Gives everything back. Cut short, it is called again, and does what is left."""
     if store.pid != os.getpid():
         return  # a forked child ends (a data loader's worker): everything is the parent's
     if device.is_own_thread:  # where the garbage collector came by: what follows waits for this very thread
-        threading.Thread(target=_shut_down, args=(store, shards, updaters, names, peers, device)).start()
+        threading.Thread(target=_shut_down, args=(store, shards, updaters, names, collectives, device)).start()
         return
     for shard in shards:
-        for wait in (shard.drop_draft, shard.settle):
+        for wait in (shard.drop_shadow, shard.wait):
             try:
                 wait()
             except Exception:  # noqa: BLE001 - whoever needed these bytes was told; here they are thrown away
                 pass
-        shard.update = shard.draft = None
+        shard.forget_update()
     device.close()
     for updater in updaters:
         _draw_updates(updater, store.traffic, names)
     updaters.clear()
     store.close()
-    peers.close()
+    collectives.close()
     if store.traffic.timeline is not None:
         store.traffic.timeline.close()
     for shard in shards:
-        shard.beside.clear()
-        shard.arrays.clear()  # units and their handles refer to each other: the memory must not wait for them
+        shard.forget()
 
 
 def _faults_from_environment() -> native.FaultPlan | None:

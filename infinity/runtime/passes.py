@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, is_dataclass
 from functools import partial
@@ -61,7 +61,6 @@ class Passes:
         self.expected: dict[ParamUnit, set[ParamHandle]] = {}  # in lockstep: what a unit still has to get, held or not
         self._since: dict[ParamUnit, float] = {}  # when the backward came to each of those
         self.tasks: dict[int, weakref.ref] = {}  # that are running, with their tokens
-        self.on_landed: Callable[[ParamUnit], None] | None = None  # told when all of a unit's gradients have landed
         self.reached: set[ParamUnit] = set()  # units that got a gradient in this backward
 
     @property
@@ -100,8 +99,10 @@ class Passes:
         try:
             with self.engine.store.guarding():
                 for unit in units:
-                    self.engine.prefetcher.hold(unit, backward=in_backward)
+                    met = self._hold(unit, backward=in_backward)
                     held.append(unit)
+                    if in_backward and self.engine.reducer is not None:
+                        self.engine.reducer.start_met(met)
         except BaseException:
             for unit in held:
                 self.engine.prefetcher.unhold(unit)
@@ -143,6 +144,11 @@ class Passes:
         if not self.frames and not torch.is_grad_enabled():
             self.engine.prefetcher.release_idle()
         return output
+
+    def _hold(self, unit: ParamUnit, *, backward: bool) -> int | None:
+        """Holds ``unit``. Returns how many reductions all ranks could start, where they met for its gather."""
+        reducer = self.engine.reducer if backward else None
+        return self.engine.prefetcher.hold(unit, backward=backward, offered=reducer.offered if reducer is not None else 0)
 
     def _unhold(self, frame: Frame) -> None:
         for unit in frame.units:
@@ -262,11 +268,10 @@ class Passes:
                 self.let_go(other)
         trained = zip(unit.handles, (param for shard in unit.shards for param in shard.params))
         expected = {h for h, p in trained if h.grad is not None and p.requires_grad} - self.engine.without_grad.get(unit, set())
-        meetings = self.engine.peers.meetings
         with self.engine.store.guarding():
-            self.engine.prefetcher.hold(unit, backward=True)
-            if self.engine.reducer is not None and self.engine.peers.meetings == meetings:
-                self.engine.reducer.pass_by()
+            met = self._hold(unit, backward=True)
+            if self.engine.reducer is not None:
+                self.engine.reducer.come_to_unit(met)
         self.awaited[unit] = expected
         if self.in_lockstep:
             self.expected.setdefault(unit, expected)
@@ -293,14 +298,14 @@ class Passes:
                     self.let_go(handle.unit)
                 if self.engine.reducer is not None:
                     self.engine.reducer.ready(handle.unit)
-                elif self.on_landed is not None:
-                    self.on_landed(handle.unit)
+                else:
+                    self.engine.tell_landed(handle.unit)
 
     def landed_at_home(self, unit: ParamUnit) -> None:
         """The averages of ``unit``'s gradients over all ranks have landed."""
         landed = any(handle.grad.state is GradState.LANDED for handle in unit.handles if handle.grad)
-        if self.on_landed is not None and landed and not self.engine.prefetcher.is_held(unit):
-            self.on_landed(unit)
+        if landed and not self.engine.prefetcher.is_held(unit):
+            self.engine.tell_landed(unit)
 
     def let_go(self, unit: ParamUnit) -> None:
         """The backward is done with ``unit``."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from .. import native
-from ..distributed.data_ranks import DataRanks
+from ..distributed.collectives import Collectives
 from ..errors import CapacityError
 from ..machine.device import Device
 from ..machine.ledger import Ledger
@@ -42,7 +42,7 @@ class Prefetcher:
         window_nbytes: int,
         units_ahead: int,
         give_way: Callable[[], bool],
-        peers: DataRanks,
+        collectives: Collectives,
         device: Device,
         journal: Journal,
     ):
@@ -52,7 +52,7 @@ class Prefetcher:
         # Beside a device that computes by itself the host does not see how long that takes.
         self.look_ahead = LookAhead(units_ahead, is_fixed=device.overlaps)
         self._computing: tuple[int, float] | None = None  # the unit that was asked for last, and since when it is there
-        self._peers, self._device = peers, device
+        self._ranks, self._device = collectives.ranks, device
         self._give_way = give_way  # asks the backward to let a unit go; False when it cannot
         self._resident: dict[ParamUnit, None] = {}  # least recently used first
         self._holds: Counter[ParamUnit] = Counter()
@@ -60,16 +60,17 @@ class Prefetcher:
 
     # --- holds ---
 
-    def hold(self, unit: ParamUnit, *, backward: bool = False) -> None:
-        """Makes ``unit`` resident and keeps it so until :meth:`unhold`."""
+    def hold(self, unit: ParamUnit, *, backward: bool = False, offered: int = 0) -> int | None:
+        """Makes ``unit`` resident and keeps it so until :meth:`unhold`. Returns what :meth:`ensure` does."""
         self._holds[unit] += 1
         try:
-            self.ensure(unit, backward=backward)
+            met = self.ensure(unit, backward=backward, offered=offered)
         except BaseException:
             self.unhold(unit)
             raise
         if self._holds[unit] == 1:
             unit.expose()
+        return met
 
     def unhold(self, unit: ParamUnit) -> None:
         """Takes one hold off; without any the unit is idle."""
@@ -106,20 +107,25 @@ class Prefetcher:
 
     def release_idle(self) -> None:
         """Sends every idle unit home: the pass is over, and at rest a parameter holds no storage."""
-        if self._peers.keeps_weights:
+        if self._ranks.keeps_weights:
             return
         for unit in [unit for unit in self._resident if unit not in self._holds]:
             self._evict(unit)
 
     # --- residency ---
 
-    def ensure(self, unit: ParamUnit, *, backward: bool = False) -> None:
-        """Makes ``unit`` resident now, then starts fetching what the schedule expects next."""
+    def ensure(self, unit: ParamUnit, *, backward: bool = False, offered: int = 0) -> int | None:
+        """Makes ``unit`` resident now, then starts fetching what the schedule expects next.
+
+        ``offered``: reductions of gradients that this rank could start. Returns the least number that any rank of the row offered,
+        None where the ranks did not meet for a gather.
+        """
+        met = None
         self._note_compute()
         if unit.residency is Residency.GATHERING:
             self._finish(unit)
         if unit.residency is not Residency.RESIDENT:
-            self._bring(unit)
+            met = self._bring(unit, offered)
         else:
             unit.arriving.precede()  # this may be another stream than the one that waited for it
             if unit in self._resident:
@@ -127,17 +133,19 @@ class Prefetcher:
         for shard in unit.shards:
             if shard.update is not None:
                 with self._store.traffic.stalled("nvme->host", unit.name):
-                    shard.settle()
+                    shard.wait()
         self.schedule.use(unit.index)
         if unit.read_times is not None:
             self.look_ahead.note_read(unit.index, *unit.read_times)
             unit.read_times = None
         self._computing = unit.index, time.perf_counter()
         self.fetch_ahead(self.schedule.upcoming(backward=backward))
-        if self._peers.size > 1:
-            self._gather_ahead(next(iter(self.schedule.upcoming(backward=backward)), None))
+        if self._ranks.size > 1:
+            ahead = self._gather_ahead(next(iter(self.schedule.upcoming(backward=backward)), None), offered)
+            met = met if ahead is None else ahead
         elif self._device.overlaps:
             self._copy_ahead(islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD))
+        return met
 
     def begin_pass(self) -> None:
         """A root forward starts: the schedule knows what is expected."""
@@ -149,27 +157,28 @@ class Prefetcher:
             unit, since = self._computing
             self.look_ahead.note_compute(unit, time.perf_counter() - since)
 
-    def _gather_ahead(self, index: int | None) -> None:
-        """Starts gathering the next unit while this one computes.
+    def _gather_ahead(self, index: int | None, offered: int) -> int | None:
+        """Starts gathering the next unit while this one computes. Returns what all ranks offered, None where it does not start.
 
         What decides must be the same on every rank, so nothing here goes by what has arrived: a unit that is still being
         read is waited for.
         """
         unit = self.units[index] if index is not None else None
         if unit is None or unit.residency in (Residency.RESIDENT, Residency.GATHERING):
-            return
+            return None
         if unit.is_staged_from_disk and unit.residency is Residency.STORED:
-            return
+            return None
         for other in [other for other in self._resident if other not in self._holds]:
             if self._resident_nbytes() + unit.weight_nbytes <= self._window_nbytes:
                 break
-            if not self._peers.keeps_weights:
+            if not self._ranks.keeps_weights:
                 self._evict(other)
-        if self._resident_nbytes() + unit.weight_nbytes <= self._window_nbytes:
-            self._stage(unit)
-            unit.start_gather(self._store, self._ledger)
-            self._resident[unit] = None
-            self._peers.on_gather(unit.ready)
+        if self._resident_nbytes() + unit.weight_nbytes > self._window_nbytes:
+            return None
+        self._stage(unit)
+        met = unit.start_gather(self._store, self._ledger, offered=offered)
+        self._resident[unit] = None
+        return met
 
     def _copy_ahead(self, upcoming: Iterable[int]) -> None:
         """Starts copying the next units to the device while this one computes: those that are ready at home, as far as the
@@ -209,14 +218,13 @@ class Prefetcher:
                     return
                 unit.fetch(self._store, slots)
 
-    def _bring(self, unit: ParamUnit) -> None:
+    def _bring(self, unit: ParamUnit, offered: int) -> int | None:
         self._stage(unit)
         self._make_room(unit)
-        unit.start_gather(self._store, self._ledger)
+        met = unit.start_gather(self._store, self._ledger, offered=offered)
         self._resident[unit] = None
-        if self._peers.size > 1:
-            self._peers.on_gather(unit.ready)
         self._finish(unit)
+        return met
 
     def _stage(self, unit: ParamUnit) -> None:
         """Has the unit's bytes in memory here."""
@@ -229,7 +237,7 @@ class Prefetcher:
                     unit.stage()
         else:
             for shard in unit.shards:
-                shard.settle()
+                shard.wait()
 
     def _make_room(self, unit: ParamUnit) -> None:
         """Evicts idle units, then ones that the backward can do without for now, until ``unit`` fits the window."""

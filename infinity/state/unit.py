@@ -19,7 +19,7 @@ import torch
 
 from .. import native
 from ..distributed.channel import Pending
-from ..distributed.data_ranks import DataRanks
+from ..distributed.collectives import Collectives
 from ..errors import InfinityError, PeerError, StorageError, UsageError
 from ..machine.device import Copy, Device, Event, PAST
 from ..machine.ledger import Ledger
@@ -60,13 +60,14 @@ class ParamUnit:
         self._slots: list[native.Lease] = []
         self._pieces: list[ReadPiece] = []
         self._charge: native.Charge | None = None
-        self._peers = shards[0].peers if shards else DataRanks()
+        self._collectives = shards[0].collectives if shards else Collectives()
+        self._ranks = self._collectives.ranks
         self._pending: list[Pending] = []  # gathers under way
         self.arriving: Event = PAST  # the end of the copy to the device
         self.used: Event = PAST  # the end of what was last computed with it
         self._views: list[list[torch.Tensor]] = []  # of the device buffers, until the parameters are made them
         self.read_times: tuple[float, float] | None = None  # of the last read: when it was asked for, and when it was there
-        self.ready = 0  # reductions that every rank could start when they met for the last gather
+        self._met: int | None = None  # reductions that every rank offered at the rendezvous of the last gather
         self._second: list[torch.Tensor] = []  # slices for the machine's own gathers, one for each shard
         self._second_version = -1  # of the values they are of
         self._versions: list[int] = []  # torch's change counters when the parameters were exposed
@@ -80,7 +81,7 @@ class ParamUnit:
     @property
     def stays(self) -> bool:
         """Whether the unit's home is the device, and whole: it is resident always."""
-        return self._peers.size == 1 and all(shard.weight.tier is Tier.DEVICE for shard in self.shards)
+        return self._ranks.size == 1 and all(shard.weight.tier is Tier.DEVICE for shard in self.shards)
 
     @property
     def has_second_slice(self) -> bool:
@@ -95,7 +96,7 @@ class ParamUnit:
     def copies_while_fetching(self) -> bool:
         """Whether a copy to the device can begin before all of the unit has been read. With other ranks what is done must not
         go by what has arrived."""
-        return self._device.overlaps and self._peers.size == 1
+        return self._device.overlaps and self._ranks.size == 1
 
     @property
     def is_ready(self) -> bool:
@@ -126,8 +127,8 @@ class ParamUnit:
             self._device.put("in", make).wait()
         for shard, flat in zip(self.shards, self.flats):
             self._views.append([place.view(flat) for place in shard.layout.placements])
-        if self._peers.node is not None:
-            self._second = [f.new_empty(f.numel() // self._peers.node.size) for f in self.flats]
+        if self._ranks.node is not None:
+            self._second = [f.new_empty(f.numel() // self._ranks.node.size) for f in self.flats]
         if self.stays:
             self.residency = Residency.RESIDENT
         else:
@@ -177,9 +178,13 @@ class ParamUnit:
         self.start_gather(store, ledger)
         self.finish_gather(store)
 
-    def start_gather(self, store: ShardStore, ledger: Ledger) -> None:
+    def start_gather(self, store: ShardStore, ledger: Ledger, *, offered: int = 0) -> int | None:
         """STAGED (or STORED, for a memory home) -> GATHERING: verifies and copies onto the device what this rank has; what
-        others have is on its way. FETCHING -> GATHERING, where copies run beside the reads: piece by piece, as they come."""
+        others have is on its way. FETCHING -> GATHERING, where copies run beside the reads: piece by piece, as they come.
+
+        ``offered``: see :meth:`Collectives.gather`. Returns what all ranks offered, None where they did not meet.
+        """
+        self._met = None
         from_disk = self.is_staged_from_disk
         fetching = self.residency is Residency.FETCHING and self.copies_while_fetching
         if not fetching and self.residency is not (Residency.STAGED if from_disk else Residency.STORED):
@@ -193,15 +198,16 @@ class ParamUnit:
             there = any(shard.weight.tier is Tier.DEVICE for shard in self.shards)
             copy = partial(self._copy_in, store, self._slots if from_disk else (), self._pieces)
             self.arriving = self._device.put("in", copy, behind=[self._device.now()] if there else (), freight=freight)
-            if self._peers.size > 1:
-                self.arriving = self._device.put("in", self._gather_in)
+            if self._ranks.size > 1:
+                self.arriving = self._device.put("in", partial(self._gather_in, offered))
             for shard in self.shards:
-                shard.lent = self.arriving
+                shard.lend(self.arriving)
         except BaseException:
             self._fail_gather()
             raise
         store.take_back(self._slots, self.arriving)
         self._slots, self._pieces = [], []
+        return self._met
 
     def _copy_in(self, store: ShardStore, slots: Sequence[native.Lease], pieces: Sequence[ReadPiece]) -> None:
         """This rank's bytes, from staging ``slots`` (verified) or a memory home to the device."""
@@ -233,14 +239,14 @@ class ParamUnit:
         source = native.tensor_at(store.staging.region, address, piece.nbytes // size, shard.spec.dtype)
         flat[first : first + source.numel()].copy_(source, non_blocking=True)
 
-    def _gather_in(self) -> None:
+    def _gather_in(self, offered: int) -> None:
         """What the others have follows what is here in the same queue."""
-        gather = self._peers.gather_in_node if self.has_second_slice else self._peers.gather
+        gather = self._collectives.gather_in_node if self.has_second_slice else self._collectives.gather
         for i, flat in enumerate(self.flats):
-            pending = gather(flat, f"{self.name} ({i})")
+            pending = gather(flat, f"{self.name} ({i})", offered=offered)
             if pending is not None:
                 self._pending.append(pending)
-                self.ready = pending.ready
+                self._met = pending.met
 
     def finish_gather(self, store: ShardStore) -> None:
         """GATHERING -> RESIDENT: what is computed from now on comes after the bytes are there."""
@@ -257,14 +263,14 @@ class ParamUnit:
             raise
         self._pending = []
         self._move(Residency.RESIDENT)
-        if self._peers.node is not None and not self.has_second_slice:
+        if self._ranks.node is not None and not self.has_second_slice:
             for second, flat in zip(self._second, self.flats):
                 second.copy_(self._in_node(flat))
             self._second_version = self.version
 
     def _in_node(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``flat`` among the ranks of its machine."""
-        return flat.view(self._peers.node.size, -1)[self._peers.node.rank]
+        return flat.view(self._ranks.node.size, -1)[self._ranks.node.rank]
 
     def _fail_gather(self) -> None:
         _first_error(self._pieces)
@@ -331,7 +337,7 @@ class ParamUnit:
         """``param.data`` was handed out, through which torch does not count changes."""
         if param not in self._watched:
             # At home on the device there is no other copy to tell a change by; what came compressed is not what is at home.
-            self._watched[param] = data.clone() if self.stays or self._peers.compresses else None
+            self._watched[param] = data.clone() if self.stays or self._ranks.compresses else None
 
     def write_edits(self, store: ShardStore, journal: Journal) -> None:
         """Sends home what a forward changed in its own parameters (a clamp of a weight, say).
@@ -344,8 +350,8 @@ class ParamUnit:
             if not changed and not watched:
                 continue
             before = self._watched.get(param)
-            self._peers.same(f"changing {param._infinity.name} in a forward", own_bytes(param))
-            if self._peers.compresses and before is None:
+            self._collectives.same(f"changing {param._infinity.name} in a forward", own_bytes(param))
+            if self._ranks.compresses and before is None:
                 raise UsageError(
                     f"{param._infinity.name} was changed in place inside a forward, but it came there compressed. Change it "
                     "through .data, inside infinity.full_params(..., writeback=True), or set compress_gathers=False."

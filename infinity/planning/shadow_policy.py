@@ -1,9 +1,9 @@
 """Speculation: updates made during the backward, before it is known whether clipping changes the gradients.
 
-draft   a unit's update with its results beside the state, which stays as it was. ``step()`` keeps it when the step turns out
-        to be that one, bit for bit; otherwise it is dropped and the update made as if there had been no draft
-pause   steps without drafts after one whose drafts were dropped; twice as long each time, so that where gradients are
-        always clipped next to nothing is spent on drafts
+shadow   a unit's update with its results beside the state, which stays as it was. ``step()`` keeps it when the step turns out
+        to be that one, bit for bit; otherwise it is dropped and the update made as if there had been no shadow
+pause   steps without shadows after one whose shadows were dropped; twice as long each time, so that where gradients are
+        always clipped next to nothing is spent on shadows
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ LONGEST_PAUSE = 256  # steps
 
 
 @dataclass
-class DraftPolicy:
-    """When drafts are made, and what became of them. A shard's draft counts as one."""
+class ShadowPolicy:
+    """When shadows are made, and what became of them. A shard's shadow counts as one."""
 
     made: int = 0
     kept: int = 0
@@ -24,11 +24,11 @@ class DraftPolicy:
     _next_pause: int = field(default=1, repr=False)
 
     def is_wanted(self, backward: int) -> bool:
-        """Whether drafts are to be made in this backward of a step, counted from 1: another one would spoil them."""
+        """Whether shadows are to be made in this backward of a step, counted from 1: another one would spoil them."""
         return not self._pause and backward == self._backward
 
     def end_step(self, *, made: int, kept: int, backwards: int) -> None:
-        """A step of so many backwards was taken, for which ``made`` drafts were there and ``kept`` are its updates."""
+        """A step of so many backwards was taken, for which ``made`` shadows were there and ``kept`` are its updates."""
         self.made += made
         self.kept += kept
         self._backward = max(1, backwards)

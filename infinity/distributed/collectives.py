@@ -1,0 +1,301 @@
+"""Collectives: moves bytes between the data ranks, and finds out where they do not do the same.
+
+progress   how many steps and backwards a rank has done: part of what is said at every rendezvous
+offered    reductions that a rank could start by now; said at a gather's rendezvous, whose least is known to all
+
+All collectives of a row begin with a rendezvous on one channel, whatever group their bytes take, so that no two ranks can wait
+for each other in different places. Bytes travel in the dtype they have, or as 8-bit codes where weights are compressed; sums are
+taken in fp32, in the order of the ranks, and rounded once. The transport never adds, so that the result does not depend on its
+algorithm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError, InfinityError
+from ..machine.traffic import Traffic
+from .channel import all_gather, Channel, HEARING_SECONDS, Pending, ranks_lost
+from .data_ranks import DataRanks
+from .quantize import decode_blocks, encode_blocks
+
+MOST_OFFERED = 254  # what fits a byte beside BACKWARD_OVER; the rest is offered at the next rendezvous
+BACKWARD_OVER = 255
+
+
+class Collectives:
+    """What the ranks of one job do together. In a job of one rank every collective is nothing to do.
+
+    Used from the thread that runs the model.
+    """
+
+    def __init__(self, ranks: DataRanks | None = None, traffic: Traffic | None = None):
+        self.ranks = ranks if ranks is not None else DataRanks()
+        self.traffic = traffic if traffic is not None else Traffic()
+        self._progress = ""
+        self._is_closed = False
+
+    def note_progress(self, *, steps: int, backwards: int) -> None:
+        """Sets what this rank says at every rendezvous of how far it is."""
+        self._progress = f"(after {steps} steps and {backwards} backwards)"
+
+    def allow_flags(self, count: int) -> None:
+        """Makes room at each rendezvous for ``count`` flags, which must be the same number on every rank."""
+        for channel in self.ranks.channels:
+            channel.flags_nbytes = max(1, count)
+
+    # --- weights ---
+
+    def gather(self, flat: torch.Tensor, what: str, *, offered: int = 0) -> Pending | None:
+        """Fills ``flat``, of which this rank's slice is filled already, with every rank's. None: nothing to wait for.
+
+        ``offered``: reductions that this rank could start; the least of all ranks is the result's ``met``.
+        """
+        if self.ranks.size == 1:
+            return None
+        what = f"gathering {what}"
+        if self.ranks.compresses and flat.is_floating_point():
+            mine = encode_blocks(flat.view(self.ranks.size, -1)[self.ranks.rank])
+            everyones = mine.new_empty(self.ranks.size * mine.numel())
+            return self._gather(self.ranks.row, everyones, mine, what, offered, lambda: decode_blocks(everyones, flat, self.ranks.size))
+        raw = _bytes_of(flat)
+        return self._gather(self.ranks.row, raw, raw.view(self.ranks.size, -1)[self.ranks.rank], what, offered)
+
+    def gather_in_node(self, flat: torch.Tensor, what: str, *, offered: int = 0) -> Pending:
+        """Does the same among this machine's ranks, whose slices of ``flat`` are larger."""
+        raw = _bytes_of(flat)
+        mine = raw.view(self.ranks.node.size, -1)[self.ranks.node.rank]
+        return self._gather(self.ranks.node, raw, mine, f"gathering {what} in the node", offered)
+
+    def _gather(
+        self,
+        channel: Channel,
+        whole: torch.Tensor,
+        mine: torch.Tensor,
+        what: str,
+        offered: int,
+        then: Callable[[], None] | None = None,
+    ) -> Pending:
+        met = self.ranks.row.rendezvous(f"{what} {self._progress}", [min(offered, MOST_OFFERED)])
+        start = time.perf_counter()
+        work = self._do(lambda: all_gather(whole, mine, group=channel.bulk, async_op=True), what)
+
+        def finish() -> None:
+            edge = "all-gather" if channel is self.ranks.row else "all-gather in node"
+            self._count(edge, whole.numel() - mine.numel(), what, start)
+            if then is not None:
+                then()
+                for tensor in (whole, mine):  # coded, of another stream than the one that decodes
+                    if tensor.device.type != "cpu":
+                        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+        return Pending([work], what, finish, met=int(met.min()))
+
+    # --- gradients ---
+
+    def offer(self, count: int | None) -> int | None:
+        """Meets the ranks of the row in mid-backward. Returns the least number of reductions that any rank could start.
+
+        ``count``: of this rank; None when its backward is over. The result is None when that of every rank is.
+        """
+        flag = BACKWARD_OVER if count is None else min(count, MOST_OFFERED)
+        met = int(self.ranks.row.rendezvous(f"in a backward {self._progress}", [flag]).min())
+        return None if met == BACKWARD_OVER else met
+
+    def agree(self, flags: Sequence[int], what: str) -> list[bool]:
+        """Which of ``flags`` any rank has set."""
+        if self.ranks.alone:
+            return [bool(flag) for flag in flags]
+        flags = [int(flag) for flag in flags]
+        for channel in self.ranks.channels:
+            flags = channel.rendezvous(f"{what} {self._progress}", flags).amax(0).tolist()
+        return [bool(flag) for flag in flags]
+
+    def reduce(self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]) -> Pending:
+        """Averages this rank's slice of every rank's ``flat``: when waited for, ``done`` is given it, in fp32.
+
+        Everyone has to have met before (:meth:`agree`).
+        """
+        start = time.perf_counter()
+        raw = _bytes_of(flat)
+        received = torch.empty_like(raw)
+        works = []
+        if self.ranks.size > 1:
+            works.append(self._do(lambda: dist.all_to_all_single(received, raw, group=self.ranks.row.reductions, async_op=True), what))
+
+        def finish() -> None:
+            moved = raw.numel() - raw.numel() // self.ranks.size
+            parts = (received if self.ranks.size > 1 else raw).view(flat.dtype).view(self.ranks.size, -1)
+            total = _ordered_sum(parts)
+            if self.ranks.replicas is not None:
+                everyones = total.new_empty(self.ranks.replicas.size, total.numel())
+                try:
+                    all_gather(everyones.view(-1), total, group=self.ranks.replicas.bulk)
+                except RuntimeError as error:
+                    raise ranks_lost(what, error) from error
+                total = _ordered_sum(everyones)
+                moved += everyones.nbytes - total.nbytes
+            self._count("reduce-scatter", moved, what, start)
+            done(total.div_(self.ranks.data_size))
+
+        return Pending(works, what, finish)
+
+    # --- everything else ---
+
+    def exchange(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """``values`` (of one shape) of every rank that has a slice: [size, ...]."""
+        if self.ranks.size == 1:
+            return values.unsqueeze(0)
+        self.ranks.row.rendezvous(f"{what} {self._progress}")
+        raw = _bytes_of(values.contiguous().reshape(-1)).cpu()
+        heard = raw.new_empty(self.ranks.size * raw.numel())
+        self._do(lambda: all_gather(heard, raw, group=self.ranks.row.group), what)
+        return heard.view(values.dtype).view(self.ranks.size, *values.shape).to(values.device)
+
+    def least(self, values: Sequence[int], what: str) -> list[int]:
+        """The smallest of each of ``values`` over all ranks."""
+        found = torch.tensor(values, dtype=torch.int64, device="cpu")
+        for channel in self.ranks.channels:
+            channel.rendezvous(what)
+            everyones = found.new_empty(channel.size, found.numel())
+            self._do(lambda c=channel, e=everyones, f=found: all_gather(e.view(-1), f, group=c.group), what)
+            found = everyones.amin(0)
+        return found.tolist()
+
+    def assemble(self, out: torch.Tensor, pieces: Sequence[tuple[int, int]], what: str) -> None:
+        """Completes flat ``out``: of each rank (in order) the elements it has, which it has filled in, go to all others."""
+        if self.ranks.size == 1:
+            return
+        self.ranks.row.rendezvous(f"{what} {self._progress}")
+        for peer, (begin, end) in enumerate(pieces):
+            if begin < end:
+                raw = _bytes_of(out[begin:end])
+                source = self.ranks.row.ranks[peer]
+                self._do(lambda raw=raw, source=source: dist.broadcast(raw, source, group=self.ranks.row.group), what)
+
+    def broadcast(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """The first rank's ``tensor``, in place; contiguous."""
+        if not self.ranks.alone:
+            raw = _bytes_of(tensor.view(-1))
+            sent = raw.cpu()
+            for channel in (self.ranks.replicas, self.ranks.row):  # to the first rank of each row, then along the rows
+                if channel is not None:
+                    channel.rendezvous(what)
+                    self._do(lambda channel=channel: dist.broadcast(sent, channel.ranks[0], group=channel.group), what)
+            if sent is not raw:
+                raw.copy_(sent)
+        return tensor
+
+    def collect(self, mine: Any, what: str) -> list[Any]:
+        """Every rank's ``mine``, anything that can be pickled, in the order of slices; then the next replica's."""
+        found = [mine]
+        for channel in self.ranks.channels:
+            channel.rendezvous(what)
+            everyones: list = [None] * channel.size
+            self._do(lambda c=channel, e=everyones, f=found: dist.all_gather_object(e, f, group=c.group), what)
+            found = [item for of_one in everyones for item in of_one]
+        return found
+
+    def compare(self, mine: dict[str, str], what: str) -> None:
+        """Raises ConfigError where a rank's description differs from the first one's, with the first difference."""
+        if self.ranks.alone:
+            return
+        everyones = self.collect((self.ranks.world_rank, mine), what)
+        first_rank, firsts = everyones[0]
+        for peer, theirs in everyones:
+            for key in dict.fromkeys([*firsts, *theirs]):
+                first, other = firsts.get(key, "absent"), theirs.get(key, "absent")
+                if first != other:
+                    raise ConfigError(
+                        f"{what}: {key} is {first} on rank {first_rank} and {other} on rank {peer}. All ranks must be given the "
+                        "same."
+                    )
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """All ranks get through the block, or all of them raise, and can go on."""
+        try:
+            yield
+        except BaseException as error:
+            for channel in (self.ranks.row, self.ranks.replicas):
+                if channel is not None:
+                    channel.fail(error)
+            raise
+        for channel, other in ((self.ranks.row, self.ranks.replicas), (self.ranks.replicas, None)):
+            try:
+                if channel is not None:
+                    channel.rendezvous(what)
+            except InfinityError as error:
+                if other is not None:
+                    other.fail(error)
+                raise
+
+    def rendezvous(self, what: str) -> None:
+        """Waits until every rank is at ``what``."""
+        for channel in self.ranks.channels:
+            channel.rendezvous(f"{what} {self._progress}")
+
+    def same(self, what: str, *tensors: torch.Tensor) -> None:
+        """Raises UsageError where the ranks do not have the same ``tensors``."""
+        if not self.ranks.alone:
+            digest = hashlib.blake2b(digest_size=8)
+            for tensor in tensors:
+                # Of a copy: NumPy would make the storage one that cannot be resized any more.
+                copied = tensor.detach().clone(memory_format=torch.contiguous_format)
+                digest.update(_bytes_of(copied.view(-1)).cpu().numpy())
+            self.rendezvous(f"{what}, to values of digest {digest.hexdigest()},")
+
+    def tell(self, error: BaseException) -> None:
+        """Lets the others know that this rank cannot go on. Gives them a moment to hear it: this process may end next."""
+        if all(channel.has_ended for channel in self.ranks.channels):
+            return
+        for channel in self.ranks.channels:
+            channel.tell(error)
+        deadline = time.monotonic() + HEARING_SECONDS
+        while self.ranks.channels and not any(channel.was_heard for channel in self.ranks.channels) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Ends the groups that were made for this job, and lets this thread run on every processor again."""
+        if self.ranks.allowed_processors is not None and not self._is_closed:
+            os.sched_setaffinity(0, self.ranks.allowed_processors)
+        self._is_closed = True
+        for group in self.ranks.own_groups:
+            try:
+                dist.destroy_process_group(group)
+            except (RuntimeError, ValueError, AssertionError, AttributeError):
+                pass  # the job's process group went first
+        self.ranks.own_groups.clear()
+
+    def _do(self, work: Callable[[], Any], what: str) -> Any:
+        try:
+            return work()
+        except RuntimeError as error:
+            raise ranks_lost(what, error) from error
+
+    def _count(self, edge: str, nbytes: int, what: str, start: float) -> None:
+        now = time.perf_counter()
+        counted = self.traffic.collectives[edge]
+        counted.nbytes += nbytes
+        counted.busy_seconds += now - start
+        self.traffic.mark(edge, what, start, now)
+
+
+def _bytes_of(flat: torch.Tensor) -> torch.Tensor:
+    return flat.detach().view(torch.uint8)
+
+
+def _ordered_sum(parts: torch.Tensor) -> torch.Tensor:
+    """The fp32 sum of the rows, first to last."""
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    return total
