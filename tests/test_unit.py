@@ -230,13 +230,13 @@ def test_a_refused_read_leaves_the_unit_at_home(tmp_path, kind):
     # An engine's faults are fixed when it is made, so for the fetch the store's is another one.
     broken = native.IoEngine(kind=kind, faults=fault_plan(eio=1.0))
     broken.create_file(str(tmp_path / "broken"), MIB)
-    whole, home.store.engine = home.store.engine, broken
+    whole, home.store.io = home.store.io, broken
     home.do("fetch")
     with pytest.raises(StorageError):
         home.do("stage")
     assert home.unit.residency is Residency.STORED
     home.check_settled()
-    home.store.engine = whole
+    home.store.io = whole
     home.go(Residency.RESIDENT)
     home.check_values()
 

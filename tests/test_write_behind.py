@@ -124,7 +124,7 @@ class Home:
         places = [*((Tier.NVME, *array) for array in ARRAYS), (Tier.HOST, 3 * PAGE, torch.float32)]
         self.arrays = [self.store.allocate(tier, dtype, n // dtype.itemsize, "array") for tier, n, dtype in places]
         self.store.open([])
-        self.store.engine = self.engine = Noted(self.store.engine)
+        self.store.io = self.engine = Noted(self.store.io)
         self.plain = [torch.zeros(array.numel, dtype=array.dtype) for array in self.arrays]
 
     def write(self, writer: WriteBehind, index: int, begin: int, count: int, seed: int) -> None:
@@ -219,15 +219,15 @@ def wrong_on_a_slow_disk(folder: Path, *, blocks: int = 5, seeds: int = 15) -> l
     wrong = []
     for seed in range(seeds):
         with home_in(folder, service_nbytes=blocks * BLOCK) as home:
-            home.store.engine = SlowDisk(home.engine._engine, seed)
+            home.store.io = SlowDisk(home.engine._engine, seed)
             try:
                 with home.store.writing_behind() as writer:
                     home.do(writer, random_moves(random.Random(seed)))
-                assert home.store.engine.under_way() == 0
+                assert home.store.io.under_way() == 0
                 home.check_all()
             except (AssertionError, CorruptionError):
                 wrong.append(seed)
-            home.store.engine = home.store.engine._engine
+            home.store.io = home.store.io._engine
     return wrong
 
 
@@ -388,12 +388,12 @@ def test_ctrl_c_in_a_wait_leaves_nothing_under_way(transfer, folder):
     """Method: a slow disk; the wait for a part's turn, for all parts, or for a block that is changed in part is interrupted.
     The service buffer goes with the store: nothing may still be read from it or into it then."""
     with home_in(folder) as home:
-        home.store.engine = disk = SlowDisk(home.engine._engine, 0, transfer)
+        home.store.io = disk = SlowDisk(home.engine._engine, 0, transfer)
         with pytest.raises(KeyboardInterrupt), home.store.writing_behind() as writer:
             home.write(writer, 4, 0, home.arrays[4].numel, 1)  # more than there are parts
             home.write(writer, 1, 5, 50_000, 1)  # ragged: a read
         assert disk.under_way() == 0
-        home.store.engine = disk._engine
+        home.store.io = disk._engine
 
 
 # --- what a wrap makes of it ---

@@ -60,8 +60,8 @@ def stats(model: nn.Module) -> Stats:
     engine = wrapped(model).engine
     edges = {name: dataclasses.replace(edge) for name, edge in engine.traffic.edges.items()}
     for name, op in (("nvme->host", native.Op.READ), ("host->nvme", native.Op.WRITE)):
-        edges[name].nbytes = engine.store.engine.nbytes(op)
-        edges[name].busy_seconds = engine.store.engine.busy_seconds(op)
+        edges[name].nbytes = engine.store.io.nbytes(op)
+        edges[name].busy_seconds = engine.store.io.busy_seconds(op)
     tiers = {
         str(tier): TierStats(account.peak_nbytes, account.planned_nbytes, account.budget_nbytes)
         for tier, account in engine.ledger.accounts.items()
@@ -79,7 +79,7 @@ def stats(model: nn.Module) -> Stats:
         )
     counted = {} if engine.ranks.alone else engine.traffic.collectives
     collectives = {name: dataclasses.replace(traffic) for name, traffic in counted.items()}
-    ahead = engine.speculation
+    ahead = engine.shadow_policy
     shadows = {"made": ahead.made, "kept": ahead.kept} if ahead is not None else {"made": 0, "kept": 0}
     planner = engine.activations.planner if engine.activations is not None else None
     blocks = planner.counts() if planner is not None else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
@@ -34,7 +33,7 @@ def unwrap_model(
     if record.unwrapping is None:
         with engine.using():
             change = _plan_unwrap(model, record, managed)
-        engine.halted = partial(UsageError, "unwrap_model was cut short by an exception: call it again, with the same model")
+        engine.refuse_all("unwrap_model was cut short by an exception: call it again, with the same model")
         record.unwrapping = change
     try:
         native.insist(record.unwrapping)
@@ -70,6 +69,6 @@ def _plan_unwrap(model: nn.Module, record: Wrapped, managed: InfinityOptimizer |
             managed.wrapped.load_state_dict(state)
         engine.shut_down()
         model.__dict__.pop(RECORD, None)
-        engine.halted = None
+        engine.go_on()
 
     return change

@@ -118,8 +118,8 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
             if config.micro_batch is not None:
                 _check_micro_batch(model, groups)
             units = [ParamUnit(i, group.name, s, device) for i, (group, s) in enumerate(zip(groups, shards))]
-            engine = Engine(config, plan, units, stepping=optimizer is not None, device=device, collectives=collectives)
-            engine.sizes = [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
+            sizes = [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
+            engine = Engine(config, plan, units, sizes, stepping=optimizer is not None, device=device, collectives=collectives)
         with collectives.together("sending the values home"):
             materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real
             before.materialized = materialized
@@ -171,7 +171,8 @@ def _commit(
     for group, unit in zip(groups, engine.units):
         # Also one whose module runs around others: its gradients may come before and after theirs.
         around = any(module in owners for owner in group.owners for module in owner.modules() if module is not owner)
-        unit.is_shared = len(group.owners) != 1 or around
+        if len(group.owners) != 1 or around:
+            unit.share()
     removers = [moved, *install_hooks(engine, model, owners), *install_state_dict(engine, model)]
     removers += install_tiles(engine, model, {g.params[0]: g.tile_rows for g in groups if g.tile_rows})
     if engine.config.micro_batch is not None:

@@ -88,7 +88,7 @@ def _load(
     engine.wait_idle()
     engine.prefetcher.release_all(engine.units)
     engine.halt("loading a checkpoint was cut short")  # until all of it is there
-    engine.step_index, engine.step_begun = manifest["step_index"], False
+    engine.steps.resume(manifest["step_index"])
     by_name = {handle.name: handle for unit in engine.units for handle in unit.handles}
     for handle in by_name.values():
         handle.changed()
@@ -112,7 +112,7 @@ def _load(
     engine.count_backwards(0)
     if generators is not None:
         restore_random_state(generators, other, rank)
-    engine.halted = None
+    engine.go_on()
     return extra
 
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import UsageError
+from ..state.unit import ParamUnit
+from .weights import Weights
 
-if TYPE_CHECKING:
-    from ..runtime.engine import Engine
-    from ..state.unit import ParamUnit
 
 
 class Checkpointed:
     """A block's forward of which only the input is kept."""
 
-    def __init__(self, engine: Engine, units: Sequence[ParamUnit], forward: Any):
+    def __init__(self, engine: Weights, units: Sequence[ParamUnit], forward: Any):
         self._engine, self._units, self.forward = engine, units, forward
         self.journal = engine.journal
 
@@ -41,7 +40,7 @@ class Checkpointed:
                     "load_state_dict()). Run backward before the step."
                 )
             for unit in self._units:
-                self._engine.passes.hold_for_backward(unit)
+                self._engine.hold_for_backward(unit)
         with self._engine.saving_tensors():
             return self.forward(*args, **kwargs)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,10 +23,9 @@ from ..state.journal import Journal
 from .checkpointed import Checkpointed, random_states, set_random_states
 from .replaced_forward import own_forward, ReplacedForward
 from .value_snapshot import SCALARS
+from ..state.unit import ParamUnit
+from .weights import Weights
 
-if TYPE_CHECKING:
-    from ..runtime.engine import Engine
-    from ..state.unit import ParamUnit
 
 # How far two samples together may differ from each alone: kernels add up in another order.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -46,7 +45,7 @@ def check_block(name: str, block: nn.Module) -> None:
             raise ConfigError(f"micro_batch: {where} takes the sequence first; build it with batch_first=True")
 
 
-def install_chunks(engine: Engine, name: str, block: nn.Module, samples: int) -> ReplacedForward:
+def install_chunks(engine: Weights, name: str, block: nn.Module, samples: int) -> ReplacedForward:
     """Has ``block`` run its forward in chunks of ``samples``."""
     return ReplacedForward(block, Chunked(engine, name, block, samples, engine.units_of(block)))
 
@@ -54,7 +53,7 @@ def install_chunks(engine: Engine, name: str, block: nn.Module, samples: int) ->
 class Chunked:
     """The forward of a block, in chunks."""
 
-    def __init__(self, engine: Engine, name: str, block: nn.Module, samples: int, units: list[ParamUnit]):
+    def __init__(self, engine: Weights, name: str, block: nn.Module, samples: int, units: list[ParamUnit]):
         self._name, self._samples = name, samples
         self._block = weakref.ref(block)
         self._forward = own_forward(block)

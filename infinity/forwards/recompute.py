@@ -14,7 +14,7 @@ import random
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import numpy
 import torch
@@ -26,10 +26,9 @@ from ..planning.activation_choice import ActivationChoice, choose, Measured
 from .checkpointed import Checkpointed
 from .replaced_forward import own_forward
 from .value_snapshot import has_containers, MODULE_OWN, NoSnapshot, SCALARS, Snapshot
+from ..state.unit import ParamUnit
+from .weights import Weights
 
-if TYPE_CHECKING:
-    from ..runtime.engine import Engine
-    from ..state.unit import ParamUnit
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +38,14 @@ MEASURED_PASSES = 2  # the first one also waits for what no later one does
 class ActivationPlanner:
     """Measures the blocks of a model, then chooses for each; anew when blocks are seen that were not before."""
 
-    def __init__(self, engine: Engine, *, send_rate: float, recomputes: bool):
+    def __init__(self, engine: Weights, *, send_rate: float, recomputes: bool):
         self._of = weakref.ref(engine)  # the engine holds this object
         self._send_rate, self.recomputes = send_rate, recomputes
         self._blocks: list[weakref.ref[PlannedBlock]] = []  # their modules have them
         self._chosen = 0  # blocks that have been chosen for
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Weights:
         return self._of()
 
     def add(self, block: nn.Module, units: Sequence[ParamUnit]) -> PlannedBlock:
@@ -131,12 +130,11 @@ class PlannedBlock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._planner.engine
         activations = engine.activations
-        plain = torch.compiler.is_compiling() or not torch.is_grad_enabled() or engine.passes.is_recomputed
+        plain = torch.compiler.is_compiling() or not torch.is_grad_enabled() or engine.is_recomputed
         if plain or activations.block is not None or not self._block().training:  # an evaluation is nothing to plan by
             return self._checkpointed.forward(*args, **kwargs)
         self._calls += 1
-        activations.block = self
-        try:
+        with activations.run_block(self):
             if self._calls > 1 and self._is_repeatable:
                 self._refuse()
             if not self.is_measured:
@@ -151,8 +149,6 @@ class PlannedBlock:
                 else:
                     return self._checkpointed.run(*tree_flatten((args, kwargs)))
             return self._checkpointed.forward(*args, **kwargs)
-        finally:
-            activations.block = None
 
     def _refuse(self) -> None:
         """The block is not to be run again."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +21,8 @@ from ..errors import UsageError
 from .lazy_logits import Head, Logits, whole
 from .replaced_forward import ReplacedForward
 from .tiles import HEAD_RATIO, Tiles
+from .weights import Weights
 
-if TYPE_CHECKING:
-    from ..runtime.engine import Engine
 
 LOGITS_NBYTES = 32 * 1024 * 1024  # of a tile's logits at once, in fp32: more tokens are computed in parts
 
@@ -205,7 +203,7 @@ class TiledEmbedding(torch.autograd.Function):
         return grad.index_add_(0, ids[chosen] - begin, dy[chosen])
 
 
-def install_tiles(engine: Engine, model: nn.Module, rows: dict[nn.Parameter, int]) -> list[ReplacedForward]:
+def install_tiles(engine: Weights, model: nn.Module, rows: dict[nn.Parameter, int]) -> list[ReplacedForward]:
     """Has every user of the weights in ``rows`` run in tiles of so many rows."""
     removers = []
     for module in model.modules():
@@ -279,7 +277,7 @@ class HeadForward:
             return None
         # What a checkpoint returns, and what a module's backward hooks get, is an ordinary tensor.
         heard = any(each._backward_hooks or each._backward_pre_hooks for ref in self._around if (each := ref()) is not None)
-        return None if heard or x.is_inference() or self._tiles.engine.passes.is_recomputed else dtype
+        return None if heard or x.is_inference() or self._tiles.engine.is_recomputed else dtype
 
 
 def _forward(module: nn.Module, tiles: Tiles, model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,9 +14,8 @@ from torch import nn
 from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..state.handle import handle_of, ParamHandle
+from .weights import Weights
 
-if TYPE_CHECKING:
-    from ..runtime.engine import Engine
 
 SMALLEST_TILE_NBYTES = 64 * 1024
 
@@ -62,7 +60,7 @@ def candidates(model: nn.Module, limit_nbytes: int, dtype: torch.dtype | None) -
 class Tiles:
     """One tiled weight: where it is, and how many rows a tile has."""
 
-    engine: Engine
+    engine: Weights
     param: nn.Parameter
     rows: int
 
@@ -103,7 +101,7 @@ class Tiles:
     def check(self, handle: ParamHandle, version: int | None) -> None:
         """A backward comes to the layer. Raises UsageError when it cannot be right. ``handle``: the weight's in its forward;
         ``version``: of its values there, if they matter."""
-        self.engine.passes.join_task()
+        self.engine.join_backward()
         if self.handle is not handle:
             raise UsageError("this backward needs a weight that ran in tiles, and its model was unwrapped since")
         if torch.is_grad_enabled():

@@ -26,8 +26,8 @@ class GradientBank(GradValues):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.reducer: Reducer | None = None  # where there are other ranks
-        self.adds_to_consumed = False  # the running backward came through an input: the loss is another model's
+        self._reducer: Reducer | None = None  # where there are other ranks
+        self._adds_to_consumed = False  # the running backward came through an input: the loss is another model's
 
 # --- what autograd and torch.nn.utils see ---
 
@@ -72,13 +72,21 @@ class GradientBank(GradValues):
 
     def average(self) -> None:
         """Has gradients that wait for it averaged over the ranks. Every rank comes here."""
-        if self.reducer is not None:
-            self.reducer.average()
+        if self._reducer is not None:
+            self._reducer.average()
 
     def clear(self, handle: ParamHandle) -> None:
         """``p.grad = None``."""
         handle.grad = GradRecord()
         set_raw_grad(handle.param, None)  # what autograd had accumulated when an exception kept it from landing
+
+    def reduce_with(self, reducer: Reducer) -> None:
+        """Has ``reducer`` average gradients over the ranks."""
+        self._reducer = reducer
+
+    def add_to_consumed(self) -> None:
+        """Has the running backward add to gradients that a step has consumed: its loss is another model's."""
+        self._adds_to_consumed = True
 
     # --- backwards that fail ---
 
@@ -93,14 +101,14 @@ class GradientBank(GradValues):
 
     def end_backward(self) -> None:
         """The backward came to its end: what it changed is whole."""
-        self._changing, self.adds_to_consumed = set(), False
+        self._changing, self._adds_to_consumed = set(), False
 
     def rebuild(self) -> None:
         """After an exception, with nothing in flight: what somebody had begun to change is torn, what is in memory goes home."""
         for handle in self._changing:
             if handle.grad.state is not GradState.CONSUMED:
                 handle.grad = GradRecord(GradState.TORN)
-        self._changing, self.adds_to_consumed = set(), False
+        self._changing, self._adds_to_consumed = set(), False
         super().rebuild()
 
 
@@ -116,8 +124,8 @@ class GradientBank(GradValues):
             raise UsageError(f"{handle.name} got a sparse gradient; build the embedding with sparse=False")
         self._reopen(handle)
         self.change(handle)
-        if self.reducer is not None and not self.ranks.keeps_gradients:
-            self.reducer.add(handle, grad)
+        if self._reducer is not None and not self.ranks.keeps_gradients:
+            self._reducer.add(handle, grad)
             return
         if record.state is GradState.TORN:
             return
@@ -209,12 +217,12 @@ class GradientBank(GradValues):
     def _reopen(self, handle: ParamHandle) -> None:
         """Before something is added: a consumed gradient is at home still, and is added to as torch does where the loss is another
         model's (a GAN's generator leaves gradients on the discriminator). Elsewhere somebody forgot zero_grad: raises UsageError."""
-        if handle.grad.state is GradState.CONSUMED and self.adds_to_consumed and self.ranks.keeps_gradients:
+        if handle.grad.state is GradState.CONSUMED and self._adds_to_consumed and self.ranks.keeps_gradients:
             raise UsageError(
                 f"another model's loss would add to the gradient of {handle.name}, which a step has averaged over the ranks and consumed: with "
                 "shard='optimizer' that cannot be done. Call zero_grad() before that backward, or use shard='gradients'."
             )
-        if handle.grad.state is GradState.CONSUMED and self.adds_to_consumed:
+        if handle.grad.state is GradState.CONSUMED and self._adds_to_consumed:
             handle.grad.move(GradState.LANDED)
             handle.grad.norm = None
         elif handle.grad.state is GradState.CONSUMED:

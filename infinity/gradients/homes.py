@@ -104,7 +104,7 @@ class GradHomes:
                 self._wait_landing(shard)
                 array = shard.arrays["grad"]
                 # The disk keeps the slot until it has written it. Interrupted before the next line, it is written again.
-                self._store.engine.write(array.extent, 0, opened.slot.address, array.nbytes, lease=opened.slot)
+                self._store.io.write(array.extent, 0, opened.slot.address, array.nbytes, lease=opened.slot)
                 opened.dirty = False
             del self._opened[shard]
             opened.slot.release()
@@ -140,7 +140,7 @@ class GradHomes:
                 slot = self._store.take_lease(self._staging, array.nbytes, self._close_oldest)
             # Read even when nothing landed yet: parameters without a gradient keep defined bytes beside the others.
             with self._store.traffic.stalled("nvme->host", "gradients"):
-                self._store.engine.read(array.extent, 0, slot.address, array.nbytes, lease=slot).wait()
+                self._store.io.read(array.extent, 0, slot.address, array.nbytes, lease=slot).wait()
             self._store.verify(array, slot.address, array.nbytes)
             flat = native.tensor_at(self._staging.region, slot.address, array.numel, array.dtype)
             opened = self._opened[shard] = OpenedShard(slot, flat)

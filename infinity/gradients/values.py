@@ -15,7 +15,7 @@ import torch
 
 from ..state.handle import ParamHandle
 from .homes import GradHomes
-from .record import GradState
+from .record import GradRecord, GradState
 
 
 class GradValues(GradHomes):
@@ -26,6 +26,12 @@ class GradValues(GradHomes):
         self._changing: set[ParamHandle] = set()
         self._factor: tuple[Callable, int, float] = (lambda: None, 0, 1.0)  # the last tensor gradients were multiplied by
         self._norm_order: float | None = None  # of the norms that are asked for: they are taken as gradients land
+        self._handles: list[ParamHandle] = []  # whose gradients these are
+
+    def track(self, handle: ParamHandle) -> None:
+        """Gives ``handle`` the record of a gradient that is absent."""
+        handle.grad = GradRecord()
+        self._handles.append(handle)
 
     def apply_factors(self, handle: ParamHandle) -> None:
         """Does the multiplications that were asked for."""
@@ -171,7 +177,7 @@ class GradValues(GradHomes):
         self._norm_order = order
         record = handle.grad
         if record.stand_in_norm is None or record.stand_in_norm[0] != order or record.norm is None:
-            handles = [h for h in handle.engine.group_of if h.grad.state is not GradState.ABSENT]
+            handles = [h for h in self._handles if h.grad.state is not GradState.ABSENT]
             parts = torch.stack([self._own_norm(h, order) for h in handles])
             everyones = self.collectives.exchange(parts, f"norms of {len(handles)} gradients")
             for h, norm in zip(handles, torch.linalg.vector_norm(everyones, order, dim=0)):

@@ -24,6 +24,10 @@ class Ledger:
 
     accounts: dict[Tier, native.Account] = field(default_factory=lambda: {tier: native.Account() for tier in Tier})
 
+    def limit(self, tier: Tier, *, budget_nbytes: int | None, planned_nbytes: int) -> None:
+        """Sets the budget of ``tier`` (None: none) and what is planned of it."""
+        self.accounts[tier].budget_nbytes, self.accounts[tier].planned_nbytes = budget_nbytes, planned_nbytes
+
     def reserve(self, tier: Tier, nbytes: int, what: str, *, passing: bool = False) -> native.Charge:
         """Charges ``nbytes`` for ``what``. ``passing``: for no longer than the forward or backward that is running. Raises
         CapacityError, with nothing charged, when over the budget."""

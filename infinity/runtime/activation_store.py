@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TYPE_CHECKING
 
@@ -48,8 +49,8 @@ class ActivationStore:
         self._borrowed = InFlight(BORROWED_NBYTES)  # activations that are still sent home
         self._in_use: dict[int, Event] = {}  # when a place at home (by address) is no longer read
         self._last: dict[str, Event] = {}  # of each queue: when no copy uses any place
-        self.planner: ActivationPlanner | None = None
-        self.block: PlannedBlock | None = None  # whose forward runs
+        self._planner: ActivationPlanner | None = None
+        self._block: PlannedBlock | None = None  # whose forward runs
         self.outside_nbytes = 0  # that this pass saved outside of blocks
         self.spare_nbytes = spare_nbytes  # what may stay on the device; None: nothing, and home has to have room
         self._kept = native.Account()  # what does
@@ -66,12 +67,35 @@ class ActivationStore:
 
     # --- the hooks ---
 
+    @property
+    def planner(self) -> ActivationPlanner | None:
+        """What chooses for each block; None where nobody does."""
+        return self._planner
+
+    def plan_with(self, planner: ActivationPlanner) -> None:
+        """Lets ``planner`` choose which blocks' activations are kept, sent home, or computed again."""
+        self._planner = planner
+
+    @property
+    def block(self) -> PlannedBlock | None:
+        """The block that runs, None outside of all."""
+        return self._block
+
+    @contextmanager
+    def run_block(self, block: PlannedBlock) -> Iterator[None]:
+        """Has what is saved inside counted as ``block``'s."""
+        self._block = block
+        try:
+            yield
+        finally:
+            self._block = None
+
     def begin(self, stays: set[int]) -> None:
         """A forward starts. ``stays``: storages (by address) that are not activations: buffers, foreign parameters."""
         self._stays = stays
-        if self.planner is not None:
-            self.planner.begin()
-        self.outside_nbytes, self.block = 0, None
+        if self._planner is not None:
+            self._planner.begin()
+        self.outside_nbytes, self._block = 0, None
         self._order = [ref for ref in self._order if ref() is not None]
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
 
@@ -105,7 +129,7 @@ class ActivationStore:
 
     def rebuild(self) -> None:
         """What nobody refers to any more is free, whatever an exception left of the books. Only while nothing is in flight."""
-        self.block, self._known, self._order = None, {}, [ref for ref in self._order if ref() is not None]
+        self._block, self._known, self._order = None, {}, [ref for ref in self._order if ref() is not None]
         self._borrowed, self._in_use, self._last = self._borrowed.emptied(), {}, {}
         for ref in self._order:
             if (saved := ref()) is not None:
@@ -130,12 +154,12 @@ class ActivationStore:
         storage = tensor.untyped_storage()
         begin, nbytes = storage_span(tensor, storage.nbytes())
         saved = self._known_bytes(tensor)
-        if self.block is not None:
-            self.block.saves(storage)
+        if self._block is not None:
+            self._block.saves(storage)
         else:
             self.outside_nbytes += storage.nbytes()
         if saved is None:
-            is_sent = self.block is not None and self.block.choice is ActivationChoice.SEND
+            is_sent = self._block is not None and self._block.choice is ActivationChoice.SEND
             if not is_sent and self.kept_nbytes + storage.nbytes() <= (self.spare_nbytes or 0):
                 return None
             with self._store.guarding():
@@ -238,13 +262,13 @@ class ActivationStore:
             with self._store.traffic.copying("device->host", end - begin, "activations"):
                 whole[: end - begin] = source[begin:end]
                 whole[end - begin :] = 0
-            saved.writes.append(self._store.engine.write(array.extent, begin, lease.address, whole.numel(), lease=lease))
+            saved.writes.append(self._store.io.write(array.extent, begin, lease.address, whole.numel(), lease=lease))
 
     def _bring(self, saved: Saved) -> torch.UntypedStorage:
         storage = saved.bytes_on_device()
         if storage is not None:
             return storage
-        if self._store.engine is None:
+        if self._store.io is None:
             raise UsageError("this backward needs activations that went with the engine: run it before unwrap_model")
         with self._store.guarding():
             if saved.place.tier is not Tier.NVME:
@@ -299,11 +323,11 @@ class ActivationStore:
             return
         for begin, end in self._parts(saved):
             lease = self._lease(blocks(end - begin))
-            ticket = self._store.engine.read(saved.place.extent, begin, lease.address, blocks(end - begin), lease=lease)
+            ticket = self._store.io.read(saved.place.extent, begin, lease.address, blocks(end - begin), lease=lease)
             self._finish_read(saved, begin, end, ticket, lease, target)
 
     def _start_read(self, saved: Saved, lease: native.Lease) -> None:
-        read = self._store.engine.read(saved.place.extent, 0, lease.address, blocks(saved.nbytes), lease=lease)
+        read = self._store.io.read(saved.place.extent, 0, lease.address, blocks(saved.nbytes), lease=lease)
         saved.writes.append(read)  # the place is not to be written anew before
         saved.read = read, lease
 

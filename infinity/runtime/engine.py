@@ -6,13 +6,9 @@ the model or its optimizer does, and everything it owns goes when both are gone.
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -23,15 +19,13 @@ from ..distributed.collectives import Collectives
 from ..errors import InfinityError, UsageError
 from ..forwards.recompute import ActivationPlanner
 from ..gradients.bank import GradientBank
-from ..gradients.record import GradRecord, GradState
+from ..gradients.record import GradState
 from ..gradients.reducer import Reducer
-from ..machine import processors
 from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.rates import memory_rate
 from ..machine.tiers import Tier
 from ..machine.timeline import Timeline
-from ..machine.traffic import Traffic
 from ..optim.device_step import DeviceStepper
 from ..planning.shadow_policy import ShadowPolicy
 from ..planning.memory_plan import MemoryPlan
@@ -40,28 +34,13 @@ from ..planning.unit_sizes import UnitSize
 from ..state import mistakes
 from ..state.handle import ParamHandle, set_raw_grad
 from ..state.journal import Journal
-from ..state.shard import ParamShard
+from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
-from ..storage.store import ShardStore
-from .activation_store import ActivationStore
 from .passes import Passes
 from .prefetch import Prefetcher
-
-
-@dataclass
-class StepClock:
-    """When steps ended, and how long the last one took."""
-
-    steps: int = 0
-    step_seconds: float = 0.0
-    _last: float = field(default_factory=time.perf_counter)
-
-    def tick(self) -> float:
-        """A step ends now. Returns when it began."""
-        began, now = self._last, time.perf_counter()
-        self.step_seconds, self._last = now - began, now
-        self.steps += 1
-        return began
+from .resources import make_store, Resources, trace_path
+from .shut_down import draw_updates, shut_down
+from .step_clock import StepClock
 
 
 class Engine:
@@ -72,6 +51,7 @@ class Engine:
         config: Config,
         plan: MemoryPlan,
         units: list[ParamUnit],
+        sizes: list[UnitSize],
         *,
         stepping: bool,
         device: Device,
@@ -80,145 +60,83 @@ class Engine:
         self.config, self.plan, self.units, self.device = config, plan, units, device
         autograd = torch._C._autograd
         self.scopes = native.Scopes(autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks)
-        self.journal = Journal()
-        self.halted: Callable[[], InfinityError] | None = None  # why nothing goes on but loading a checkpoint
-        self.streams_step = False  # units are stepped as their gradients land, while the backward goes on
-        self.step_begun = False  # so that the next step is the rest of one
-        self.finished_step = -1  # the last one, where it was cut short and nobody was told that it was made
+        self.journal, self.schedule, self.clock, self.steps = Journal(), Schedule(), StepClock(), StepCounter()
+        self._halted: Callable[[], InfinityError] | None = None  # why nothing goes on but loading a checkpoint
         self.collectives = collectives or Collectives()
-        self.ranks = self.collectives.ranks
-        self.ledger = Ledger()
-        self.traffic = self.collectives.traffic
-        self.traffic.timeline = Timeline(_of_rank(config.trace, self.collectives)) if config.trace is not None else None
-        self.schedule = Schedule()
-        self.clock = StepClock()
+        self.ranks, self.traffic = self.collectives.ranks, self.collectives.traffic
+        self.traffic.timeline = Timeline(trace_path(config.trace, self.ranks)) if config.trace is not None else None
         self._landed_listeners: list[Callable[[ParamUnit], None]] = []
-        self.sizes: list[UnitSize] = []  # of the units, as they were planned with
-        self.step_index = 0
-        self.backwards = 0  # that ended since the last step
-        self.speculation = ShadowPolicy() if plan.shadowed else None
-        self._slots: native.Region | None = None
+        self.sizes = sizes  # of the units, as they were planned with
+        self.shadow_policy = ShadowPolicy() if plan.shadowed else None
         self.group_of: dict[ParamHandle, int] = {}  # index of the optimizer's param group
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}  # the newest state-dict tensor of a tied parameter
         self.without_grad: dict[ParamUnit, set[ParamHandle]] = {}  # seen to get none in a backward
         self.storages: dict[int, tuple[ParamUnit, torch.Tensor]] = {}  # device buffers, by storage
-        self._charges: list[native.Charge] = []
+        self.ledger = Ledger()
         for tier, budget in zip(Tier, (config.device_memory, config.host_memory, config.nvme_capacity)):
-            account = self.ledger.accounts[tier]
-            account.budget_nbytes, account.planned_nbytes = budget, plan.planned_nbytes(tier)
-        self.store = ShardStore(
-            config.nvme_paths if Tier.NVME in plan.tiers.values() or config.activations == "nvme" else (),
-            self.ledger,
-            self.traffic,
-            service_nbytes=plan.service_nbytes,
-            checksums=config.checksums,
-            faults=_faults_from_environment(),
-            device=device,
-        )
+            self.ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
+        self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives.tell)
         self._last_updates: list[native.Updater] = []  # whose events are to be drawn when the engine goes
-        self.store.on_failure = self.collectives.tell
         shards = [shard for unit in units for shard in unit.shards]
-        shut_down = partial(_shut_down, self.store, shards, self._last_updates, [unit.name for unit in units], self.collectives, device)
+        given_back = self.store, shards, self._last_updates, [unit.name for unit in units], self.collectives, device
         # To its end, though Ctrl-C comes between: nobody would call it again.
-        self._finalizer = weakref.finalize(self, native.insist, shut_down)
+        self._finalizer = weakref.finalize(self, native.insist, partial(shut_down, *given_back))
         self.updater: native.Updater | None = None
         self.stepper: DeviceStepper | None = None  # where the processor cannot step all there is
         try:
-            self._allocate(stepping)
+            self._resources = Resources(config, plan, units, self.store)
+            if stepping:
+                self._make_updaters()
         except BaseException:
             self.shut_down()
             raise
+        self._put_together(stepping)
+
+    def _make_updaters(self) -> None:
+        self.updater = self._resources.make_updater()
+        if self.device.kernels is not None:
+            self.stepper = DeviceStepper(self.device, self.traffic, self.plan.device_slot_nbytes)
+        if self.traffic.timeline is not None:
+            self.updater.record_events()
+            self._last_updates.append(self.updater)
+
+    def _put_together(self, stepping: bool) -> None:
+        """Makes the parts that run while the model runs."""
         self.passes = Passes(self)
-        self.gradients = GradientBank(self.store, self._grad_staging, self.collectives, in_flight_nbytes=plan.borrowed_nbytes)
+        staging, in_flight = self._resources.grad_staging, self.plan.borrowed_nbytes
+        self.gradients = GradientBank(self.store, staging, self.collectives, in_flight_nbytes=in_flight)
         self.reducer: Reducer | None = None
         if stepping and not self.ranks.alone:
-            trained = [unit for unit in units if any(shard.spec.stepped for shard in unit.shards)]
-            self.reducer = self.gradients.reducer = Reducer(
-                self.collectives, trained, self.gradients, self.ledger, self.schedule, self.passes.landed_at_home
-            )
-        self.activations = self._make_activations()
-        planned = self.activations is not None and self.activations.spare_nbytes is not None and config.micro_batch is None
+            trained = [unit for unit in self.units if any(shard.spec.stepped for shard in unit.shards)]
+            self.reducer = Reducer(self.collectives, trained, self.gradients, self.ledger, self.schedule, self.passes.landed_at_home)
+            self.gradients.reduce_with(self.reducer)
+        self.activations = self._resources.make_activations()
+        planned = self.activations is not None and self.activations.spare_nbytes is not None and self.config.micro_batch is None
         if planned and self.ranks.alone:  # ranks have to do the same, and do not measure the same
             # Sending reads and writes every byte twice, there and back.
-            self.activations.planner = ActivationPlanner(self, send_rate=memory_rate() / 4, recomputes=config.recompute)
+            self.activations.plan_with(ActivationPlanner(self, send_rate=memory_rate() / 4, recomputes=self.config.recompute))
         self.prefetcher = Prefetcher(
-            units,
+            self.units,
             self.store,
             self.ledger,
             self.schedule,
-            window_nbytes=plan.device_window_nbytes,
-            units_ahead=plan.units_ahead,
+            window_nbytes=self.plan.device_window_nbytes,
+            units_ahead=self.plan.units_ahead,
             give_way=self.passes.give_way,
             collectives=self.collectives,
-            device=device,
+            device=self.device,
             journal=self.journal,
         )
-
-    def _allocate(self, stepping: bool) -> None:
-        """Takes every byte the plan names, and the disk space, before anything is moved."""
-        plan = self.plan
-        for unit in self.units:
-            for shard in unit.shards:
-                tiers, kept = plan.tiers_of(unit.index), plan.kept_of(unit.index)
-                shadowed = unit.index in plan.shadowed
-                shard.allocate(self.store, tiers, f"unit {unit.name}", kept=kept, shadowed=shadowed)
-        regions = []
-
-        def staging(nbytes: int, what: str) -> native.Region | None:
-            if not nbytes:
-                return None
-            self._charges.append(self.ledger.reserve(Tier.HOST, nbytes, what))
-            regions.append(self.store.make_region(nbytes, copied=what != "optimizer slots"))
-            return regions[-1]
-
-        weights = staging(plan.staging_nbytes, "staged weights")
-        grads = staging(plan.grad_staging_nbytes, "staged gradients")
-        activations = staging(plan.activation_staging_nbytes, "staged activations")
-        slots = staging(plan.slot_count * plan.slot_nbytes, "optimizer slots")
-        self.store.staging = native.PinnedPool(weights) if weights else None
-        self._grad_staging = native.PinnedPool(grads) if grads else None
-        self._activation_staging = native.PinnedPool(activations) if activations else None
-        self._slots = slots  # the updater has its address only
-        checksums = plan.terms[Tier.HOST].get("checksums", 0)
-        self._charges.append(self.ledger.reserve(Tier.HOST, checksums, "checksums"))
-        for what in ("second slices", "gradients on their way", "optimizer slots"):
-            self._charges.append(self.ledger.reserve(Tier.DEVICE, plan.terms[Tier.DEVICE].get(what, 0), what))
-        self.store.open(regions)
-        if stepping:
-            self.updater = native.Updater(
-                self.store.engine,
-                slots.address if slots else 0,
-                slots.nbytes if slots else 0,
-                plan.slot_count if slots else 0,
-                self.config.update_threads or min(torch.get_num_threads(), processors.available()),
-                owner=slots,
-                checksums=self.config.checksums,
-            )
-            if self.device.kernels is not None:
-                self.stepper = DeviceStepper(self.device, self.traffic, plan.device_slot_nbytes)
-            if self.traffic.timeline is not None:
-                self.updater.record_events()
-                self._last_updates.append(self.updater)
-
-    def _make_activations(self) -> ActivationStore | None:
-        """What takes activations home; None where they stay with torch."""
-        home, device_memory = self.config.activations, self.config.device_memory
-        if home in ("host", "nvme"):
-            return ActivationStore(self.store, Tier(home), self._activation_staging, spare_nbytes=None)
-        if home == "auto" and device_memory is not None and self.device.is_host:
-            spare = max(0, device_memory - self.plan.planned_nbytes(Tier.DEVICE))
-            return ActivationStore(self.store, Tier.HOST, None, spare_nbytes=spare)
-        return None
 
     def attach(self, names: dict[torch.Tensor, list[str]], group_of: dict[torch.Tensor, int]) -> None:
         """Makes the parameters managed ones. Their values are at home already: nothing here needs space or the disk."""
         for unit in self.units:
             for shard in unit.shards:
-                shard.names = [names[param][0] for param in shard.params]
+                shard.name([names[param][0] for param in shard.params])
                 for index, param in enumerate(shard.params):
                     handle = ParamHandle(names[param], unit, shard, index, self)
                     if shard.spec.stepped:
-                        handle.grad = GradRecord()
+                        self.gradients.track(handle)
                         self.group_of[handle] = group_of[param]
                     param._infinity = handle
                     unit.handles.append(handle)
@@ -245,8 +163,8 @@ class Engine:
             if repairing:
                 self.journal.forget()
             self.recover()
-            if self.halted is not None and not repairing:
-                error = self.halted()
+            if self._halted is not None and not repairing:
+                error = self._halted()
                 self.store.on_failure(error)  # other ranks are not to wait for this one
                 raise error
         return self.scopes.scope()
@@ -280,15 +198,29 @@ class Engine:
                 for unit in self.units:
                     for shard in unit.shards:
                         shard.drop_shadow()
-        if self.streams_step and any(handle.grad.state is GradState.CONSUMED for handle in self.group_of):
-            self.halt("an exception inside step_in_backward left part of a step done")
-        if self.streams_step:
-            self.step_begun = self.streams_step = False
+        if self.steps.streaming:
+            if any(handle.grad.state is GradState.CONSUMED for handle in self.group_of):
+                self.halt("an exception inside step_in_backward left part of a step done")
+            self.steps.give_up()
         self.scopes.interrupted = False  # the last thing: cut short, all of this is done again
 
-    def halt(self, why: str) -> None:
-        """From here on nothing goes on but loading a checkpoint."""
-        self.halted = partial(UsageError, f"{why}: the state in memory is neither the old one nor the new one. Load a checkpoint.")
+    def halt(self, why: str) -> InfinityError:
+        """Refuses everything from here on but loading a checkpoint. Returns the error that says so."""
+        return self.refuse_all(f"{why}: the state in memory is neither the old one nor the new one. Load a checkpoint.")
+
+    def refuse_all(self, message: str) -> InfinityError:
+        """Raises UsageError with ``message`` on every use, until :meth:`go_on`. Returns that error."""
+        self._halted = partial(UsageError, message)
+        return self._halted()
+
+    def go_on(self) -> None:
+        """Takes back :meth:`halt` and :meth:`refuse_all`: the state is whole."""
+        self._halted = None
+
+    @property
+    def step_index(self) -> int:
+        """Optimizer steps that were made."""
+        return self.steps.index
 
     # --- what parameters ask ---
 
@@ -345,6 +277,21 @@ class Engine:
 
         self.journal.carry_out(change)
 
+    # --- what blocks ask that run another way ---
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether what runs now runs a second time in the backward, or this is that time."""
+        return self.passes.is_recomputed
+
+    def hold_for_backward(self, unit: ParamUnit) -> None:
+        """Has the running backward hold ``unit``."""
+        self.passes.hold_for_backward(unit)
+
+    def join_backward(self) -> None:
+        """Has the running backward end what it holds."""
+        self.passes.join_task()
+
     # --- what passes ask ---
 
     def begin_pass(self, *, training: bool) -> None:
@@ -359,7 +306,7 @@ class Engine:
         if self.reducer is not None:
             with self.store.guarding():
                 self.reducer.end_backward()
-        self.count_backwards(self.backwards + 1)
+        self.count_backwards(self.steps.backwards + 1)
         self.gradients.end_backward()
         self.gradients.close_all([shard for unit in self.units for shard in unit.shards])
         if not self.passes.frames:
@@ -367,9 +314,8 @@ class Engine:
 
     def count_backwards(self, count: int) -> None:
         """So many backwards have ended since the last step."""
-        self.finished_step = -1
-        self.backwards = count
-        self.collectives.note_progress(steps=self.step_index, backwards=count)
+        self.steps.count_backwards(count)
+        self.collectives.note_progress(steps=self.steps.index, backwards=count)
 
     def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> None:
         """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward."""
@@ -381,6 +327,19 @@ class Engine:
             listener(unit)
 
     # --- what the optimizer asks ---
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether a forward or backward was left by an exception. Asked where none is running."""
+        return self.passes.is_cut_short
+
+    def mark_interrupted(self) -> None:
+        """Has the next use of the engine recover."""
+        self.scopes.interrupted = True
+
+    def release(self, units: Iterable[ParamUnit]) -> None:
+        """Sends ``units`` home: their bytes there are about to change."""
+        self.prefetcher.release_all(units)
 
     def check_alive(self) -> None:
         """Raises UsageError after :func:`infinity.unwrap_model`, and in a forked child."""
@@ -413,7 +372,7 @@ class Engine:
             self.traffic.timeline.flush()
 
     def _draw_updates(self) -> None:
-        _draw_updates(self.updater, self.traffic, [unit.name for unit in self.units])
+        draw_updates(self.updater, self.traffic, [unit.name for unit in self.units])
 
     # --- everything ---
 
@@ -428,63 +387,4 @@ class Engine:
     def shut_down(self) -> None:
         """Gives everything back: memory, descriptors, files."""
         self._finalizer()
-        self.updater = self._slots = self.stepper = None
-
-
-def _draw_updates(updater: native.Updater, traffic: Traffic, names: list[str]) -> None:
-    """Puts on the timeline what the updater has done since the last time."""
-    lanes = {"load": "nvme->host", "step": "optimizer", "save": "host->nvme"}
-    for kind, unit, _, start, end in updater.take_events():
-        traffic.mark(lanes[kind], names[unit] if kind == "step" else f"{names[unit]} state", start, end)
-
-
-def _of_rank(path: str | os.PathLike, collectives: Collectives) -> str:
-    """Every rank has a timeline of its own: ``trace.json`` becomes ``trace-rank1.json``."""
-    stem, suffix = os.path.splitext(os.fspath(path))
-    return os.fspath(path) if collectives.ranks.alone else f"{stem}-rank{collectives.ranks.world_rank}{suffix}"
-
-
-def _shut_down(
-    store: ShardStore, shards: list[ParamShard], updaters: list[native.Updater], names: list[str], collectives: Collectives, device: Device
-) -> None:
-    """Gives everything back. Cut short, it is called again, and does what is left."""
-    if store.pid != os.getpid():
-        return  # a forked child ends (a data loader's worker): everything is the parent's
-    if device.is_own_thread:  # where the garbage collector came by: what follows waits for this very thread
-        threading.Thread(target=_shut_down, args=(store, shards, updaters, names, collectives, device)).start()
-        return
-    for shard in shards:
-        for wait in (shard.drop_shadow, shard.wait):
-            try:
-                wait()
-            except Exception:  # noqa: BLE001 - whoever needed these bytes was told; here they are thrown away
-                pass
-        shard.forget_update()
-    device.close()
-    for updater in updaters:
-        _draw_updates(updater, store.traffic, names)
-    updaters.clear()
-    store.close()
-    collectives.close()
-    if store.traffic.timeline is not None:
-        store.traffic.timeline.close()
-    for shard in shards:
-        shard.forget()
-
-
-def _faults_from_environment() -> native.FaultPlan | None:
-    """``INFINITY_FAULTS="seed=1,short_transfer=0.5"``: seeded faults under the I/O engine, for tests."""
-    text = os.environ.get("INFINITY_FAULTS")
-    if not text:
-        return None
-    plan = native.FaultPlan()
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        if not hasattr(plan, name):
-            raise UsageError(f"INFINITY_FAULTS: no fault {name!r}")
-        kind = type(getattr(plan, name))
-        try:
-            setattr(plan, name, kind(value))
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"INFINITY_FAULTS: {part!r} is not {name}=<{kind.__name__}>") from error
-    return plan
+        self.updater = self._resources = self.stepper = None

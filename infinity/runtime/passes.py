@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, is_dataclass
 from functools import partial
@@ -27,13 +27,11 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_map_only
 
-from ..errors import UsageError
 from ..forwards.lazy_logits import Logits
 from ..gradients.record import GradState
 from ..state.handle import handle_of, ParamHandle, raw_grad, set_raw_grad
 from ..state.unit import ParamUnit
-from .saved_tensor import SavedTensor
-from .saved_weights import is_checkpoint, OPAQUE, SavedWeight
+from .saved_weights import is_checkpoint, OPAQUE, saving_hooks
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -175,7 +173,7 @@ class Passes:
             def come_from_another(_grad: torch.Tensor) -> None:
                 if passes := me():
                     passes.join_task()  # whose end takes the mark back, whether any gradient lands or not
-                    passes.engine.gradients.adds_to_consumed = True
+                    passes.engine.gradients.add_to_consumed()
 
             for tensor in _tensors(output):
                 if type(tensor) is not Logits and tensor.requires_grad:
@@ -208,51 +206,14 @@ class Passes:
         """Weights saved inside the block are saved as references to their units."""
         return self.scopes.scope(*self._saving_hooks())
 
-    def _saving_hooks(self):
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        outer_pack, outer_unpack = outer if outer is not None else (None, None)
-        storages = self.engine.storages
-        # A checkpoint counts what is saved, and must count the same in its forward and in its recomputation, in which
-        # the same weight may be saved with or without these hooks.
-        counted = is_checkpoint(outer) or getattr(outer_pack, "is_counted", False)
-
-        def pack(tensor: torch.Tensor) -> Any:
-            if tensor.layout is torch.strided and type(tensor) not in OPAQUE:
-                entry = storages.get(tensor.untyped_storage()._cdata)
-                if entry is not None:
-                    if counted:
-                        outer_pack(tensor)
-                    unit, flat = entry
-                    return SavedWeight(
-                        unit, unit.version, flat, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype,
-                        tensor.is_conj(), tensor.is_neg(),
-                    )  # fmt: skip
-            return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
-
-        pack.is_counted = counted
+    def _saving_hooks(self) -> tuple[Callable, Callable]:
         me = weakref.ref(self)
 
-        def unpack(saved: Any) -> torch.Tensor:
-            if not isinstance(saved, SavedWeight):
-                return saved.tensor() if isinstance(saved, SavedTensor) else outer_unpack(saved)
-            if saved.version != saved.unit.version:
-                raise UsageError(
-                    f"this backward needs weights of unit {saved.unit.name} as they were in its forward, but they were "
-                    "changed since (by optimizer.step() or load_state_dict()). Run backward before the step."
-                )
-            if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and not saved.unit.stays:
-                raise UsageError(
-                    f"create_graph=True: the graph of this backward would need the weights of unit {saved.unit.name} "
-                    "after they have gone home. Second-order gradients need Config(params='device')."
-                )
+        def hold(unit: ParamUnit) -> None:
             if passes := me():
-                passes.hold_for_backward(saved.unit)
-            bare = torch.empty(0, dtype=saved.dtype, device=saved.flat.device)
-            bare = bare.set_(saved.flat.untyped_storage(), saved.offset, saved.size, saved.stride)
-            bare = bare.conj() if saved.conj else bare
-            return torch._neg_view(bare) if saved.neg else bare
+                passes.hold_for_backward(unit)
 
-        return pack, unpack
+        return saving_hooks(self.engine.storages, hold)
 
     # --- backward ---
 

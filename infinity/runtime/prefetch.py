@@ -77,7 +77,7 @@ class Prefetcher:
         self._holds[unit] -= 1
         if self._holds[unit] <= 0:
             del self._holds[unit]
-            unit.used = self._device.now()
+            unit.note_use(self._device.now())
             if unit.residency is Residency.RESIDENT:
                 try:
                     unit.write_edits(self._store, self._journal)
@@ -135,9 +135,8 @@ class Prefetcher:
                 with self._store.traffic.stalled("nvme->host", unit.name):
                     shard.wait()
         self.schedule.use(unit.index)
-        if unit.read_times is not None:
-            self.look_ahead.note_read(unit.index, *unit.read_times)
-            unit.read_times = None
+        if (times := unit.take_read_times()) is not None:
+            self.look_ahead.note_read(unit.index, *times)
         self._computing = unit.index, time.perf_counter()
         self.fetch_ahead(self.schedule.upcoming(backward=backward))
         if self._ranks.size > 1:

@@ -1,13 +1,21 @@
-"""SavedWeight: stands in autograd's graph for a weight, so that the graph holds no bytes of it."""
+"""SavedWeight: stands in autograd's graph for a weight, so that the graph holds no bytes of it.
+
+Every weight that autograd saves inside an owner is saved as a reference to its unit and made resident when it is
+unpacked, whatever the module returned and however it is checkpointed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from ..errors import UsageError
 from ..forwards.lazy_logits import Logits
 from ..state.unit import ParamUnit
+from .saved_tensor import SavedTensor
 
 
 @dataclass(eq=False)
@@ -24,6 +32,32 @@ class SavedWeight:
     conj: bool
     neg: bool
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, unit: ParamUnit, flat: torch.Tensor) -> SavedWeight:
+        """Refers to ``tensor``, which lies in ``flat``, a device buffer of ``unit``."""
+        view = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        return cls(unit, unit.version, flat, *view)
+
+    def check(self) -> None:
+        """Raises UsageError where the running backward cannot have the bytes that its forward computed with."""
+        if self.version != self.unit.version:
+            raise UsageError(
+                f"this backward needs weights of unit {self.unit.name} as they were in its forward, but they were "
+                "changed since (by optimizer.step() or load_state_dict()). Run backward before the step."
+            )
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and not self.unit.stays:
+            raise UsageError(
+                f"create_graph=True: the graph of this backward would need the weights of unit {self.unit.name} "
+                "after they have gone home. Second-order gradients need Config(params='device')."
+            )
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor that was saved. Its unit is resident."""
+        bare = torch.empty(0, dtype=self.dtype, device=self.flat.device)
+        bare = bare.set_(self.flat.untyped_storage(), self.offset, self.size, self.stride)
+        bare = bare.conj() if self.conj else bare
+        return torch._neg_view(bare) if self.neg else bare
+
 
 def is_checkpoint(hooks: tuple | None) -> bool:
     """Whether a pair of saved-tensor hooks is a non-reentrant checkpoint's."""
@@ -37,3 +71,34 @@ try:
     OPAQUE.add(FakeTensor)
 except ImportError:  # pragma: no cover
     pass
+
+
+def saving_hooks(storages: Mapping[int, tuple[ParamUnit, torch.Tensor]], hold: Callable[[ParamUnit], None]) -> tuple[Callable, Callable]:
+    """Makes a pair of saved-tensor hooks that save weights as references, and hand everything else to the hooks around them.
+
+    ``storages``: the units' device buffers, by storage. ``hold`` makes a unit resident until the running backward is done with it.
+    """
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    outer_pack, outer_unpack = outer if outer is not None else (None, None)
+    # A checkpoint counts what is saved, and must count the same in its forward and in its recomputation, in which
+    # the same weight may be saved with or without these hooks.
+    counted = is_checkpoint(outer) or getattr(outer_pack, "is_counted", False)
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if tensor.layout is torch.strided and type(tensor) not in OPAQUE:
+            entry = storages.get(tensor.untyped_storage()._cdata)
+            if entry is not None:
+                if counted:
+                    outer_pack(tensor)
+                return SavedWeight.of(tensor, *entry)
+        return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
+
+    def unpack(saved: Any) -> torch.Tensor:
+        if not isinstance(saved, SavedWeight):
+            return saved.tensor() if isinstance(saved, SavedTensor) else outer_unpack(saved)
+        saved.check()
+        hold(saved.unit)
+        return saved.tensor()
+
+    pack.is_counted = counted
+    return pack, unpack

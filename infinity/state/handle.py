@@ -8,6 +8,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from ..errors import UsageError
+from .owner import Owner
 
 if TYPE_CHECKING:
     from .lent import Lent
@@ -22,7 +23,7 @@ class ParamHandle:
 
     __slots__ = ("names", "unit", "shard", "index", "grad", "step", "version", "has_loaded_master", "lent", "_engine")
 
-    def __init__(self, names: list[str], unit: ParamUnit, shard: ParamShard, index: int, engine: Any):
+    def __init__(self, names: list[str], unit: ParamUnit, shard: ParamShard, index: int, engine: Owner):
         self.names, self.unit, self.shard, self.index = names, unit, shard, index
         self.grad: Any = None  # the GradientBank's record; None when the optimizer does not step this parameter
         self.step = 0  # optimizer steps applied
@@ -47,7 +48,8 @@ class ParamHandle:
         self.has_loaded_master = False
 
     @property
-    def engine(self) -> Any:
+    def engine(self) -> Owner:
+        """The engine that has the bytes. Raises UsageError when it is gone."""
         engine = self._engine()
         if engine is None:
             raise UsageError(

@@ -128,6 +128,10 @@ class ShardArrays:
         begin, end = max(begin, low), min(end, high)
         return begin, max(begin, end)
 
+    def name(self, names: Sequence[str]) -> None:
+        """Sets the parameters' names, for messages."""
+        self.names = list(names)
+
     def allocate(
         self, store: ShardStore, tiers: dict[str, Tier], what: str, *, kept: Collection[str] = (), shadowed: bool = False
     ) -> None:

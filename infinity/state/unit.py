@@ -26,8 +26,9 @@ from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from ..storage.store import ShardStore
-from .handle import own_bytes, ParamHandle
+from .handle import ParamHandle
 from .journal import Journal
+from .forward_edits import ForwardEdits
 from .parameter import ResidentParameter, StoredParameter
 from .residency import MOVES, Residency
 from .shard import ParamShard
@@ -55,7 +56,7 @@ class ParamUnit:
         self.version = 0  # counts changes of the values at home
         self.flats: list[torch.Tensor] = []
         self.handles: list[ParamHandle] = []
-        self.is_shared = False  # whether several modules use it, so that its gradients may come long after each other
+        self._is_shared = False
         self._history: deque[str] = deque(maxlen=6)
         self._slots: list[native.Lease] = []
         self._pieces: list[ReadPiece] = []
@@ -64,14 +65,13 @@ class ParamUnit:
         self._ranks = self._collectives.ranks
         self._pending: list[Pending] = []  # gathers under way
         self.arriving: Event = PAST  # the end of the copy to the device
-        self.used: Event = PAST  # the end of what was last computed with it
+        self._last_use: Event = PAST  # the end of what was last computed with it
         self._views: list[list[torch.Tensor]] = []  # of the device buffers, until the parameters are made them
-        self.read_times: tuple[float, float] | None = None  # of the last read: when it was asked for, and when it was there
+        self._read_times: tuple[float, float] | None = None  # of the last read: when it was asked for, and when it was there
         self._met: int | None = None  # reductions that every rank offered at the rendezvous of the last gather
         self._second: list[torch.Tensor] = []  # slices for the machine's own gathers, one for each shard
         self._second_version = -1  # of the values they are of
-        self._versions: list[int] = []  # torch's change counters when the parameters were exposed
-        self._watched: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # whose .data was handed out -> value before
+        self._edits = ForwardEdits(self.shards)
 
     @property
     def weight_nbytes(self) -> int:
@@ -144,7 +144,7 @@ class ParamUnit:
             size = PIECE_NBYTES if self.copies_while_fetching else shard.slice_nbytes
             for begin in range(0, shard.slice_nbytes, size):
                 nbytes = min(size, shard.slice_nbytes - begin)
-                read = store.engine.read(shard.weight.extent, begin, slot.address + begin, nbytes, after=shard.update, lease=slot)
+                read = store.io.read(shard.weight.extent, begin, slot.address + begin, nbytes, after=shard.update, lease=slot)
                 self._pieces.append(ReadPiece(index, begin, nbytes, read))
 
     def stage(self) -> None:
@@ -161,7 +161,7 @@ class ParamUnit:
             raise self._illegal("be dropped")
         error: Exception | None = None
         for piece in self._pieces:
-            store.engine.cancel(piece.read)
+            store.io.cancel(piece.read)
         for piece in self._pieces:
             try:
                 piece.read.wait()
@@ -232,7 +232,7 @@ class ParamUnit:
         piece.read.wait()  # raises what went wrong
         start, end = piece.read.times
         store.traffic.mark("nvme->host", self.name, start, end)
-        self.read_times = (min(start, self.read_times[0]), max(end, self.read_times[1])) if self.read_times else (start, end)
+        self._read_times = (min(start, self._read_times[0]), max(end, self._read_times[1])) if self._read_times else (start, end)
         address, size = slot.address + piece.begin, shard.spec.dtype.itemsize
         store.verify(shard.weight, address, piece.nbytes, offset=piece.begin)
         first = shard.own("weight")[0] + piece.begin // size
@@ -301,9 +301,9 @@ class ParamUnit:
         for pending in self._pending:  # what is under way still writes to the storages
             pending.drop()
         self._slots, self._pieces, self._pending, self._charge = [], [], [], None
-        self.arriving = self.used = PAST
-        self.read_times, self._second_version = None, -1
-        self._watched.clear()
+        self.arriving = self._last_use = PAST
+        self._read_times, self._second_version = None, -1
+        self._edits.forget()
         self._history.append(f"{self.residency.name} given up")
         if self.stays:
             self.residency = Residency.RESIDENT
@@ -320,7 +320,7 @@ class ParamUnit:
 
     def _empty_storages(self) -> None:
         for flat in self.flats:
-            self._device.resize(flat.untyped_storage(), 0, behind=self.used)
+            self._device.resize(flat.untyped_storage(), 0, behind=self._last_use)
 
     def _release_slots(self) -> None:
         for slot in self._slots:
@@ -330,43 +330,7 @@ class ParamUnit:
     def expose(self) -> None:
         """Makes the parameters ordinary ones: something is about to compute with them."""
         self._switch(ResidentParameter)
-        self._watched.clear()
-        self._versions = [param._version for shard in self.shards for param in shard.params]
-
-    def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
-        """``param.data`` was handed out, through which torch does not count changes."""
-        if param not in self._watched:
-            # At home on the device there is no other copy to tell a change by; what came compressed is not what is at home.
-            self._watched[param] = data.clone() if self.stays or self._ranks.compresses else None
-
-    def write_edits(self, store: ShardStore, journal: Journal) -> None:
-        """Sends home what a forward changed in its own parameters (a clamp of a weight, say).
-
-        Raises UsageError where the change cannot be told from the value before.
-        """
-        params = [(shard, i, param) for shard in self.shards for i, param in enumerate(shard.params)]
-        for (shard, index, param), counted in zip(params, self._versions):
-            changed, watched = param._version != counted, param in self._watched
-            if not changed and not watched:
-                continue
-            before = self._watched.get(param)
-            self._collectives.same(f"changing {param._infinity.name} in a forward", own_bytes(param))
-            if self._ranks.compresses and before is None:
-                raise UsageError(
-                    f"{param._infinity.name} was changed in place inside a forward, but it came there compressed. Change it "
-                    "through .data, inside infinity.full_params(..., writeback=True), or set compress_gathers=False."
-                )
-            if self.stays and before is None:
-                if "master" not in shard.arrays:
-                    continue  # the device's bytes are the master
-                raise UsageError(
-                    f"{param._infinity.name} was changed in place inside a forward, and its master cannot follow. "
-                    "Change it through .data, or inside infinity.full_params(..., writeback=True)."
-                )
-            parts = shard.changes(store, index, own_bytes(param), before=before)
-            version = shard.weight.extent.version
-            journal.carry_out(partial(shard.write_changes, store, index, parts, version=version))
-            self._second_version = -1
+        self._edits.begin()
 
     def conceal(self) -> None:
         """Makes touching a parameter come by the engine, whether its bytes are still on the device or not.
@@ -379,6 +343,41 @@ class ParamUnit:
         for shard in self.shards:
             for param in shard.params:
                 param.__class__ = cls
+
+    def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
+        """``param.data`` was handed out, through which torch does not count changes."""
+        self._edits.watch(param, data, self._can_be_compared)
+
+    @property
+    def _can_be_compared(self) -> bool:
+        """Whether what is at home tells a change: on the device there is no other copy, and what came compressed is not the same."""
+        return not self.stays and not self._ranks.compresses
+
+    def write_edits(self, store: ShardStore, journal: Journal) -> None:
+        """Sends home what a forward changed in its own parameters (a clamp of a weight, say).
+
+        Raises UsageError where the change cannot be told from the value before.
+        """
+        if self._edits.write(store, journal, self._collectives, compresses=self._ranks.compresses, stays=self.stays):
+            self._second_version = -1
+
+    def share(self) -> None:
+        """Several modules use the unit, so that its gradients may come long after each other."""
+        self._is_shared = True
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several modules use the unit."""
+        return self._is_shared
+
+    def note_use(self, event: Event) -> None:
+        """Notes that what was computed with the unit ends with ``event``: its memory is not given away before."""
+        self._last_use = event
+
+    def take_read_times(self) -> tuple[float, float] | None:
+        """Returns when the last read was asked for, and when it was there; once."""
+        times, self._read_times = self._read_times, None
+        return times
 
     def _move(self, to: Residency) -> None:
         if to not in MOVES[self.residency]:

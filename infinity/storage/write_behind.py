@@ -139,7 +139,7 @@ class WriteBehind:
         self._fill(part, part.end, end)
         part.end = end
         self._finish_those_with(array, part.start, end)  # the disk may put two writes of one place in either order
-        part.ticket = self._store.engine.write(array.extent, part.start, part.lease.address, end - part.start, lease=part.lease)
+        part.ticket = self._store.io.write(array.extent, part.start, part.lease.address, end - part.start, lease=part.lease)
         del self._open[array]
         self._under_way.append(part)
 

@@ -1,0 +1,124 @@
+"""Optimizer state: reads and writes it at home in the form of torch's optimizers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from .. import native
+from ..errors import UsageError
+from ..state.handle import handle_of
+from .rules import saved_step
+from .step_target import StepTarget
+
+logger = logging.getLogger(__name__)
+
+
+class OptimizerState:
+    """The state dict of an optimizer whose state is at home. ``moments``: torch's name of each -> the array that holds it."""
+
+    def __init__(self, target: StepTarget, rule: native.Rule, groups: list[dict[str, Any]], moments: dict[str, str]):
+        self._target, self._rule, self._groups, self.moments = target, rule, groups, moments
+
+    def read(self, *, masters: bool) -> dict[str, Any]:
+        """Returns a state dict as torch's optimizers have it. ``masters``: with the fp32 masters of 16-bit parameters."""
+        store = self._target.store
+        groups, indices = [], {}
+        for group in self._groups:
+            for param in group["params"]:
+                indices.setdefault(param, len(indices))
+            packed = {key: value for key, value in group.items() if key != "params"}
+            groups.append(packed | {"params": [indices[param] for param in group["params"]]})
+        state = {}
+        for param, index in indices.items():
+            handle = handle_of(param)
+            with_master = masters and handle.step and handle.shard.hides_bits
+            master = {"master": handle.shard.read_master(store, handle.index)} if with_master else {}
+            if master:
+                state[index] = master
+            if handle.step and self.moments:
+                moments = {
+                    name: handle.shard.read_moment(store, array, handle.index) for name, array in self.moments.items()
+                }
+                counted = self._rule in (native.Rule.ADAMW, native.Rule.ADAM)
+                step = {} if not counted else {"step": torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")}
+                state[index] = step | moments | master
+        return {"state": state, "param_groups": groups}
+
+    def check(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns the groups that loading ``state_dict`` gives. Raises UsageError where it does not fit; changes nothing."""
+        saved_groups = state_dict["param_groups"]
+        ours = [len(group["params"]) for group in self._groups]
+        theirs = [len(group["params"]) for group in saved_groups]
+        if ours != theirs:
+            raise UsageError(f"the state dict has groups of {theirs} parameters, this optimizer of {ours}")
+        params = self._params_of(state_dict)
+        for index, state in state_dict["state"].items():
+            for name in (*self.moments, "master"):
+                value = state.get(name)
+                if value is not None and tuple(value.shape) != tuple(params[index].shape):
+                    raise UsageError(
+                        f"{name} of {handle_of(params[index]).name} has shape {tuple(value.shape)}, the parameter "
+                        f"{tuple(params[index].shape)}"
+                    )
+        return [group | {key: value for key, value in saved.items() if key != "params"} for group, saved in zip(self._groups, saved_groups)]
+
+    def _params_of(self, state_dict: dict[str, Any]) -> dict[int, torch.Tensor]:
+        """Our parameters by the numbers that ``state_dict`` gives them."""
+        return {
+            index: param
+            for group, saved in zip(self._groups, state_dict["param_groups"])
+            for index, param in zip(saved["params"], group["params"])
+        }
+
+    def write(self, state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+        """Makes ``state_dict`` the state, and ``groups``, which :meth:`check` gave for it, the hyperparameters."""
+        moments = [value for state in state_dict["state"].values() for value in state.values() if isinstance(value, torch.Tensor)]
+        self._target.collectives.same("loading the optimizer's state", *moments)
+        for group, taken in zip(self._groups, groups):
+            group.update(taken)
+        absent, others, loaded = [], [], []
+        params = self._params_of(state_dict)
+        for index, param in params.items():
+            state, handle = state_dict["state"].get(index, {}), handle_of(param)
+            self._adopt(param, state)
+            if handle.shard.hides_bits and handle.step:
+                master = state.get("master")
+                if master is None or master.dtype != torch.float32:
+                    absent.append(handle.name)
+                elif handle.shard.write_master(self._target.store, handle.index, master, version=self._target.steps.index):
+                    others.append(handle.name)
+                else:
+                    loaded.append(handle.name)
+        handles = [handle_of(param) for param in params.values()]
+        everywhere = self._target.collectives.least([handle.name in loaded for handle in handles], "masters that were loaded")
+        for handle, whole in zip(handles, everywhere):
+            handle.has_loaded_master = bool(whole)
+        self._tell_of_masters(absent, others)
+
+    @staticmethod
+    def _tell_of_masters(absent: list[str], others: list[str]) -> None:
+        """Logs which parameters go on without their own fp32 master: ``absent`` in the state dict, or of ``others``' weights."""
+        if absent:
+            logger.warning(
+                "this optimizer's state dict has no fp32 masters of %d 16-bit parameters (%s, ...): they go on from the 16-bit weights",
+                len(absent), absent[0],
+            )  # fmt: skip
+        if others:
+            logger.warning(
+                "this optimizer's state dict has fp32 masters of other weights than the model has, in %d parameters (%s, ...): there the "
+                "model's weights count. To resume, load the model's state dict first.", len(others), others[0],
+            )  # fmt: skip
+
+    def _adopt(self, param: torch.Tensor, state: dict[str, Any]) -> None:
+        """Makes ``state``, as torch's optimizers keep it per parameter, the state at home; empty is a fresh start."""
+        handle, target = handle_of(param), self._target
+        step = saved_step(state)
+        if step or handle.step:
+            for name, array in self.moments.items():
+                value = state.get(name)
+                value = torch.zeros(param.shape, dtype=torch.float32, device="cpu") if value is None else value
+                handle.shard.write_moment(target.store, array, handle.index, value, version=target.steps.index)
+        handle.step = step

@@ -1,0 +1,70 @@
+"""StepTarget: what an optimizer needs of the engine whose state it steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from .. import native
+from ..config.config import Config
+from ..distributed.collectives import Collectives
+from ..errors import InfinityError
+from ..gradients.bank import GradientBank
+from ..machine.device import Device
+from ..planning.schedule import Schedule
+from ..planning.shadow_policy import ShadowPolicy
+from ..state.handle import ParamHandle
+from ..state.journal import Journal
+from ..state.step_counter import StepCounter
+from ..state.unit import ParamUnit
+from ..storage.store import ShardStore
+from .device_step import DeviceStepper
+
+
+class StepTarget(Protocol):
+    """The engine, as an optimizer sees it."""
+
+    config: Config
+    units: list[ParamUnit]
+    group_of: dict[ParamHandle, int]  # index of the optimizer's param group
+    steps: StepCounter
+    schedule: Schedule
+    shadow_policy: ShadowPolicy | None  # None: no updates are made ahead
+    gradients: GradientBank
+    journal: Journal
+    store: ShardStore
+    device: Device
+    collectives: Collectives
+    updater: native.Updater | None
+    stepper: DeviceStepper | None  # where the processor cannot step all there is
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether a forward or backward was left by an exception."""
+
+    def using(self, *, repairing: bool = False) -> native.Scope:
+        """Opens the scope that every use of the engine runs in."""
+
+    def mark_interrupted(self) -> None:
+        """Has the next use of the engine recover."""
+
+    def check_alive(self) -> None:
+        """Raises UsageError where the engine is gone, or its process forked."""
+
+    def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> None:
+        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward."""
+
+    def release(self, units: Iterable[ParamUnit]) -> None:
+        """Sends ``units`` home: their bytes there are about to change."""
+
+    def count_backwards(self, count: int) -> None:
+        """Sets how many backwards have ended since the last step."""
+
+    def begin_step(self) -> None:
+        """Starts a step."""
+
+    def end_step(self) -> None:
+        """Ends a step, whose updates are submitted."""
+
+    def halt(self, why: str) -> InfinityError:
+        """Refuses everything from here on but loading a checkpoint. Returns the error that says so."""

@@ -1,0 +1,216 @@
+"""Stepper: plans what a step does with each shard, and hands it to the updater.
+
+span    consecutive parameters of a shard with the same hyperparameters and step count: one kernel call
+shadow  the update of a shard that was made in the backward, on the chance that the step will be that one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from .. import native
+from ..gradients.record import GradState
+from ..state.handle import handle_of, ParamHandle
+from ..state.shard import ParamShard
+from ..state.shard_arrays import Shadow
+from ..state.unit import ParamUnit
+from .device_step import DeviceUpdate, Span, steps_on_device
+from .step_target import StepTarget
+
+
+@dataclass(eq=False)
+class ShardStep:
+    """What a step does with one shard."""
+
+    shard: ParamShard
+    landed: list[tuple[ParamHandle, int]]  # whose gradients it applies, and the number of that step of theirs
+    shadow: Shadow | None = None  # that is the update already
+    update: native.UnitUpdate | None = None  # of the processor's part
+    device_step: Callable[[], DeviceUpdate] | None = None  # of the device's
+    device_update: DeviceUpdate | None = None
+    has_begun: bool = False  # on the device, where it cannot be told how far it came
+
+
+HYPERPARAMETERS = [name for name in dir(native.Hyperparameters) if not name.startswith("_")]
+
+
+def _inputs_of(spans: list[Span]) -> list[tuple]:
+    """Lists all that an update is made with, to be compared."""
+    return [(begin, end, *(getattr(hyper, name) for name in HYPERPARAMETERS)) for begin, end, hyper in spans]
+
+
+class Stepper:
+    """Steps units by one rule and the hyperparameters of an optimizer's groups. Used from the thread that runs the step."""
+
+    def __init__(self, target: StepTarget, rule: native.Rule, groups: list[dict[str, Any]]):
+        self._target, self._rule, self._groups = target, rule, groups
+
+    def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[ShardStep]:
+        """What a step does with ``unit``: gradients that have landed go home, nothing else is changed."""
+        target = self._target
+        landed = [shard for shard in unit.shards if shard.spec.stepped and self._has_landed(unit, shard)]
+        if landed:
+            target.release([unit])
+        steps = []
+        for shard in landed:
+            handles = [handle_of(param) for param in shard.params]
+            shard.wait()
+            for handle in handles if clip != 1.0 else ():
+                if handle.grad.state is GradState.LANDED and len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
+                    target.gradients.apply_factors(handle)  # there is no room for another
+            after = target.gradients.close_shard(shard)
+            spans = list(self._spans(shard, handles, clip))
+            step = ShardStep(shard, [(h, h.step + 1) for h in handles if h.grad.state is GradState.LANDED])
+            shadow = shard.shadow
+            if shadow is not None and shadow.ticket is not None and shadow.inputs == _inputs_of(spans):
+                step.shadow = shadow
+            elif spans:  # else other ranks have these parameters in their slices
+                self._plan_update(step, spans, after, label=unit.index, version=version)
+            steps.append(step)
+        return steps
+
+    def carry_out(self, steps: list[ShardStep]) -> None:
+        """Makes the planned ``steps``. Called again it does what is left."""
+        target = self._target
+        for step in steps:
+            if step.device_step is not None and step.device_update is None:
+                if step.has_begun:
+                    raise target.halt("a step was cut short on the device")
+                step.has_begun = True
+                step.device_update = step.device_step()
+        target.updater.submit_all([step.update for step in steps if step.update is not None])
+        for step in steps:
+            shard = step.shard
+            if step.shadow is not None:
+                if shard.shadow is step.shadow:
+                    shard.keep_shadow()
+            elif step.device_update is not None:
+                step.device_update.ticket = step.update.ticket if step.update is not None else None
+                shard.submit(step.device_update)
+            elif step.update is not None:
+                shard.submit(step.update.ticket)
+            for handle, number in step.landed:
+                handle.step = number
+                handle.changed()
+                handle.grad.move(GradState.CONSUMED)
+
+    @torch.no_grad()
+    def shadow(self, unit: ParamUnit) -> int:
+        """Makes the update of ``unit``, whose gradients have landed, beside its state: the step may turn out to be that. Returns how
+        many of its shards have a shadow now."""
+        target, made = self._target, 0
+        if not target.shadow_policy.is_wanted(target.steps.backwards + 1):
+            return made
+        with target.store.guarding():
+            for shard in unit.shards:
+                handles = [handle_of(param) for param in shard.params]
+                if not shard.shadow_extents or any(handle.grad.viewed for handle in handles):
+                    continue
+                spans = list(self._spans(shard, handles))
+                if not spans:
+                    continue
+                shard.wait()
+                shard.drop_shadow()
+                after, version = target.gradients.close_shard(shard), target.steps.index + 1
+                update = self._processor_update(shard, spans, after, label=unit.index, version=version, ahead=True)
+                shard.cast_shadow(Shadow(update, _inputs_of(spans)))
+                target.updater.submit_all([update])
+                made += 1
+        return made
+
+    @staticmethod
+    def _has_landed(unit, shard: ParamShard) -> bool:
+        return any(h.shard is shard and h.grad.state is GradState.LANDED for h in unit.handles)
+
+    def _plan_update(self, step: ShardStep, spans: list[Span], after: list[native.Ticket], *, label: int, version: int) -> None:
+        """``spans`` of a shard are to be stepped: where its state is, and of state on the host a part on the device too."""
+        target, shard = self._target, step.shard
+        stepper = target.stepper
+        if stepper is None:
+            step.update = self._processor_update(shard, spans, after, label=label, version=version)
+            return
+        first = 0 if steps_on_device(shard) else stepper.first_own(shard)
+        own = [(max(begin, first), end, hyper) for begin, end, hyper in spans if end > first]
+        rest = [(begin, min(end, first), hyper) for begin, end, hyper in spans if begin < first]
+        if rest:
+            step.update = self._processor_update(shard, rest, after, label=label, version=version)
+        if own:
+            behind = target.gradients.landing_of(shard)
+            step.device_step = partial(
+                stepper.step, shard, shard.native_layout(self._rule), own, version=version, behind=behind
+            )
+
+    def _processor_update(
+        self,
+        shard: ParamShard,
+        spans: list[Span],
+        after: list[native.Ticket],
+        *,
+        label: int,
+        version: int,
+        ahead: bool = False,
+    ) -> native.UnitUpdate:
+        """The processor's update of ``spans`` of a shard; ``ahead``: beside its state, as a shadow."""
+        extents = {name: array.extent for name, array in shard.arrays.items()}
+        if shard.ranks.keeps_gradients:
+            extents["grad"] = shard.slice_of_grad()
+        read = self._target.device.ticket([shard.last_read])  # a copy to the device may still read what is about to change
+        after = [*after, read] if read is not None else after
+        beside = shard.shadow_extents if ahead else {}
+        return native.UnitUpdate(
+            layout=shard.native_layout(self._rule),
+            count=shard.slice_numel,
+            weight=extents["weight"],
+            master=extents.get("master"),
+            exp_avg=extents.get("exp_avg"),
+            exp_avg_sq=extents.get("exp_avg_sq"),
+            grad=extents["grad"],
+            runs=[native.Run(begin, end, hyper) for begin, end, hyper in spans],
+            version=version,
+            after=native.joined(after) if after else None,
+            exp_avg_scale=extents.get("exp_avg_scale"),
+            exp_avg_sq_scale=extents.get("exp_avg_sq_scale"),
+            label=label,
+            shadow=native.Shadow(**beside),
+        )
+
+    def _spans(self, shard: ParamShard, handles: list[ParamHandle], clip: float = 1.0) -> Iterator[Span]:
+        """The spans of what has landed: neighbours with the same hyperparameters, step and factors are one. ``clip``: a factor
+        after the gradients' own."""
+        last = () if clip == 1.0 else (clip,)
+        key, begin, end = None, 0, 0
+        first = shard.own_slice[0]
+        for handle in handles:
+            record = handle.grad
+            low, high = shard.slice_part(handle.index)
+            landed = record.state is GradState.LANDED and low < high
+            group = self._target.group_of[handle]
+            current = (group, handle.step + 1, (*record.factors, *last)) if landed else None
+            if current != key:
+                if key is not None:
+                    yield begin, end, self._hyperparameters(*key)
+                key, begin = current, low - first
+            end = high - first
+        if key is not None:
+            yield begin, end, self._hyperparameters(*key)
+
+    def _hyperparameters(self, group_index: int, step: int, factors: tuple[float, ...]) -> native.Hyperparameters:
+        group = self._groups[group_index]
+        hyper = native.Hyperparameters()
+        hyper.lr = float(group["lr"])
+        hyper.weight_decay = float(group.get("weight_decay", 0))
+        hyper.maximize = bool(group.get("maximize", False))
+        if self._rule == native.Rule.SGD:
+            hyper.momentum, hyper.dampening = float(group["momentum"]), float(group["dampening"])
+            hyper.nesterov = bool(group["nesterov"])
+        else:
+            hyper.beta1, hyper.beta2 = (float(beta) for beta in group["betas"])
+            hyper.eps = float(group.get("eps", 0))
+        hyper.step = step
+        hyper.grad_factors = list(factors)
+        return hyper

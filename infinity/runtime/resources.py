@@ -1,0 +1,128 @@
+"""Resources: takes every byte that a plan names, and the disk space, before anything is moved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from .. import native
+from ..config.config import Config
+from ..distributed.data_ranks import DataRanks
+from ..errors import UsageError
+from ..machine import processors
+from ..machine.device import Device
+from ..machine.ledger import Ledger
+from ..machine.tiers import Tier
+from ..machine.traffic import Traffic
+from ..planning.memory_plan import MemoryPlan
+from ..state.unit import ParamUnit
+from ..storage.store import ShardStore
+from .activation_store import ActivationStore
+
+
+def make_store(
+    config: Config,
+    plan: MemoryPlan,
+    ledger: Ledger,
+    traffic: Traffic,
+    device: Device,
+    on_failure: Callable[[BaseException], None],
+) -> ShardStore:
+    """Makes the store of a plan's arrays. Nothing is allocated yet."""
+    return ShardStore(
+        config.nvme_paths if Tier.NVME in plan.tiers.values() or config.activations == "nvme" else (),
+        ledger,
+        traffic,
+        service_nbytes=plan.service_nbytes,
+        checksums=config.checksums,
+        faults=_faults_from_environment(),
+        device=device,
+        on_failure=on_failure,
+    )
+
+
+class Resources:
+    """The arrays of all units, and the memory that transfers and steps take in turn.
+
+    Raises CapacityError or StorageError; what was taken by then goes with the store.
+    """
+
+    def __init__(self, config: Config, plan: MemoryPlan, units: list[ParamUnit], store: ShardStore):
+        self._config, self._plan, self._store = config, plan, store
+        self._charges: list[native.Charge] = []
+        self._regions: list[native.Region] = []
+        for unit in units:
+            tiers, kept, shadowed = plan.tiers_of(unit.index), plan.kept_of(unit.index), unit.index in plan.shadowed
+            for shard in unit.shards:
+                shard.allocate(store, tiers, f"unit {unit.name}", kept=kept, shadowed=shadowed)
+        weights = self._pool(plan.staging_nbytes, "staged weights")
+        self.grad_staging = self._pool(plan.grad_staging_nbytes, "staged gradients")
+        self.activation_staging = self._pool(plan.activation_staging_nbytes, "staged activations")
+        self._slots = self._region(plan.slot_count * plan.slot_nbytes, "optimizer slots")  # the updater has its address only
+        self._charge(Tier.HOST, plan.terms[Tier.HOST].get("checksums", 0), "checksums")
+        for what in ("second slices", "gradients on their way", "optimizer slots"):
+            self._charge(Tier.DEVICE, plan.terms[Tier.DEVICE].get(what, 0), what)
+        store.open(self._regions, staging=weights)
+
+    def _charge(self, tier: Tier, nbytes: int, what: str) -> None:
+        self._charges.append(self._store.ledger.reserve(tier, nbytes, what))
+
+    def _region(self, nbytes: int, what: str) -> native.Region | None:
+        if not nbytes:
+            return None
+        self._charge(Tier.HOST, nbytes, what)
+        self._regions.append(self._store.make_region(nbytes, copied=what != "optimizer slots"))
+        return self._regions[-1]
+
+    def _pool(self, nbytes: int, what: str) -> native.PinnedPool | None:
+        region = self._region(nbytes, what)
+        return native.PinnedPool(region) if region is not None else None
+
+    def make_updater(self) -> native.Updater:
+        """Makes what steps shards on the processor, in threads of its own."""
+        slots, plan = self._slots, self._plan
+        return native.Updater(
+            self._store.io,
+            slots.address if slots else 0,
+            slots.nbytes if slots else 0,
+            plan.slot_count if slots else 0,
+            self._config.update_threads or min(torch.get_num_threads(), processors.available()),
+            owner=slots,
+            checksums=self._config.checksums,
+        )
+
+    def make_activations(self) -> ActivationStore | None:
+        """Makes what takes activations home; None where they stay with torch."""
+        home, device_memory = self._config.activations, self._config.device_memory
+        if home in ("host", "nvme"):
+            return ActivationStore(self._store, Tier(home), self.activation_staging, spare_nbytes=None)
+        if home == "auto" and device_memory is not None and self._store.device.is_host:
+            spare = max(0, device_memory - self._plan.planned_nbytes(Tier.DEVICE))
+            return ActivationStore(self._store, Tier.HOST, None, spare_nbytes=spare)
+        return None
+
+
+def trace_path(path: str | os.PathLike, ranks: DataRanks) -> str:
+    """Names every rank's own timeline: ``trace.json`` becomes ``trace-rank1.json``."""
+    stem, suffix = os.path.splitext(os.fspath(path))
+    return os.fspath(path) if ranks.alone else f"{stem}-rank{ranks.world_rank}{suffix}"
+
+
+def _faults_from_environment() -> native.FaultPlan | None:
+    """``INFINITY_FAULTS="seed=1,short_transfer=0.5"``: seeded faults under the I/O engine, for tests."""
+    text = os.environ.get("INFINITY_FAULTS")
+    if not text:
+        return None
+    plan = native.FaultPlan()
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if not hasattr(plan, name):
+            raise UsageError(f"INFINITY_FAULTS: no fault {name!r}")
+        kind = type(getattr(plan, name))
+        try:
+            setattr(plan, name, kind(value))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"INFINITY_FAULTS: {part!r} is not {name}=<{kind.__name__}>") from error
+    return plan

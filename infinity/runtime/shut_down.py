@@ -1,0 +1,48 @@
+"""Shut-down: gives everything that an engine holds back, whoever calls, and however often."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from .. import native
+from ..distributed.collectives import Collectives
+from ..machine.device import Device
+from ..machine.traffic import Traffic
+from ..state.shard import ParamShard
+from ..storage.store import ShardStore
+
+
+def draw_updates(updater: native.Updater, traffic: Traffic, names: list[str]) -> None:
+    """Puts on the timeline what the updater has done since the last time."""
+    lanes = {"load": "nvme->host", "step": "optimizer", "save": "host->nvme"}
+    for kind, unit, _, start, end in updater.take_events():
+        traffic.mark(lanes[kind], names[unit] if kind == "step" else f"{names[unit]} state", start, end)
+
+
+def shut_down(
+    store: ShardStore, shards: list[ParamShard], updaters: list[native.Updater], names: list[str], collectives: Collectives, device: Device
+) -> None:
+    """Gives everything back. Cut short, it is called again, and does what is left."""
+    if store.pid != os.getpid():
+        return  # a forked child ends (a data loader's worker): everything is the parent's
+    if device.is_own_thread:  # where the garbage collector came by: what follows waits for this very thread
+        threading.Thread(target=shut_down, args=(store, shards, updaters, names, collectives, device)).start()
+        return
+    for shard in shards:
+        for wait in (shard.drop_shadow, shard.wait):
+            try:
+                wait()
+            except Exception:  # noqa: BLE001 - whoever needed these bytes was told; here they are thrown away
+                pass
+        shard.forget_update()
+    device.close()
+    for updater in updaters:
+        draw_updates(updater, store.traffic, names)
+    updaters.clear()
+    store.close()
+    collectives.close()
+    if store.traffic.timeline is not None:
+        store.traffic.timeline.close()
+    for shard in shards:
+        shard.forget()

@@ -1,0 +1,22 @@
+"""StepClock: notes when steps end, and how long the last one took."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass
+class StepClock:
+    """The wall clock of optimizer steps."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    _last: float = field(default_factory=time.perf_counter)
+
+    def tick(self) -> float:
+        """Ends a step now. Returns when it began."""
+        began, now = self._last, time.perf_counter()
+        self.step_seconds, self._last = now - began, now
+        self.steps += 1
+        return began

@@ -1,0 +1,70 @@
+"""ForwardEdits: finds what a forward changed in its own parameters, and sends it home."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from ..distributed.collectives import Collectives
+from ..errors import UsageError
+from ..storage.store import ShardStore
+from .handle import own_bytes
+from .journal import Journal
+from .shard import ParamShard
+
+
+class ForwardEdits:
+    """Changes of one unit's parameters while they are resident: by torch's count or, of ``.data``, by comparison."""
+
+    def __init__(self, shards: Sequence[ParamShard]):
+        self._shards = shards
+        self._watched: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # and the value before, where home does not tell
+        self._versions: list[int] = []  # torch's counts when the parameters became resident
+
+    def begin(self) -> None:
+        """The parameters are about to be computed with."""
+        self._watched.clear()
+        self._versions = [param._version for shard in self._shards for param in shard.params]
+
+    def forget(self) -> None:
+        """Drops what was watched: it was given up."""
+        self._watched.clear()
+
+    def watch(self, param: torch.nn.Parameter, data: torch.Tensor, can_be_compared: bool) -> None:
+        """Looks for changes of ``param`` through ``data``. ``can_be_compared``: with what is at home."""
+        if param not in self._watched:
+            self._watched[param] = None if can_be_compared else data.clone()
+
+    def write(self, store: ShardStore, journal: Journal, collectives: Collectives, *, compresses: bool, stays: bool) -> bool:
+        """Sends every change home. Returns whether there was any.
+
+        ``compresses``: gathered weights are not what is at home. ``stays``: the device's bytes are what is at home. Raises UsageError
+        where a change cannot be told from the value before.
+        """
+        found = False
+        params = [(shard, i, param) for shard in self._shards for i, param in enumerate(shard.params)]
+        for (shard, index, param), counted in zip(params, self._versions):
+            if param._version == counted and param not in self._watched:
+                continue
+            before = self._watched.get(param)
+            name = param._infinity.name
+            collectives.same(f"changing {name} in a forward", own_bytes(param))
+            if compresses and before is None:
+                raise UsageError(
+                    f"{name} was changed in place inside a forward, but it came there compressed. Change it "
+                    "through .data, inside infinity.full_params(..., writeback=True), or set compress_gathers=False."
+                )
+            if stays and before is None:
+                if "master" not in shard.arrays:
+                    continue  # the device's bytes are the master
+                raise UsageError(
+                    f"{name} was changed in place inside a forward, and its master cannot follow. "
+                    "Change it through .data, or inside infinity.full_params(..., writeback=True)."
+                )
+            parts = shard.changes(store, index, own_bytes(param), before=before)
+            version = shard.weight.extent.version
+            journal.carry_out(partial(shard.write_changes, store, index, parts, version=version))
+            found = True
+        return found
