@@ -35,7 +35,7 @@ def load_stand_in(target: Path) -> ModuleType:
 
 
 def _compile(target: Path) -> None:
-    sources = [ROOT / "csrc" / name for name in ("cuda/step.cu", "cuda/scan.cu", "cuda/bindings.cpp", "adam/constants.cpp")]
+    sources = [ROOT / "csrc" / name for name in ("cuda/step.cu", "cuda/scan.cu", "cuda/bindings.cpp", "optim/constants.cpp")]
     command = [
         "c++", "-shared", "-fPIC", "-std=c++17", "-O1", "-ffp-contract=off", "-pthread", "-Wno-unused-variable",
         f"-I{ROOT / 'csrc'}", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}",

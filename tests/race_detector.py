@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from infinity.machine import accelerator, device
 from infinity import native
-from infinity.optim import optimizer
+from infinity.optim import stepper
 from infinity.gradients.tensor import LandedGrad
 from infinity.state.parameter import StoredAlias
 from infinity.state.shard import ParamShard
@@ -261,7 +261,7 @@ def detecting(monkeypatch, kernels=None):
 def _watch_updates(monkeypatch, detector_of) -> None:
     """Has the processor's updates counted as accesses, behind what they were told to come after."""
     real_update, real_joined, real_wait = native.UnitUpdate, native.joined, ParamShard.wait
-    plan_update = optimizer.InfinityOptimizer._processor_update
+    plan_update = stepper.Stepper._processor_update
     told: dict = {}
     planned: list = []  # updates, and when each is over
 
@@ -302,5 +302,5 @@ def _watch_updates(monkeypatch, detector_of) -> None:
 
     monkeypatch.setattr(native, "UnitUpdate", update)
     monkeypatch.setattr(native, "joined", joined)
-    monkeypatch.setattr(optimizer.InfinityOptimizer, "_processor_update", processor_update)
+    monkeypatch.setattr(stepper.Stepper, "_processor_update", processor_update)
     monkeypatch.setattr(ParamShard, "wait", wait)

@@ -158,11 +158,11 @@ def test_case(program, name, tmp_path):
 
 @pytest.mark.slow
 def test_the_neon_unit_gives_the_bits_of_the_scalar_one(tmp_path):
-    """Compiles base and adam for aarch64, then lets qemu run their cases; without qemu, compiling has to do."""
+    """Compiles base and optim for aarch64, then lets qemu run their cases; without qemu, compiling has to do."""
     cross = shutil.which("aarch64-linux-gnu-g++")
     if cross is None:
         pytest.skip("no aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu)")
-    sources = [path for folder in ("adam", "base") for path in sorted((ROOT / "csrc" / folder).glob("*.cpp"))]
+    sources = [path for folder in ("optim", "base") for path in sorted((ROOT / "csrc" / folder).glob("*.cpp"))]
     sources = [path for path in sources if "avx" not in path.name]
     sources += [TESTS / f"{name}.cpp" for name in ("main", "base", "kernel", "portable_crc32c")]
     flags = ["-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-pthread", "-DINFINITY_HAVE_NEON=1"]

@@ -1,73 +1,47 @@
-"""Imports go downward only: every module of infinity/ stands on a floor and uses what lies below it.
+"""Imports go to the left only: every folder of infinity/ uses what stands before it in one line of names, and csrc/ likewise.
 
 Words used here:
 
-**floor**: modules that do not know of each other.
-**import**: any import statement, inside functions too; those under TYPE_CHECKING are for the reader and do not count.
+**room**: a folder of infinity/, or a module beside them.
+**import**: any import statement, inside functions and under TYPE_CHECKING too.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import infinity
 
 PACKAGE = Path(infinity.__file__).parent
+CSRC = PACKAGE.parent / "csrc"
 
-# Lowest first. `bench` and `cli` are whole folders.
-FLOORS = [
-    ["cgroups", "untrusted", "errors", "farewell", "guard", "mistakes", "replaced", "numa", "speculation", "lookahead", "journal"],
-    ["processors", "limits", "tiers", "layout", "native", "partition", "trace", "logits", "checkpoint_folder"],
-    ["rules"],
-    ["ledger", "heap"],
-    ["weights", "collectives", "device", "write_behind"],
-    ["materialize", "mesh"],
-    ["config", "disks", "parameter"],
-    ["store", "recompute"],
-    ["shard"],
-    ["stepper"],
-    ["unit", "schedule", "plan", "gradients", "activations"],
-    ["reducer"],
-    ["hooks", "optimizer", "microbatch", "tiling", "predict"],
-    ["prefetch", "checks"],
-    ["engine"],
-    ["wrap"],
-    ["checkpoint", "pretrained", "measure"],
-    ["export"],
-    ["__init__"],
-    ["bench"],
-    ["cli"],
-    ["__main__"],
-]
-FLOOR_OF = {module: number for number, floor in enumerate(FLOORS) for module in floor}
+ROOMS = (
+    "errors untrusted native machine config storage distributed state planning gradients forwards optim runtime checkpoint api data __init__ "
+    "bench cli __main__"
+).split()
+CSRC_ROOMS = [["base"], ["memory"], ["io", "optim"], ["update", "bench"], ["cuda", "python"], ["tests"]]
 
 CORES = ("_C", "_cuda")  # the compiled modules
 
-Import = tuple[str, str, int]  # who imports, what, and in which line
+Import = tuple[str, str, int]  # the file that imports, the module that it imports from, and the line
 
 
-def without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those of ``if TYPE_CHECKING:`` blocks."""
-    pending = [tree]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            pending += node.orelse
-            continue
-        yield node
-        pending += ast.iter_child_nodes(node)
+def modules_of(sources: dict[str, str]) -> set[str]:
+    return {".".join(Path(path).with_suffix("").parts) for path in sources}
 
 
-def imports_of(source: str, path: str) -> Iterator[Import]:
-    """The imports of infinity's own modules in ``source``, which lies at ``path`` below the package."""
-    parts = Path(path).with_suffix("").parts
-    module, package = parts[0], list(parts[:-1])
-    for node in without_type_checking(ast.parse(source)):
+def imports_of(source: str, path: str, modules: set[str], *, at_once: bool = False) -> Iterator[Import]:
+    """The imports of infinity's own modules in ``source``, which lies at ``path`` below the package. ``at_once``: those that are run
+    when it is imported itself."""
+    package, tree = list(Path(path).parts[:-1]), ast.parse(source)
+    for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
-            targets = [alias.name.split(".") for alias in node.names]
-            found = [target[1:] or ["__init__"] for target in targets if target[0] == "infinity"]
+            for alias in node.names:
+                if (parts := alias.name.split("."))[0] == "infinity":
+                    yield path, ".".join(parts[1:]) or "__init__", node.lineno
         elif isinstance(node, ast.ImportFrom):
             target = node.module.split(".") if node.module else []
             if node.level:
@@ -76,27 +50,50 @@ def imports_of(source: str, path: str) -> Iterator[Import]:
                 target = target[1:]
             else:
                 continue
-            found = [target] if target else [[alias.name] for alias in node.names]
-        else:
-            continue
-        for target in found:
-            known = target[0] in FLOOR_OF or target[0].startswith(CORES)
-            yield module, target[0] if known else "__init__", node.lineno
+            for alias in node.names:
+                full = ".".join([*target, alias.name])
+                yield path, full if full in modules or full in CORES else ".".join(target) or "__init__", node.lineno
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0]
 
 
 def violations(sources: dict[str, str]) -> list[str]:
-    """What in ``sources`` (path below the package -> text) goes against the floors."""
-    found = []
+    """What in ``sources`` (path below the package -> text) goes against the line of rooms."""
+    found, modules = [], modules_of(sources)
     for path, source in sorted(sources.items()):
-        for module, target, line in imports_of(source, path):
-            where = f"{path}:{line}: {module} imports {target}"
-            if target.startswith(CORES):
-                if module != "native":
+        room = room_of(".".join(Path(path).with_suffix("").parts))
+        for _, target, line in imports_of(source, path, modules):
+            where = f"{path}:{line} imports {target}"
+            if target in CORES:
+                if room != "native":
                     found.append(f"{where}; only native may")
-            elif module == target:
-                continue  # inside cli
-            elif FLOOR_OF[target] >= FLOOR_OF[module]:
-                found.append(f"{where}, which is not below it")
+            elif room_of(target) != room and ROOMS.index(room_of(target)) >= ROOMS.index(room):
+                found.append(f"{where}, which does not stand to the left of {room}")
+    return found
+
+
+def cycles(sources: dict[str, str]) -> list[str]:
+    """Modules that import each other while they are imported."""
+    modules, graph = modules_of(sources), {}
+    for path, source in sources.items():
+        found_at_once = imports_of(source, path, modules, at_once=True)
+        graph[".".join(Path(path).with_suffix("").parts)] = {target for _, target, _ in found_at_once}
+    found, state = [], {}
+
+    def visit(module: str, road: list[str]) -> None:
+        state[module] = "open"
+        for target in sorted(graph.get(module, ())):
+            if state.get(target) == "open":
+                found.append(" -> ".join([*road[road.index(target) :], target]))
+            elif target not in state:
+                visit(target, [*road, target])
+        state[module] = "done"
+
+    for module in sorted(graph):
+        if module not in state:
+            visit(module, [module])
     return found
 
 
@@ -104,45 +101,69 @@ def sources() -> dict[str, str]:
     return {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
 
 
-def test_every_module_stands_on_one_floor():
-    """Compares the package's files with the floors: a new module has to be given its place here."""
-    modules = {Path(path).with_suffix("").parts[0] for path in sources()}
-    assert modules == set(FLOOR_OF)
-    assert sum(len(floor) for floor in FLOORS) == len(FLOOR_OF), "a module stands on two floors"
+def csrc_violations(sources: dict[str, str]) -> list[str]:
+    """Includes of ``sources`` (path below csrc -> text) that do not go to the left."""
+    floor_of = {room: number for number, rooms in enumerate(CSRC_ROOMS) for room in rooms}
+    found = []
+    for path, source in sorted(sources.items()):
+        room = Path(path).parts[0]
+        for target in re.findall(r'^#include "([a-z]+)/', source, re.MULTILINE):
+            if target != room and floor_of[target] >= floor_of[room]:
+                found.append(f"{path} includes {target}/, which does not stand before {room}/")
+    return found
 
 
-def test_imports_go_downward_only():
-    """Reads every import statement of the package and compares the floors of both ends."""
+def test_every_file_is_in_a_room():
+    """Compares the package's files with the line: a new room has to be given its place here."""
+    assert {room_of(module) for module in modules_of(sources())} == set(ROOMS)
+
+
+def test_imports_go_to_the_left_only():
+    """Reads every import statement of the package and compares the rooms of both ends."""
     assert not violations(sources())
+
+
+def test_no_modules_import_each_other():
+    """Follows the imports at the top of every module."""
+    assert not cycles(sources())
+    assert cycles({"a.py": "from .b import x", "b.py": "from .c import y", "c.py": "from . import a"}) == ["a -> b -> c -> a"]
+    assert not cycles({"a.py": "from .b import x", "b.py": "def f():\n    from .a import y"})
+
+
+def test_includes_go_to_the_left_only():
+    """Reads every include of the native core."""
+    found = {str(path.relative_to(CSRC)): path.read_text() for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cu")}
+    assert not csrc_violations(found)
+    assert csrc_violations({"base/check.h": '#include "memory/pool.h"', "io/engine.h": '#include "optim/kernel.h"'})
 
 
 def test_only_native_imports_the_core():
     """Looks for the compiled modules among all imports: native has it, nobody else."""
-    found = [each for path, source in sources().items() for each in imports_of(source, path)]
-    importers = {module for module, target, _ in found if target.startswith(CORES)}
-    assert importers == {"native"}
+    found = [each for path, source in sources().items() for each in imports_of(source, path, modules_of(sources()))]
+    assert {path for path, target, _ in found if target in CORES} == {"native.py"}
 
 
 def test_a_violation_is_found():
-    """The twin: upward, sideways, absolute, hidden and native imports are all found; type checking's are not."""
+    """The twin: to the right, absolute, hidden, for type checking and native imports are all found; others are not."""
     wrong = {
-        "errors.py": "from .tiers import Tier",
-        "tiers.py": "from . import layout",
-        "store.py": "def f():\n    from infinity.engine import Engine",
-        "unit.py": "import infinity.wrap",
-        "shard.py": "from . import _C",
-        "plan.py": "import infinity._C",
-        "gradients.py": "from . import _cuda",
-        "wrap.py": "import infinity",
+        "errors.py": "from .machine import tiers",
+        "machine/tiers.py": "from ..config.config import Config",
+        "storage/store.py": "def f():\n    from infinity.runtime.engine import Engine",
+        "state/unit.py": "import infinity.api.wrap",
+        "state/shard.py": "from .. import _C",
+        "planning/plan.py": "from infinity import _C",
+        "gradients/bank.py": "from .. import _cuda",
+        "api/wrap.py": "import infinity",
+        "forwards/tiles.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..runtime.engine import Engine",
         "cli/env.py": "from ..__main__ import main",
     }
     found = violations(wrong)
     assert len(found) == len(wrong), found
     right = {
-        "tiers.py": "from .errors import ConfigError\nimport errors, torch\nfrom torch import nn",
-        "parameter.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .unit import ParamUnit",
+        "machine/tiers.py": "from ..errors import ConfigError\nimport errors, torch\nfrom torch import nn",
+        "state/parameter.py": "from .unit import ParamUnit",
         "native.py": "from . import _C",
-        "wrap.py": "from . import hooks, native",
+        "api/wrap.py": "from ..runtime import hooks\nfrom .. import native",
         "cli/train.py": "import infinity\nfrom .text import f\nfrom ..errors import UsageError",
     }
     assert not violations(right)

@@ -3,7 +3,7 @@
 Words used here:
 
 **block**: 64 elements with one scale, the biased exponent of the largest.
-**reference**: the step in numpy, written from the description in csrc/adam/int8.h, without its tricks.
+**reference**: the step in numpy, written from the description in csrc/optim/int8.h, without its tricks.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grad_value_
 
 import infinity
 from infinity import native
-from infinity.optim.optimizer import InfinityOptimizer
+from infinity.optim.stepper import Stepper
 from infinity.machine.sizes import parse_nbytes
 from infinity.machine.tiers import Tier
 from infinity.runtime.registry import wrapped
@@ -648,18 +648,18 @@ def test_nothing_is_left_of_shadows_under_way(home, tmp_path):
 
 def test_a_disk_error_in_a_shadow_ends_the_job(tmp_path, monkeypatch):
     """Method: a shadow is refused by the disk; the error comes out of the backward, and nothing goes on from there."""
-    job, submit = Job(tmp_path, True, home=("nvme", "nvme")), InfinityOptimizer._processor_update
+    job, submit = Job(tmp_path, True, home=("nvme", "nvme")), Stepper._processor_update
 
     def refuse(self, *args, ahead=False, **more):
         if ahead:
             raise infinity.StorageError(errno.EIO, "the disk is gone", "swap")
         return submit(self, *args, **more)
 
-    monkeypatch.setattr(InfinityOptimizer, "_processor_update", refuse)
+    monkeypatch.setattr(Stepper, "_processor_update", refuse)
     for _ in range(2):
         with pytest.raises(infinity.StorageError):
             job.backward(0)
-        monkeypatch.setattr(InfinityOptimizer, "_processor_update", submit)
+        monkeypatch.setattr(Stepper, "_processor_update", submit)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "adam/kernel.h"
+#include "optim/kernel.h"
 
 // Tests define it anew: a processor then runs a grid's threads one after the other.
 #ifndef INFINITY_LAUNCH

@@ -9,7 +9,7 @@
 namespace infinity::cuda {
 namespace {
 
-#include "adam/scalar.h"
+#include "optim/scalar.h"
 
 #include "cuda/quad.h"
 

@@ -19,14 +19,14 @@ std::size_t most_blocks() {
   return std::size_t{16} * (processors > 0 ? processors : 1);
 }
 
-#include "adam/scalar.h"
+#include "optim/scalar.h"
 
 #include "cuda/quad.h"
 
 using Vector = Quad;
 
 #define INFINITY_OWN_LOOPS "cuda/loops.h"
-#include "adam/formula.h"
+#include "optim/formula.h"
 
 }  // namespace
 

@@ -5,8 +5,8 @@
 
 #include <memory>
 
-#include "adam/kernel.h"
-#include "adam/traffic.h"
+#include "optim/kernel.h"
+#include "bench/traffic.h"
 #include "base/check.h"
 #include "base/crc32c.h"
 #include "io/engine.h"

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "adam/kernel.h"
+#include "optim/kernel.h"
 #include "tests/random.h"
 #include "tests/test.h"
 

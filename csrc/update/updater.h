@@ -22,7 +22,7 @@
 
 #include <unistd.h>
 
-#include "adam/kernel.h"
+#include "optim/kernel.h"
 #include "base/thread_pool.h"
 #include "io/engine.h"
 #include "io/extent.h"

@@ -5,17 +5,17 @@
 #include <cstdint>
 #include <cstring>
 
-#include "adam/kernel.h"
+#include "optim/kernel.h"
 
 namespace infinity::avx2_unit {
 namespace {
 
-#include "adam/scalar.h"
-#include "adam/avx2.h"
+#include "optim/scalar.h"
+#include "optim/avx2.h"
 
 using Vector = Avx2;
 
-#include "adam/formula.h"
+#include "optim/formula.h"
 
 }  // namespace
 

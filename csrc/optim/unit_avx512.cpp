@@ -5,17 +5,17 @@
 #include <cstdint>
 #include <cstring>
 
-#include "adam/kernel.h"
+#include "optim/kernel.h"
 
 namespace infinity::avx512_unit {
 namespace {
 
-#include "adam/scalar.h"
-#include "adam/avx512.h"
+#include "optim/scalar.h"
+#include "optim/avx512.h"
 
 using Vector = Avx512;
 
-#include "adam/formula.h"
+#include "optim/formula.h"
 
 }  // namespace
 

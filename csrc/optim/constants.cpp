@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "adam/kernel.h"
+#include "optim/kernel.h"
 #include "base/check.h"
 
 namespace infinity {

@@ -1,4 +1,4 @@
-#include "adam/kernel.h"
+#include "optim/kernel.h"
 
 #include <algorithm>
 #include <cmath>
@@ -29,11 +29,11 @@ Kernel find_kernel(const Layout& layout);
 
 namespace {
 
-#include "adam/scalar.h"
+#include "optim/scalar.h"
 
 using Vector = Scalar;
 
-#include "adam/int8.h"
+#include "optim/int8.h"
 
 struct Unit {
   const char* name;

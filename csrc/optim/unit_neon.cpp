@@ -5,17 +5,17 @@
 #include <cstdint>
 #include <cstring>
 
-#include "adam/kernel.h"
+#include "optim/kernel.h"
 
 namespace infinity::neon_unit {
 namespace {
 
-#include "adam/scalar.h"
-#include "adam/neon.h"
+#include "optim/scalar.h"
+#include "optim/neon.h"
 
 using Vector = Neon;
 
-#include "adam/formula.h"
+#include "optim/formula.h"
 
 }  // namespace
 

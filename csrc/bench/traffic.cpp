@@ -1,5 +1,5 @@
 // The ceiling of the optimizer kernels: a loop that only moves the bytes a step moves, in the pattern it moves them.
-#include "adam/traffic.h"
+#include "bench/traffic.h"
 
 #include <cstdint>
 #include <cstring>

@@ -3,16 +3,16 @@
 #include <cstdint>
 #include <cstring>
 
-#include "adam/kernel.h"
+#include "optim/kernel.h"
 
 namespace infinity::scalar_unit {
 namespace {
 
-#include "adam/scalar.h"
+#include "optim/scalar.h"
 
 using Vector = Scalar;
 
-#include "adam/formula.h"
+#include "optim/formula.h"
 
 }  // namespace
 

@@ -188,7 +188,7 @@ void run_kernel(const Arrays& a, std::size_t begin, std::size_t end, const Const
 
 #endif
 
-#include "adam/int8.h"
+#include "optim/int8.h"
 
 // --- the table: layout -> kernel ---
 
