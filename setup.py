@@ -73,7 +73,9 @@ class BuildExtension(build_ext):
     def build_extension(self, extension: Pybind11Extension) -> None:
         compiler = os.environ.get("CXX", "c++")
         if shutil.which(shlex.split(compiler)[0]) is None:
-            raise SystemExit(f"infinity's core is compiled here, and there is no {compiler}: install a C++17 compiler (g++), or set CXX")
+            raise SystemExit(
+                f"infinity's core is compiled here, and there is no {compiler}: install a C++17 compiler (g++), or set CXX"
+            )
         folder = Path(self.build_temp, extension.name).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         target = Path(self.get_ext_fullpath(extension.name)).resolve()

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from .errors import CapacityError, ConfigError, CorruptionError, InfinityError, StorageError, UsageError
 
 if TYPE_CHECKING:
-    from .checkpoint.load import load_checkpoint
-    from .checkpoint.save import save_checkpoint
-    from .config.config import Config
-    from .api.stats import Stats, stats
-    from .checkpoint.pretrained import save_pretrained
     from .api.full_params import full_params
+    from .api.stats import Stats, stats
     from .api.unwrap import unwrap_model
     from .api.wrap import wrap_model
+    from .checkpoint.load import load_checkpoint
+    from .checkpoint.pretrained import save_pretrained
+    from .checkpoint.save import save_checkpoint
+    from .config.config import Config
 
 __version__ = "0.1.0"
 

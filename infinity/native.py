@@ -14,7 +14,7 @@ try:
     from . import _C
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise ImportError(
-        "Infinity's native core is not built: run `pip install .` (or `make setup`) in the repository. " f"({error})"
+        f"Infinity's native core is not built: run `pip install .` (or `make setup`) in the repository. ({error})"
     ) from error
 
 from .errors import UsageError
@@ -139,8 +139,7 @@ def address_of(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     """Address of a contiguous CPU tensor of ``dtype``. Raises UsageError otherwise."""
     if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise UsageError(
-            f"expected a contiguous CPU tensor of {dtype}, got {tensor.dtype} on {tensor.device}, "
-            f"strides {tuple(tensor.stride())}"
+            f"expected a contiguous CPU tensor of {dtype}, got {tensor.dtype} on {tensor.device}, strides {tuple(tensor.stride())}"
         )
     return tensor.data_ptr()
 
@@ -182,9 +181,7 @@ def join_master(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """The exact fp32 master of a bf16 ``weight`` and its low 16 bits: a new tensor."""
     _check_same_length(weight, low)
     master = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
-    _C.join_master(
-        address_of(weight, torch.bfloat16), address_of(low, torch.int16), master.data_ptr(), weight.numel()
-    )
+    _C.join_master(address_of(weight, torch.bfloat16), address_of(low, torch.int16), master.data_ptr(), weight.numel())
     return master
 
 

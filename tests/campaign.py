@@ -650,7 +650,9 @@ def run_cases(operation: str, home: str, exception: str, events: str, points: in
 # --- the campaign ---
 
 
-def play_apart(operation: str, home: str, exception: str, events: str, points: int, seed: int, *, forks: bool = False) -> dict[str, Any]:
+def play_apart(
+    operation: str, home: str, exception: str, events: str, points: int, seed: int, *, forks: bool = False
+) -> dict[str, Any]:
     """The same in a process of its own: outcomes, and what was bad. ``forks``: a child of this one, which comes at once."""
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
         out, err = Path(folder, "out"), Path(folder, "err")

@@ -24,10 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from infinity.machine import accelerator, device
 from infinity import native
-from infinity.optim import stepper
 from infinity.gradients.tensor import LandedGrad
+from infinity.machine import accelerator, device
+from infinity.optim import stepper
 from infinity.state.parameter import StoredAlias
 from infinity.state.shard import ParamShard
 

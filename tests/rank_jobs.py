@@ -24,13 +24,14 @@ from torch import nn
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
-import infinity  # noqa: E402
-import models  # noqa: E402
-from infinity.machine import accelerator, device, threaded_device  # noqa: E402
-from infinity.runtime.registry import wrapped  # noqa: E402
-from gpu_stand_in import load_stand_in  # noqa: E402
-from infinity.optim.device_step import DeviceStepper  # noqa: E402
-from ranks import Failed  # noqa: E402
+import models
+from gpu_stand_in import load_stand_in
+from ranks import Failed
+
+import infinity
+from infinity.machine import accelerator, device, threaded_device
+from infinity.optim.device_step import DeviceStepper
+from infinity.runtime.registry import wrapped
 
 
 def build(seed: int = 3, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -171,7 +172,9 @@ def gradients(shard: str, home: str, folder: str) -> dict[str, Any]:
     models.loss_of(model, batch(0, 0, dist.get_rank())).backward()
     params = dict(model.named_parameters())
     found["values"] = {name: p.grad.clone() for name, p in params.items()}
-    found["norm"] = [torch.nn.utils.get_total_norm([p.grad for p in params.values()], order).item() for order in (2.0, 1.0, float("inf"))]
+    found["norm"] = [
+        torch.nn.utils.get_total_norm([p.grad for p in params.values()], order).item() for order in (2.0, 1.0, float("inf"))
+    ]
     torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
     found["clipped"] = {name: p.grad.clone() for name, p in params.items()}
     params["blocks.0.norm1.weight"].grad.mul_(2.0).add_(1.0)
@@ -554,6 +557,7 @@ def full_disk(path: str, full: int) -> dict[str, str]:
 
 def running_statistics(path: str) -> dict[str, Any]:
     """Trains with BatchNorm on batches of each rank's own, saves, trains on; then the same from the checkpoint."""
+
     def run(first: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))

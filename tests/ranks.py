@@ -31,7 +31,12 @@ class Failed:
 
 
 def launch(
-    folder: Path, world: int, jobs: dict[str, dict[str, Any]], *, seconds: float = SECONDS, environment: dict[str, str] | None = None,
+    folder: Path,
+    world: int,
+    jobs: dict[str, dict[str, Any]],
+    *,
+    seconds: float = SECONDS,
+    environment: dict[str, str] | None = None,
     options: tuple[str, ...] = (),
 ) -> tuple[dict[str, list[Any]], subprocess.CompletedProcess]:
     """Runs ``jobs`` (name, or name:variant -> arguments) on ``world`` ranks. What each returned, by job and rank (a rank

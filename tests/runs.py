@@ -250,9 +250,7 @@ class Yardstick:
                     f" rounding explains, the worst by {over:.3g} times"
                 )
         for name, expected in plain.buffers.items():
-            torch.testing.assert_close(
-                run.buffers[name], expected, rtol=1e-4, atol=1e-5, msg=lambda m: f"buffer {name}: {m}"
-            )
+            torch.testing.assert_close(run.buffers[name], expected, rtol=1e-4, atol=1e-5, msg=lambda m: f"buffer {name}: {m}")
 
 
 def check_moved(run: Run, plain: Run) -> None:

@@ -22,14 +22,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-
-import infinity
-from infinity import native
-from infinity.runtime import activation_store, saved_tensor
 from models import (
     at_home,
     differing,
@@ -43,6 +35,14 @@ from models import (
     transformer,
 )
 from runs import adamw
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity import native
+from infinity.runtime import activation_store, saved_tensor
 
 SEED = 70
 LR = 1e-2
@@ -74,6 +74,7 @@ def small_ones_too(monkeypatch) -> None:
 
 def configuration(home: str, build: Callable[[], nn.Module], folder: Path, **more: Any) -> dict[str, Any]:
     """Everything at the tier that ``home`` names, under the least host memory; "auto" spills from the device."""
+
     def a_pair():
         model = build()
         return model, adamw(model, LR)
@@ -218,6 +219,7 @@ def test_a_transformer_with_dropout_and_recomputation(home, recompute, tmp_path)
 
 def test_other_noise_is_seen(tmp_path):
     """Method: the twin; with one loss from other tokens the same comparison raises."""
+
     def other_loop(model, optimizer):
         for step in (0, 1, 3):
             yield stepped(optimizer, loss_of(model, language(step)))
@@ -368,6 +370,7 @@ def test_every_kind_of_saved_tensor_comes_back(home, middle, small_ones_too, tmp
 
 def test_a_wrong_stride_is_seen(small_ones_too, tmp_path, monkeypatch):
     """Method: the twin; square activations that come back transposed give other bits in the same comparison."""
+
     class Transposed(saved_tensor.View):
         def __init__(self, saved, dtype, size, stride, *rest) -> None:
             super().__init__(saved, dtype, size, stride[::-1] if size == (WIDTH, WIDTH) else stride, *rest)
@@ -381,6 +384,7 @@ def test_a_wrong_stride_is_seen(small_ones_too, tmp_path, monkeypatch):
 def test_a_conjugated_weight_comes_back(home, tmp_path):
     """Method: a frozen complex weight is conjugated in the forward, which is a view with a flag of its own; the gradient
     is plain torch's."""
+
     class Filter(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -404,6 +408,7 @@ def test_a_conjugated_weight_comes_back(home, tmp_path):
 
 def test_nested_tensors_come_back(tmp_path):
     """Method: a strided nested tensor of more than 64 KiB between two layers; torch trains through it."""
+
     def middle(h):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -579,7 +584,7 @@ def test_loops(home, loop, tmp_path):
 @both_homes
 def test_gradient_penalty_of_second_order(home, tmp_path):
     """Method: the norm of a gradient is part of the loss; the weights stay on the device, as they must for this."""
-    build = lambda: Between(torch.tanh)  # noqa: E731
+    build = lambda: Between(torch.tanh)
 
     def loop(model, optimizer):
         for step in range(2):
@@ -600,6 +605,7 @@ def test_gradient_penalty_of_second_order(home, tmp_path):
 def test_a_failed_pass_leaves_no_trace(home, where, tmp_path):
     """Method: the second of three steps is first tried with an exception in its middle, twice; then losses and weights
     have the bits of a run without the failure, and no more space is taken than three steps in a row take."""
+
     class Fault(Exception):
         pass
 
@@ -658,6 +664,7 @@ def test_a_failed_pass_leaves_no_trace(home, where, tmp_path):
 def test_an_interrupt_in_a_forward_leaves_no_trace(home, tmp_path):
     """Method: KeyboardInterrupt in the middle of a forward, as Ctrl-C in a notebook, and the next forwards: torch's stack of hooks is
     as it was, no unit is held, and the next steps have the bits of a run without."""
+
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -685,6 +692,7 @@ def test_an_interrupt_in_a_forward_leaves_no_trace(home, tmp_path):
 def test_a_change_in_place_of_a_saved_tensor_gives_no_wrong_gradient(tmp_path):
     """Method: what autograd saved is changed in place before the backward, which torch refuses. The engine refuses it
     too, or computes with the values as they were, whichever their size and home: never with the changed ones."""
+
     def gradient(rows: int, config: dict[str, Any] | None, change: bool) -> torch.Tensor | str:
         def middle(h):
             y = h.exp()
@@ -717,6 +725,7 @@ def test_a_change_in_place_of_a_saved_tensor_gives_no_wrong_gradient(tmp_path):
 def test_a_change_that_torch_does_not_count_is_saved_as_it_is_then(home, small_ones_too, tmp_path):
     """Method: small ones too. A storage is saved, changed through .data (or NumPy), and saved again: what was saved
     second is the changed value, as on the device; what was saved first is not asked for."""
+
     def middle(h):
         y = h * 1
         y.sin()
@@ -745,6 +754,7 @@ def wrapped(build: Callable[[], nn.Module], config: dict[str, Any]) -> tuple[nn.
 def test_saved_activations_leave_the_device(home, tmp_path):
     """Method: weak references to the storages that layers return; after a forward all of more than 64 KiB are gone with
     activations at home, though the graph lives, and some live on with activations on the device."""
+
     def alive(kind: str) -> int:
         model, _ = wrapped(a_transformer(), configuration(kind, a_transformer(), tmp_path))
         refs = []
@@ -770,8 +780,9 @@ def test_saved_activations_leave_the_device(home, tmp_path):
 @both_homes
 def test_a_storage_goes_home_once_however_often_it_is_saved(home, tmp_path):
     """Method: save one tensor by one operation and by twenty; as many bytes move."""
+
     def moved_by(times: int) -> int:
-        build = lambda: Between(lambda h: sum(h.sin() for _ in range(times)) + h.t().cos().t())  # noqa: E731
+        build = lambda: Between(lambda h: sum(h.sin() for _ in range(times)) + h.t().cos().t())
         model, _ = wrapped(build, configuration(home, build, tmp_path))
         return moved_in_a_forward(model, rows_of(0, 1000, WIDTH))
 
@@ -782,6 +793,7 @@ def test_a_storage_goes_home_once_however_often_it_is_saved(home, tmp_path):
 def test_buffers_and_foreign_parameters_stay(home, tmp_path):
     """Method: a layer multiplies with a buffer and with a parameter of a class of its own, which are saved; as many
     bytes move as when it multiplies with numbers."""
+
     class Foreign(nn.Parameter):
         pass
 
@@ -800,7 +812,7 @@ def test_buffers_and_foreign_parameters_stay(home, tmp_path):
             return x
 
     def moved_by(with_tensors: bool) -> int:
-        build = lambda: Scaled(with_tensors)  # noqa: E731
+        build = lambda: Scaled(with_tensors)
         model, _ = wrapped(build, configuration(home, build, tmp_path))
         return moved_in_a_forward(model, rows_of(0, 1000, WIDTH))
 
@@ -1032,13 +1044,15 @@ def test_a_graph_that_nobody_holds_is_freed(home, tmp_path):
 def test_everything_is_given_back_with_the_model(home, holding, tmp_path):
     """Method: in a child, 48 MiB of activations; when model and optimizer (and what is held of the graph) are dropped,
     descriptors, files and all but a few MiB of memory are gone."""
+
     def resident() -> int:
         ctypes.CDLL(None).malloc_trim(0)
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def work():
-        build = lambda: Between(lambda h: h.sin().cos().tanh())  # noqa: E731
+        build = lambda: Between(lambda h: h.sin().cos().tanh())
+
         def once(rows: int):
             model, optimizer = wrapped(build, generous(home, tmp_path))
             x = rows_of(0, rows, WIDTH).requires_grad_()
@@ -1067,6 +1081,7 @@ def test_everything_is_given_back_with_the_model(home, holding, tmp_path):
 @both_homes
 def test_a_backward_after_unwrapping_is_right_or_refused(home, tmp_path):
     """Method: unwrap between forward and backward. Plain torch's gradients, or an error that names what to do."""
+
     def gradient(kind: str | None):
         model = seeded(SEED, a_transformer())
         optimizer = adamw(model, LR)
@@ -1126,6 +1141,7 @@ def test_io_engines_and_faults_that_heal_change_no_bit(engine, faults, right, tm
 def test_tensors_of_every_size_pass_through_the_smallest_staging(numel, tmp_path):
     """Method: tensors of 64 KiB to 2.7 MiB, of whole blocks and of one element more, through staging memory for half a
     MiB; several of them at once, so that reads ahead have to give way."""
+
     class Large(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1202,6 +1218,7 @@ def test_a_passing_fault_never_gives_a_wrong_number(fault, seed, right, tmp_path
 
 def test_a_device_that_hangs_is_an_error(tmp_path):
     """Method: in a child, no transfer is ever answered; the step ends in a StorageError, not in a hang."""
+
     def work():
         with environment(INFINITY_IO_TIMEOUT="1"):
             return type(until_an_error("seed=1,hang=1.0", tmp_path)[2]).__name__

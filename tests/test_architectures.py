@@ -19,7 +19,7 @@ from torch import nn
 
 pytest.importorskip("transformers", reason="the zoo is made of transformers models")
 
-from runs import (  # noqa: E402
+from runs import (
     Run,
     Yardstick,
     adamw,
@@ -33,7 +33,7 @@ from runs import (  # noqa: E402
     ulp,
     wrapped_run,
 )
-from zoo import ZOO, Architecture, make_batch, make_model, seed_everything  # noqa: E402
+from zoo import ZOO, Architecture, make_batch, make_model, seed_everything
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 

@@ -7,8 +7,8 @@ with a schedule, no seeding inside the loop: only saved random state can make a 
 
 from __future__ import annotations
 
-import errno
 import copy
+import errno
 import functools
 import json
 import math
@@ -28,11 +28,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
-
-import infinity
-import infinity.checkpoint.pretrained
-from infinity.checkpoint import manifest
 from models import (
     TIERS,
     at_home,
@@ -47,6 +42,11 @@ from models import (
     with_least,
 )
 from runs import adamw
+from torch import nn
+
+import infinity
+import infinity.checkpoint.pretrained
+from infinity.checkpoint import manifest
 
 SEED = 40
 LR = 1e-2
@@ -159,6 +159,7 @@ def test_a_forgotten_part_would_be_seen(uninterrupted, tmp_path, swap):
 @pytest.mark.parametrize("make", ["AdamW", "SGD-momentum", "SGD"])
 def test_every_kind_of_state_resumes(make, master, dtype, tmp_path, swap):
     """Method: masters of every kind and optimizers with two, one and no moment; the resumed run has the same bits."""
+
     def build():
         model = transformer(SEED, blocks=1, dropout=0.0)
         optimizer = {
@@ -216,6 +217,7 @@ def test_loading_back_in_the_same_process_repeats_the_run(uninterrupted, tmp_pat
 
 def test_a_learning_rate_that_is_a_tensor_survives(tmp_path, swap):
     """Method: param groups with a tensor as lr, and with keys of the user's own."""
+
     def build():
         model = transformer(SEED, blocks=1)
         optimizer = torch.optim.AdamW(
@@ -235,6 +237,7 @@ def test_a_learning_rate_that_is_a_tensor_survives(tmp_path, swap):
 
 def test_buffers_and_unmanaged_parameters_are_saved(tmp_path, swap):
     """Method: running statistics, a buffer that no state dict has, and a parameter that was added after the wrap."""
+
     def build(value):
         model = seeded(SEED, lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
         model.register_buffer("seen", torch.full((3,), float(value)), persistent=False)
@@ -257,6 +260,7 @@ def test_buffers_and_unmanaged_parameters_are_saved(tmp_path, swap):
 def test_saving_between_backward_and_step_loses_nothing_silently(moment, tmp_path, swap):
     """Method: save with gradients landed and not yet applied; a resumed run that takes the step has the bits of the one
     that was not interrupted, or saving (or loading) says that gradients are not part of a checkpoint."""
+
     def build():
         model = transformer(SEED, blocks=1, dropout=0.0)
         return infinity.wrap_model(model, adamw(model, LR), at_home("nvme", "nvme", swap))
@@ -362,7 +366,9 @@ CALLS = ["os.replace", "os.fsync", "shutil.rmtree", "save_file", "json.dumps"]
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError()], ids=["full", "interrupt", "memory"])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError()], ids=["full", "interrupt", "memory"]
+)
 def test_a_save_that_fails_leaves_the_old_checkpoint(call, error, tmp_path, swap, monkeypatch):
     """Method: let every n-th call of what a save is made of fail, for all n; the old checkpoint loads (or the new one,
     once it is in place), nothing half-written stays, and the next save works."""
@@ -440,6 +446,7 @@ def test_places_that_cannot_be_written(tmp_path, swap):
 def test_a_living_jobs_swap_file_is_left_alone(uninterrupted, tmp_path, swap):
     """Method: a child trains on the folder while others wrap and finish there; its swap file stays, and its numbers are
     right."""
+
     def train():
         seed_everything()
         job = Job(("nvme", "nvme"), swap)
@@ -822,6 +829,7 @@ class Lion(torch.optim.Optimizer):
 
 def test_buffers_of_another_shape_are_refused_before_anything_changes(tmp_path, swap):
     """Method: a checkpoint whose parameters fit and whose buffer does not; a typed error, and no weight was changed."""
+
     def build(size, seed):
         model = seeded(seed, lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
         model.register_buffer("table", torch.zeros(size))
@@ -861,14 +869,16 @@ EXTRAS: dict[str, Any] = {
     "none": None,
     "numbers": [0, -1, 2**80, 0.1, -0.0, 1e-300, True, False],
     "special": {"inf": math.inf, "-inf": -math.inf, "best": (math.inf, 1.5)},
-    "text": ["", "äöü €", "\x00\n\"\\", "$tensor", "NaN"],
+    "text": ["", "äöü €", '\x00\n"\\', "$tensor", "NaN"],
     "tuples": ((), (1,), ((2, [3, (4,)]),)),
     "keys": {2: "int", "1": "str", (2, "a"): "tuple", None: "none", True: "bool", 1.5: "float"},
     "keys like marks": {"$tensor": "x", "$tuple": [1], "$dict": 2, "$float": "nan", "a": {"$dict": []}},
     "empty": {"a": {}, "b": [], "c": ()},
     "tensors": {"a": TENSOR, "b": [TENSOR.t(), (TENSOR[0, 1:], torch.tensor(7))], "c": torch.empty(0, 3)},
-    "dtypes": [torch.ones(3, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int8,
-               torch.int64, torch.bool, torch.uint8)],  # fmt: skip
+    "dtypes": [
+        torch.ones(3, dtype=dtype)
+        for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool, torch.uint8)
+    ],  # fmt: skip
     "same tensor twice": [TENSOR, TENSOR, TENSOR[1]],
     "grad": {"p": TENSOR.clone().requires_grad_()},
     "colliding names": {1: torch.ones(1), "1": torch.zeros(1), "a.b": torch.ones(2), "a": {"b": torch.zeros(2)}},
@@ -883,7 +893,9 @@ def alike(one: Any, other: Any) -> bool:
     if isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and differing({"x": one}, {"x": other}) == []
     if isinstance(other, dict):
-        return isinstance(one, dict) and list(map(repr, one)) == list(map(repr, other)) and all(alike(one[k], other[k]) for k in other)
+        return (
+            isinstance(one, dict) and list(map(repr, one)) == list(map(repr, other)) and all(alike(one[k], other[k]) for k in other)
+        )
     if isinstance(other, (list, tuple)):
         return type(one) is type(other) and len(one) == len(other) and all(map(alike, one, other))
     if isinstance(other, np.generic):

@@ -14,8 +14,8 @@ from torch import nn
 
 import infinity
 from infinity.checkpoint import folder as folders
+from infinity.checkpoint.folder import DATA_NAME, OF_READERS, hold, reading, remove_data, writing
 from infinity.checkpoint.manifest import read_manifest
-from infinity.checkpoint.folder import DATA_NAME, hold, OF_READERS, reading, remove_data, writing
 
 JOB = """
 import sys, time, torch
@@ -50,7 +50,9 @@ print(done, refused)
 
 def start(what: str, folder: Path, seconds: float, seed: int) -> subprocess.Popen:
     command = [sys.executable, "-c", JOB, what, str(folder), str(seconds), str(seed)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
 
 
 def one(seed: int = 0):

@@ -93,7 +93,9 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("kind", ["DistributedDataParallel", "FSDPSequential"])
 def test_models_of_torchs_own_ranks_are_refused(kind, tmp_path):
-    done = subprocess.run([sys.executable, "-c", OF_RANKS, kind, str(tmp_path / "meeting")], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", OF_RANKS, kind, str(tmp_path / "meeting")], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ConfigError") and kind in done.stdout
 
@@ -156,5 +158,3 @@ def test_weights_that_share_memory_are_still_refused():
     model[2].weight = nn.Parameter(model[0].weight.data)
     with pytest.raises(InfinityError, match="share memory"):
         infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), HOST)
-
-

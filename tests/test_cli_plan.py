@@ -21,9 +21,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-import infinity.cli  # noqa: E402
-from infinity.cli.training import compute  # noqa: E402
-from infinity.cli import plan as plan_cli  # noqa: E402
+import infinity.cli
+from infinity.cli import plan as plan_cli
+from infinity.cli.training import compute
 
 TINY = {"model_type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 2}
 KEYS = {"parameters", "units", "tiers", "edges", "seconds", "compute", "rates", "step_seconds", "tokens_per_step",
@@ -195,7 +195,9 @@ def test_host_memory_in_percent(planned, run):
     assert planned("--host-memory", "200%", *homes)["tiers"]["nvme"]["nbytes"] == 0
     assert planned("--host-memory", "200%", *homes)["tiers"]["host"]["nbytes"] <= 2 * state
     assert planned("--host-memory", "110%", *homes)["tiers"]["host"]["nbytes"] <= 1.1 * state
-    check_refused(run("--host-memory", "1%", "--params", "host", "--optimizer", "host"), r"host_memory is .* bytes", "Raise host_memory by")
+    check_refused(
+        run("--host-memory", "1%", "--params", "host", "--optimizer", "host"), r"host_memory is .* bytes", "Raise host_memory by"
+    )
     for wrong in ("0%", "-5%", "x%", "nan%", "inf%", "%"):
         check_refused(run(f"--host-memory={wrong}"), "share")
 
@@ -233,14 +235,22 @@ def test_int8_and_masters_change_the_state(planned):
         found = planned("--master", master, "--moments", moments, "--params", "host", "--optimizer", "host", model="wider.json")
         elements = sum(u["units"] * u["parameters"] for u in found["units"])
         sizes[master, moments] = found["tiers"]["host"]["parts"]["optimizer state"] / elements
-    expected = {("split", "fp32"): 10, ("fp32", "fp32"): 12, ("none", "fp32"): 8, ("split", "int8"): 4 + 1 / 32, ("split", "bf16"): 6}
+    expected = {
+        ("split", "fp32"): 10,
+        ("fp32", "fp32"): 12,
+        ("none", "fp32"): 8,
+        ("split", "int8"): 4 + 1 / 32,
+        ("split", "bf16"): 6,
+    }
     for key, nbytes in expected.items():
         assert sizes[key] == pytest.approx(nbytes, rel=0.02), key
 
 
 def test_the_built_in_model_is_the_default(planned):
     """Without --model it is that of `infinity train`: 50.8 M parameters."""
-    found = planned(model=None, budgets={"--host-memory": "4GiB", "--device-memory": "4GiB", "--batch-size": "1", "--sequence-length": "8"})
+    found = planned(
+        model=None, budgets={"--host-memory": "4GiB", "--device-memory": "4GiB", "--batch-size": "1", "--sequence-length": "8"}
+    )
     assert round(found["parameters"] / 1e6, 1) == 50.8
 
 

@@ -17,10 +17,11 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
-import infinity.cli  # noqa: E402
-from infinity.cli.training import job, model as model_module, places, settings  # noqa: E402
-from infinity.data import corpus as corpora  # noqa: E402
-from infinity.errors import ConfigError  # noqa: E402
+import infinity.cli
+from infinity.cli.training import job, places, settings
+from infinity.cli.training import model as model_module
+from infinity.data import corpus as corpora
+from infinity.errors import ConfigError
 
 TINY = {
     "model_type": "gpt2",
@@ -528,7 +529,9 @@ sys.exit(main({argv!r}))
 ])  # fmt: skip
 def test_what_is_not_installed_is_one_line(tmp_path, argv, blocked, said):
     (tmp_path / "model.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}')
-    done = subprocess.run([sys.executable, "-c", BLOCKED.format(blocked=blocked, argv=argv)], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED.format(blocked=blocked, argv=argv)], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 2, done.stderr
     assert said in done.stderr and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
 

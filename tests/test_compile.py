@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models import differing
 from torch import nn
 
 import infinity
-
-from models import differing
 
 STEPS = 3
 

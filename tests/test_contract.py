@@ -25,9 +25,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
-
-import infinity
 from models import (
     TIERS,
     VOCABULARY,
@@ -52,6 +49,9 @@ from models import (
     with_least,
 )
 from runs import adamw
+from torch import nn
+
+import infinity
 
 SEED = 30
 LR = 1e-2
@@ -439,7 +439,11 @@ def test_conversions_of_the_model_that_change_nothing(convert, home, tmp_path):
     step(model, optimizer)
 
 
-@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.bfloat16, nn.Module.double, nn.Module.share_memory], ids=["half", "bfloat16", "double", "share_memory"])
+@pytest.mark.parametrize(
+    "convert",
+    [nn.Module.half, nn.Module.bfloat16, nn.Module.double, nn.Module.share_memory],
+    ids=["half", "bfloat16", "double", "share_memory"],
+)
 @both_ends
 def test_conversions_of_the_model_that_would_change_it_raise(convert, home, tmp_path):
     """Method: the twin; another dtype is refused by name, and the model is as it was."""
@@ -701,7 +705,9 @@ def test_assigned_gradients_are_what_the_step_applies(pair):
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(64, dtype=torch.float64), "nonsense", 1.0], ids=["shape", "dtype", "str", "float"])
+@pytest.mark.parametrize(
+    "value", [torch.ones(3), torch.ones(64, dtype=torch.float64), "nonsense", 1.0], ids=["shape", "dtype", "str", "float"]
+)
 @both_ends
 def test_assigning_what_is_no_gradient_raises(value, pair):
     """Method: p.grad = a tensor of another shape or dtype, or no tensor; refused as torch refuses it."""
@@ -1585,6 +1591,7 @@ def test_a_file_that_lacks_a_weight_is_no_silent_mixture(tmp_path):
 def test_model_on_meta_without_weights_is_initialised_by_its_modules(tmp_path):
     """Method: build on meta modules that have reset_parameters, wrap without weights=; every value is drawn (none is
     left as it was allocated), seeds repeat it, and a module without reset_parameters is named."""
+
     def build():
         with torch.device("meta"):
             return nn.Sequential(nn.Embedding(20, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8))
@@ -1791,7 +1798,9 @@ def held(folder: Path) -> tuple[int, int, list[str]]:
 
 
 @pytest.mark.parametrize("io_engine", ["uring", pytest.param("threads", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("after", ["wrap", "forward", "backward", "step", "exception", "generate graph", "optimizer first", "unwrap"])
+@pytest.mark.parametrize(
+    "after", ["wrap", "forward", "backward", "step", "exception", "generate graph", "optimizer first", "unwrap"]
+)
 def test_dropping_model_and_optimizer_frees_everything(after, io_engine, tmp_path):
     """Method: wrap, go on to a given moment, drop every reference and collect; descriptors, threads and swap folders
     are those of before, and so is the memory that the engine held."""

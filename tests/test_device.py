@@ -18,19 +18,19 @@ import time
 
 import pytest
 import torch
+from gpu_stand_in import build_stand_in
+from race_detector import RaceDetector, Watch, detecting
 from torch import nn
 
 import infinity
-from gpu_stand_in import build_stand_in
-from infinity.machine import accelerator, device as devices, threaded_device
 from infinity import native
-from infinity.gradients import bank as banks
-from infinity.machine import in_flight
 from infinity.errors import CapacityError, ConfigError, CorruptionError, StorageError
+from infinity.gradients import bank as banks
+from infinity.machine import accelerator, in_flight, threaded_device
+from infinity.machine import device as devices
 from infinity.machine.traffic import Traffic
-from infinity.state.unit import ParamUnit
 from infinity.runtime.registry import wrapped
-from race_detector import RaceDetector, Watch, detecting
+from infinity.state.unit import ParamUnit
 
 SEED = 20261122
 STEPS = 4
@@ -252,7 +252,9 @@ def test_norms_of_gradients_that_are_dropped_are_in_order(monkeypatch):
     far below what may be borrowed: accumulation, zeroing and scaling after a clipped step. Fails without its keeping."""
     with detecting(monkeypatch) as detector:
         model = nn.Linear(8, 8)
-        model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"})
+        model, optimizer = infinity.wrap_model(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"}
+        )
         with Watch(detector()):
             for turn in range(4):
                 for _ in range(2):
@@ -382,7 +384,9 @@ def test_what_the_device_is_planned_to_hold_is_charged(compute_on, kernels):
 
 
 def test_a_split_step_is_in_order(kernels, monkeypatch):
-    monkeypatch.setattr("infinity.optim.device_step.DeviceStepper.choose_share", lambda stepper, *rates: setattr(stepper, "share", 0.5))
+    monkeypatch.setattr(
+        "infinity.optim.device_step.DeviceStepper.choose_share", lambda stepper, *rates: setattr(stepper, "share", 0.5)
+    )
     assert races_of(monkeypatch, {"params": "host", "optimizer": "host"}, kernels)[0] == []
 
 

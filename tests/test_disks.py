@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from infinity import native
 from infinity.machine import disk_profile
-from infinity.storage.store import ShardStore
 from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
+from infinity.storage.store import ShardStore
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +129,7 @@ def test_bytes_are_spread_by_rate_and_a_device_has_one_writer(tmp_path, monkeypa
 def test_memory_that_is_given_as_a_disk_is_said(tmp_path, caplog):
     """Method: a wrap with a folder on tmpfs, and one on the disk of this test."""
     import infinity
-    from infinity.machine.disk_profile import file_system, IN_MEMORY
+    from infinity.machine.disk_profile import IN_MEMORY, file_system
 
     shm = Path("/dev/shm")
     if not shm.is_dir() or file_system(str(shm)) != "tmpfs":
@@ -138,5 +138,7 @@ def test_memory_that_is_given_as_a_disk_is_said(tmp_path, caplog):
         caplog.clear()
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
         with caplog.at_level("WARNING", "infinity"):
-            infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), {"params": "nvme", "optimizer": "nvme", "nvme_paths": [str(folder)]})
+            infinity.wrap_model(
+                model, torch.optim.AdamW(model.parameters()), {"params": "nvme", "optimizer": "nvme", "nvme_paths": [str(folder)]}
+            )
         assert any("which is memory" in record.getMessage() for record in caplog.records) == warned

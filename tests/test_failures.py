@@ -22,9 +22,6 @@ from typing import Any
 
 import pytest
 import torch
-
-import infinity
-from infinity import native
 from models import (
     at_home,
     differing,
@@ -39,6 +36,9 @@ from models import (
     with_least,
 )
 from runs import adamw
+
+import infinity
+from infinity import native
 
 SEED = 50
 LR = 1e-2
@@ -107,6 +107,7 @@ def check_resumes(right: dict[str, Any], swap: Path) -> None:
 
 def pieces_of_a_step(homes: tuple[str, str], folder: Path) -> tuple[int, int]:
     """Roughly how many transfers a wrap takes, and a step: faults that always hit show it."""
+
     def reached(first: int) -> int:
         with environment(INFINITY_FAULTS=f"seed=1,eio=1.0,first_piece={first}"):
             try:
@@ -527,6 +528,7 @@ def test_relative_folders_are_those_of_where_they_were_given(tmp_path, monkeypat
 
 def test_two_jobs_on_one_folder_do_not_disturb_each_other(right, swap):
     """Method: two children train on the same folder at the same time, again and again; both have the right losses."""
+
     def train():
         for _ in range(3):
             model, optimizer = build(HOMES[0], swap)

@@ -23,11 +23,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import infinity
-from infinity.checkpoint import manifest as manifests
 from infinity.bench import report
+from infinity.checkpoint import manifest as manifests
+from infinity.checkpoint.weight_files import INDEX, WeightFiles
 from infinity.cli import trace
 from infinity.errors import InfinityError
-from infinity.checkpoint.weight_files import INDEX, WeightFiles
 
 LONG = float(os.environ.get("INFINITY_FUZZ_SECONDS", "600"))
 HOSTILE = [None, True, -1, 0, 1.5, 10**30, 1e308, "", "x", "../../etc/passwd", "/dev/zero", "\x00", "\x1b[2J", [], {}, [[]], {"a": 1}, "9" * 5000,
@@ -101,11 +101,15 @@ class Manifest(Target):
         super().__init__(folder)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
-        self.model, self.optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), {"params": "host", "optimizer": "host"})
+        self.model, self.optimizer = infinity.wrap_model(
+            model, torch.optim.AdamW(model.parameters()), {"params": "host", "optimizer": "host"}
+        )
         self.model(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
         self.optimizer.step()
         self.path = folder / "saved"
-        infinity.save_checkpoint(self.path, self.model, self.optimizer, extra={"step": 3, "tensor": torch.ones(2), "list": [1, (2.5, None)]})
+        infinity.save_checkpoint(
+            self.path, self.model, self.optimizer, extra={"step": 3, "tensor": torch.ones(2), "list": [1, (2.5, None)]}
+        )
         self.content = manifests.read_manifest(self.path)
         self.raw = (self.path / "manifest.json").read_bytes()
 
@@ -174,7 +178,10 @@ class ConfigFile(Target):
 class Trace(Target):
     def put(self, rng):
         path = self.folder / "trace.json"
-        events = [{"ph": "X", "name": f"unit {i}", "cat": lane, "ts": i, "dur": 2.5, "pid": 1, "tid": i} for i, lane in enumerate(["step", "forward", "stalled"] * 3)]
+        events = [
+            {"ph": "X", "name": f"unit {i}", "cat": lane, "ts": i, "dur": 2.5, "pid": 1, "tid": i}
+            for i, lane in enumerate(["step", "forward", "stalled"] * 3)
+        ]
         lines = [json.dumps(mutated_value(rng, event) if rng.random() < 0.3 else event) for event in events]
         raw = ("[\n" + ",\n".join(lines) + "\n]").encode()
         path.write_bytes(mutated_bytes(rng, raw) if rng.random() < 0.5 else raw)
@@ -201,7 +208,14 @@ class Results(Target):
         return lambda: report.write(path.parent, Path(os.devnull))
 
 
-TARGETS = {"manifest": Manifest, "safetensors header": Header, "index": Index, "config": ConfigFile, "trace": Trace, "results": Results}
+TARGETS = {
+    "manifest": Manifest,
+    "safetensors header": Header,
+    "index": Index,
+    "config": ConfigFile,
+    "trace": Trace,
+    "results": Results,
+}
 
 
 def fuzz(target: Target, seconds: float, seed: int) -> int:
@@ -219,7 +233,9 @@ def fuzz(target: Target, seconds: float, seed: int) -> int:
         except InfinityError:
             pass
         except Exception as error:
-            kept = [path.read_bytes()[:2000] for path in target.folder.rglob("*") if path.is_file() and path.stat().st_size < 100_000]
+            kept = [
+                path.read_bytes()[:2000] for path in target.folder.rglob("*") if path.is_file() and path.stat().st_size < 100_000
+            ]
             raise AssertionError(f"mutation {count} of seed {seed} ({number}): {type(error).__name__}: {error}\n{kept}") from error
         rng.setstate(state)
         if count % 50 == 0:

@@ -14,9 +14,9 @@ from types import ModuleType
 
 import pytest
 import torch
-
 from gpu_stand_in import build_stand_in
 from homes import bits, same_bits
+
 from infinity import native
 
 SEED = 20261121

@@ -11,13 +11,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
-import infinity
 from homes import hyper, seeded
-from infinity import native
-from infinity.errors import UsageError
 from models import at_home, differing, in_child, leftovers, loss_of, tokens, transformer, with_least
 from runs import adamw
+
+import infinity
+from infinity import native
+from infinity.errors import UsageError
 
 SEED = 60
 UNITS = native.simd_units()
@@ -86,9 +86,7 @@ class Moments:
     def step(self, made, *, threads: int = 1, runs=None) -> list[torch.Tensor]:
         """The tensors after a step; these stay."""
         tensors = [tensor.clone() for tensor in self.tensors()]
-        weight, m, m_scale, v, v_scale, grad = (
-            native.Extent.in_memory(tensor.data_ptr(), tensor.nbytes) for tensor in tensors
-        )
+        weight, m, m_scale, v, v_scale, grad = (native.Extent.in_memory(tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
         update = native.UnitUpdate(
             layout=native.Layout(**LAYOUT, moments=native.DType.INT8), count=self.weight.numel(), weight=weight,
             master=None, exp_avg=m, exp_avg_sq=v, grad=grad, exp_avg_scale=m_scale, exp_avg_sq_scale=v_scale,

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from homes import (
     ENGINES,
     MIB,
@@ -35,6 +34,7 @@ from homes import (
     random_bytes,
     seeded,
 )
+
 from infinity import native
 from infinity.errors import CorruptionError, StorageError, UsageError
 
@@ -582,7 +582,9 @@ def test_swap_files_have_no_name_on_any_file_system(lacking, tmp_path, no_tmpfil
     variables = dict(os.environ)
     if lacking != "nothing":
         variables |= {"LD_PRELOAD": str(no_tmpfile)} | ({"NO_DIRECT": "1"} if "O_DIRECT" in lacking else {})
-    done = subprocess.run([sys.executable, "-c", SWAP_FILE, str(tmp_path)], capture_output=True, text=True, env=variables, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", SWAP_FILE, str(tmp_path)], capture_output=True, text=True, env=variables, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     names, nameless, right, direct = done.stdout.split(maxsplit=3)
     assert (names, nameless, right) == ("[]", "1", "True")

@@ -18,9 +18,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from homes import (
     Arrays,
     Form,
@@ -37,6 +34,9 @@ from homes import (
     same_bits,
     seeded,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from infinity import native
 from infinity.errors import UsageError
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infinity.machine.limits import for_the_engine, GIB, memory_left
+from infinity.machine.limits import GIB, for_the_engine, memory_left
 
 MIB = 1024**2
 
@@ -35,7 +35,12 @@ def own(root: Path, text: str) -> Path:
 
 
 def v2(limit: str, used: int, *, file: int = 0, shmem: int = 0, high: str = "max") -> dict[str, str]:
-    return {"memory.max": limit, "memory.high": high, "memory.current": str(used), "memory.stat": f"anon 1\nfile {file}\nshmem {shmem}\n"}
+    return {
+        "memory.max": limit,
+        "memory.high": high,
+        "memory.current": str(used),
+        "memory.stat": f"anon 1\nfile {file}\nshmem {shmem}\n",
+    }
 
 
 def v1(limit: int, used: int, *, cache: int = 0, shmem: int = 0) -> dict[str, str]:
@@ -100,7 +105,9 @@ def test_a_part_is_left_to_what_the_engine_does_not_hold():
 @contextlib.contextmanager
 def group(nbytes: int) -> Iterator[Path]:
     """A v1 or v2 memory group of ``nbytes``; skips where none can be made."""
-    own_path = next((line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line), None)
+    own_path = next(
+        (line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line), None
+    )
     parent = Path("/sys/fs/cgroup/memory" + own_path) if own_path is not None else Path("/sys/fs/cgroup")
     folder = parent / f"infinity-test-{uuid.uuid4().hex[:8]}"
     try:
@@ -165,4 +172,7 @@ def test_a_job_that_fits_nowhere_is_told_and_not_killed(tmp_path):
     with group(GIB) as folder:
         command = [sys.executable, "-c", JOB, str(folder), "", "2048", "20"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 1 and "CapacityError" in done.stderr and "nvme_paths" in done.stderr, (done.returncode, done.stderr[-2000:])
+    assert done.returncode == 1 and "CapacityError" in done.stderr and "nvme_paths" in done.stderr, (
+        done.returncode,
+        done.stderr[-2000:],
+    )

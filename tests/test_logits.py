@@ -23,13 +23,14 @@ from torch.utils.checkpoint import checkpoint
 
 transformers = pytest.importorskip("transformers")
 
-import infinity  # noqa: E402
-from infinity.forwards import tiled_layers  # noqa: E402
-from infinity.errors import UsageError  # noqa: E402
-from infinity.forwards.lazy_logits import Logits  # noqa: E402
-from infinity.machine.tiers import Tier  # noqa: E402
-from infinity.runtime.registry import wrapped  # noqa: E402
-from models import leftovers, seeded, swap_files  # noqa: E402
+from models import leftovers, seeded, swap_files
+
+import infinity
+from infinity.errors import UsageError
+from infinity.forwards import tiled_layers
+from infinity.forwards.lazy_logits import Logits
+from infinity.machine.tiers import Tier
+from infinity.runtime.registry import wrapped
 
 SEED, DEVICE = 12, 256 * 1024
 WIDTH, VOCAB = 64, 2100  # 9 tiles, the last one ragged
@@ -307,7 +308,7 @@ def test_what_torch_refuses_is_refused(name):
     models, found = pair(), []
     outs = [m(inputs()) for m in models]
     for z in outs:
-        with pytest.raises(Exception) as told:  # noqa: PT011 - which one is what is compared
+        with pytest.raises(Exception) as told:
             ERRORS[name](z, labels())
         found.append((type(told.value), str(told.value)))
     assert found[0] == found[1]
@@ -387,8 +388,8 @@ def hooked(register, hook, part=lambda m: m.head):
     return Model, lambda m, x: (getattr(part(m), register)(hook) and None, ce(m(x), labels()))
 
 
-LOSS = lambda m, x: ce(m(x), labels())  # noqa: E731
-masked = lambda: Model(change=lambda m: m.head.bias.data[:300].fill_(-torch.inf))  # noqa: E731 - all of the first tile
+LOSS = lambda m, x: ce(m(x), labels())
+masked = lambda: Model(change=lambda m: m.head.bias.data[:300].fill_(-torch.inf))
 KINDS = {
     "frozen weight": (frozen("head.weight"), LOSS), "frozen bias": (frozen("head.bias"), LOSS), "frozen head": (frozen("head"), LOSS),
     "frozen body": (frozen("before"), LOSS), "frozen": (frozen("before", "head"), LOSS), "layer on layer": (Pair, lambda m, x: m(x)),
@@ -461,10 +462,12 @@ def test_language_models(swap, counts, name, home):
         assert torch.equal(*[m.eval().generate(ids[:, :4], max_new_tokens=4, do_sample=False) for m in models])
 
 
-@pytest.mark.parametrize("more", [{"activations": "host"}, {"activations": "nvme"}, {"micro_batch": 2}, {"params": "nvme"}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"activations": "host"}, {"activations": "nvme"}, {"micro_batch": 2}, {"params": "nvme"}], ids=str
+)
 def test_other_features(swap, counts, more):
     """Activations at home, chunks of blocks that are heads (and of what follows on one), weights on disk: pairs."""
-    layers = lambda: nn.Sequential(nn.Linear(WIDTH, VOCAB), nn.Linear(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB))  # noqa: E731
+    layers = lambda: nn.Sequential(nn.Linear(WIDTH, VOCAB), nn.Linear(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB))
     same(pair(layers if "micro_batch" in more else Model, swap, **more), lambda m, x: ce(m(x), labels((40, 20))), shape=(40, 20))
     assert (counts["fused"], counts["whole"] > 0) == ((0, True) if "micro_batch" in more else (1, False))
 
@@ -575,7 +578,7 @@ def test_the_engine_goes_with_model_and_logits(swap, used):
     """Model, optimizer, logits and loss dropped: the engine is collected and its files are gone."""
     model, optimizer = wrap(seeded(SEED, Model), swap, "nvme")
     z = model(inputs())
-    loss = {"lazy": lambda: None, "fused": lambda: ce(z, labels()), "whole": z.sum}[used]()
+    loss = {"lazy": lambda logits: None, "fused": lambda logits: ce(logits, labels()), "whole": torch.Tensor.sum}[used](z)
     engine = weakref.ref(wrapped(model).engine)
     assert swap_files(swap) and type(z) is Logits
     del model, optimizer, z, loss

@@ -13,13 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import at_home, differing, environment, least_host_memory, leftovers, loss_of, tokens, transformer
+from runs import adamw
 
 import infinity
 from infinity.planning import lookahead
-from infinity.planning.lookahead import choose, DEEPEST, LookAhead, NEGLIGIBLE, waiting
+from infinity.planning.lookahead import DEEPEST, NEGLIGIBLE, LookAhead, choose, waiting
 from infinity.runtime.registry import wrapped
-from models import at_home, differing, environment, least_host_memory, leftovers, loss_of, tokens, transformer
-from runs import adamw
 
 SEED = 73
 BLOCKS = 8

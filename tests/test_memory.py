@@ -9,10 +9,10 @@ import random
 
 import pytest
 import torch
+from homes import MIB, outcome_in_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from homes import MIB, outcome_in_child
 from infinity import native
 from infinity.errors import StorageError, UsageError
 

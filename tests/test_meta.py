@@ -25,13 +25,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-import infinity
-from infinity import native
-from infinity.api import initialiser
-from infinity.checkpoint import weight_files
-from infinity.checkpoint.weight_files import WeightFiles
 from models import (
     TIERS,
     Prescribed,
@@ -46,6 +39,13 @@ from models import (
     seeded,
 )
 from runs import adamw
+from torch import nn
+
+import infinity
+from infinity import native
+from infinity.api import initialiser
+from infinity.checkpoint import weight_files
+from infinity.checkpoint.weight_files import WeightFiles
 
 SEED = 61
 LR = 1e-2
@@ -984,6 +984,7 @@ def test_strides_other_than_row_major(home, source, small_blocks, tmp_path):
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 def test_drawn_values_do_not_depend_on_the_home_or_the_optimizer(home, tmp_path):
     """Method: one seed at every home, with and without an optimizer; the same bits, which another seed does not give."""
+
     def drawn(seed: int, config: dict[str, Any], trained: bool) -> State:
         model = on_meta(lambda: nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(20, 30), nn.Embedding(9, 4)))
         torch.manual_seed(seed)

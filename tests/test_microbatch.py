@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from models import Block, TinyTransformer, at_home, differing, loss_of, seeded, tokens, transformer
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import ZOO, make_batch, make_model, seed_everything
 
 import infinity
-from models import Block, TinyTransformer, at_home, differing, loss_of, seeded, tokens, transformer
-from zoo import ZOO, make_batch, make_model, seed_everything
 
 SEED = 80
 LR = 0.1
@@ -109,6 +109,7 @@ def test_steps_equal_those_of_the_whole_batch_and_of_accumulation(home, rows, ch
     """Method: three steps with SGD of a model that runs chunks, of the plain one, and of the plain one that accumulates
     gradients over chunks (the last of which may be smaller); losses and weights are close. Batches of a chunk and less
     run as they are."""
+
     def accumulate(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(())
         for part in ids.split(chunk):
@@ -164,8 +165,8 @@ def by_hand(model: TinyTransformer, chunk: int) -> TinyTransformer:
 def test_dropout_is_that_of_the_chunks_run_by_hand():
     """Method: with dropout, against blocks that plain torch runs on chunk after chunk from the same seed: the loss has
     the same bits, so the same noise was drawn; the gradients are close, so the recomputation drew it again."""
-    build = lambda: transformer(SEED, blocks=3, dropout=0.2)  # noqa: E731
-    compute = lambda model: loss_of(model, tokens(SEED, 7))  # noqa: E731
+    build = lambda: transformer(SEED, blocks=3, dropout=0.2)
+    compute = lambda model: loss_of(model, tokens(SEED, 7))
     right = differentiated(by_hand(build(), 3), compute)
     found = differentiated(Wrapped(build, micro_batch=3, **DEVICE).model, compute)
     assert differing({"loss": found.pop("loss")}, {"loss": right.pop("loss")}) == []
@@ -185,6 +186,7 @@ HOMES = {
 def test_homes_change_no_bit_and_a_run_can_be_repeated(homes, tmp_path):
     """Method: three steps with dropout from one seed, everything on the device, twice, and elsewhere; the same bits. The
     twin: another seed gives others."""
+
     def run(seed: int, **config: Any) -> State:
         wrapped = Wrapped(lambda: transformer(SEED, blocks=3), micro_batch=8, **config)
         torch.manual_seed(seed)
@@ -231,6 +233,7 @@ KINDS = {"saved": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}
 @pytest.mark.parametrize("where", ["around", "inside", "both"])
 def test_recomputation_on_top(where, kind):
     """Method: torch.utils.checkpoint around the blocks, inside them, and both; close to the whole without any."""
+
     def recomputing() -> TinyTransformer:
         model = quiet()
         if where in ("around", "both"):
@@ -246,8 +249,9 @@ def test_recomputation_on_top(where, kind):
 FROZEN = {
     "first": lambda model: model.blocks[0].requires_grad_(False),
     "last": lambda model: model.blocks[2].requires_grad_(False),
-    "all below": lambda model: [p.requires_grad_(False) for p in (*model.tokens.parameters(), model.positions)]
-    and model.blocks[:2].requires_grad_(False),
+    "all below": lambda model: (
+        [p.requires_grad_(False) for p in (*model.tokens.parameters(), model.positions)] and model.blocks[:2].requires_grad_(False)
+    ),
     "all blocks": lambda model: model.blocks.requires_grad_(False),
     "one norm": lambda model: model.blocks[1].norm1.requires_grad_(False),
 }
@@ -257,6 +261,7 @@ FROZEN = {
 @pytest.mark.parametrize("home", ["device", "host"])
 def test_frozen_blocks(home, freeze):
     """Method: blocks without gradients of their own, below, between and above those that train."""
+
     def frozen() -> TinyTransformer:
         model = quiet()
         freeze(model)
@@ -267,6 +272,7 @@ def test_frozen_blocks(home, freeze):
 
 def test_gradients_of_inputs_and_two_backwards_and_two_graphs():
     """Method: the input's gradient by autograd.grad, a second backward through a kept graph, and two graphs at once."""
+
     def compute(model: nn.Module) -> torch.Tensor:
         kept = []
         handle = model.dropout.register_forward_hook(lambda module, args, out: kept.append(out))
@@ -296,6 +302,7 @@ def test_evaluation_gives_the_same_results(tmp_path):
 @pytest.mark.parametrize("how", ["autocast", "param_dtype"])
 def test_narrow_dtypes_are_not_taken_for_mixing(how):
     """Method: bf16 by autocast and as the parameters' dtype; the loss is within 1 % of the whole's, and nothing raises."""
+
     def compute(model: nn.Module) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
             return loss_of(model, tokens(SEED, 7))
@@ -379,12 +386,13 @@ def test_blocks(make, home):
 
 def test_a_sequential_of_convolutions():
     """Method: Conv2d beside Conv2d in a Sequential, which makes each a block."""
-    build = lambda: nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1))  # noqa: E731
+    build = lambda: nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1))
     assert_like_whole(build, mean_square(5, 3, 6, 6))
 
 
 def test_one_block_used_twice():
     """Method: the same module several times in the list, as models that share layers have it."""
+
     def build() -> nn.Module:
         model = Stack(lambda: Simple(lambda h: h))
         model.blocks[2] = model.blocks[0]
@@ -432,6 +440,7 @@ NESTED_CALLS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("call", NESTED_CALLS.values(), ids=NESTED_CALLS)
 def test_nested_arguments(call):
     """Method: the mask inside a tuple, a dict, and both."""
+
     def function(h: torch.Tensor, given: Any) -> torch.Tensor:
         (mask,) = [leaf for leaf in torch.utils._pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
         return attend(h, mask)
@@ -576,6 +585,7 @@ def test_a_block_that_needs_the_whole_batch_is_refused_at_the_wrap(make, tmp_pat
 
 def test_batch_norm_outside_the_blocks_sees_the_whole_batch():
     """Method: batch norm between blocks that run chunks; numbers and statistics are the whole batch's."""
+
     class Between(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -659,6 +669,7 @@ class ChangesItsInput(nn.Module):
 def test_a_block_that_changes_its_input_is_right_or_refused():
     """Method: a block that begins with operations in place, which plain torch trains; two batches, as the first is
     looked at more closely."""
+
     def compute(model: nn.Module) -> torch.Tensor:
         return mean_square()(model) + (model(rows_of(7, LENGTH, WIDTH, seed=2) * 1)).square().mean()
 
@@ -675,10 +686,11 @@ def test_a_block_that_changes_its_input_is_right_or_refused():
 def test_a_failed_chunk_leaves_no_trace():
     """Method: an exception in the second chunk of the second block, in the forward and in the recomputation; then the
     gradients are close to the whole's, and no noise of the check is left."""
+
     class Fault(Exception):
         pass
 
-    compute = lambda model: loss_of(model, tokens(SEED, 7))  # noqa: E731
+    compute = lambda model: loss_of(model, tokens(SEED, 7))
     whole = differentiated(quiet(), compute)
     for in_backward in (False, True):
         wrapped = Wrapped(quiet, micro_batch=2, params="host", optimizer="host")
@@ -704,6 +716,7 @@ def test_a_failed_chunk_leaves_no_trace():
 def test_the_check_draws_no_noise():
     """Method: torch's random state after the first forward, whose blocks are checked, and after a second one from the
     same seed, whose are not; with dropout both as a module and as a function."""
+
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -724,6 +737,7 @@ def test_the_check_draws_no_noise():
 def test_the_check_is_not_seen_from_outside():
     """Method: a hook on a layer inside a block and a counter in a buffer; the first forward, whose blocks are checked,
     shows them what the second does. Routers' losses and running statistics are collected that way."""
+
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()

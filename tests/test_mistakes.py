@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import differing
 from torch import nn
 
 import infinity
-from models import differing
 
 HOST = {"params": "host", "optimizer": "host"}
 
@@ -108,7 +108,9 @@ def test_sizes_and_adapters_are_changed_on_a_plain_model():
     model, _ = infinity.wrap_model(transformers.GPT2LMHeadModel(config), None, {"params": "host"})
     with pytest.raises(infinity.UsageError, match="embeddings' size is fixed"):
         model.resize_token_embeddings(70)
-    adapted = peft.get_peft_model(transformers.GPT2LMHeadModel(config), peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+    adapted = peft.get_peft_model(
+        transformers.GPT2LMHeadModel(config), peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    )
     adapted, _ = infinity.wrap_model(adapted, None, {"params": "host"})
     with pytest.raises(infinity.UsageError, match="cannot be merged"):
         adapted.merge_and_unload()
@@ -153,7 +155,11 @@ def test_autograd_grad_recomputes_checkpoints_with_weights_used_outside_their_mo
         torch.manual_seed(0)
         model = Odd()
         if wrapped:
-            model, _ = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "nvme", "optimizer": "nvme", "nvme_paths": [os.fspath(tmp_path)]})
+            model, _ = infinity.wrap_model(
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                {"params": "nvme", "optimizer": "nvme", "nvme_paths": [os.fspath(tmp_path)]},
+            )
         loss = model(torch.ones(2, 8)).square().sum()
         return [grad.clone() for grad in torch.autograd.grad(loss, [model.first.weight, model.extra.weight])]
 

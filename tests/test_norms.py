@@ -6,11 +6,10 @@ import random
 
 import pytest
 import torch
+from models import differing
 from torch import nn
 
 import infinity
-
-from models import differing
 
 
 def build() -> nn.Module:
@@ -36,7 +35,11 @@ def test_a_norm_is_that_of_the_bytes_at_home(home, seed, tmp_path):
     for one in (plain, model):
         backward(one, 0)
     for turn in range(25):
-        action, order, index = rng.choice(["norm"] * 4 + ["backward", "scale", "edit", "zero", "row", "kept view"]), rng.choice([1, 2, 3, float("inf")]), rng.randrange(6)
+        action, order, index = (
+            rng.choice(["norm"] * 4 + ["backward", "scale", "edit", "zero", "row", "kept view"]),
+            rng.choice([1, 2, 3, float("inf")]),
+            rng.randrange(6),
+        )
         seen = []
         for one in (plain, model):
             grad = list(one.parameters())[index].grad

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
+import models
 import pytest
 
-import models
 from infinity.machine import numa
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import at_home, differing
 from torch import nn
 
 import infinity
-from models import at_home, differing
 
 HOMES = ["device", "host", "nvme"]
 
@@ -89,7 +89,9 @@ def test_a_parameter_that_is_returned_without_gradients_is_its_value(tmp_path):
 
 class Generator(nn.Sequential):
     def __init__(self):
-        super().__init__(nn.ConvTranspose2d(8, 16, 4), nn.BatchNorm2d(16), nn.ReLU(True), nn.ConvTranspose2d(16, 3, 4, 2, 1), nn.Tanh())
+        super().__init__(
+            nn.ConvTranspose2d(8, 16, 4), nn.BatchNorm2d(16), nn.ReLU(True), nn.ConvTranspose2d(16, 3, 4, 2, 1), nn.Tanh()
+        )
 
 
 class Discriminator(nn.Sequential):
@@ -136,6 +138,7 @@ def test_torchs_gan_tutorial_trains_with_its_bits(home, wrapped, tmp_path):
 def test_what_another_loss_added_to_a_consumed_gradient_is_stepped_as_torch_steps_it(home, tmp_path):
     """Method: step without zero_grad, then a loss through the model whose input has a graph, and a step: torch adds to the old
     gradient, which is at home still."""
+
     def run(config: dict | None) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         before, model = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -189,6 +192,7 @@ WAYS = {
 @pytest.mark.parametrize("when", ["inside", "afterwards", "alone"])
 def test_what_is_computed_inside_full_params_trains(when, way, home, tmp_path):
     """Method: a penalty of the weights in the loss, or as the loss; the backward inside the block, or after it."""
+
     def step(model, optimizer, params, leave) -> torch.Tensor:
         penalty = 0.01 * WAYS[way](model, params)
         loss = penalty if when == "alone" else model(torch.randn(4, 16)).square().mean() + penalty

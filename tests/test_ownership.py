@@ -19,13 +19,13 @@ from pathlib import Path
 
 import pytest
 import torch
-
-import infinity
 from homes import MIB, Disk, Staging, fault_plan, outcome_in_child
-from infinity import native
-from infinity.machine import processors
 from models import leftovers, swap_files, transformer
 from runs import adamw
+
+import infinity
+from infinity import native
+from infinity.machine import processors
 
 BLOCK = native.CHECKSUM_NBYTES
 CLONE, CLONE3, FALLOCATE = 56, 435, 285  # of x86-64

@@ -14,23 +14,23 @@ import re
 
 import pytest
 import torch
+from models import loss_of, seeded, tokens, transformer
+from runs import adamw, check_same_bits, wrapped_run
 from torch import nn
 
 import infinity
 from infinity import native
+from infinity.api.lay_out import lay_out
 from infinity.config.config import Config
 from infinity.errors import CapacityError
-from infinity.planning.plan import make_plan
-from infinity.planning.unit_sizes import ShardSize, UnitSize
 from infinity.machine.rates import Rates
+from infinity.machine.tiers import BUDGETS, Tier
+from infinity.planning.plan import make_plan
 from infinity.planning.predict import predict
 from infinity.planning.step_traffic import traffic
-from infinity.state.shard_spec import ShardSpec
-from infinity.machine.tiers import BUDGETS, Tier
-from infinity.api.lay_out import lay_out
+from infinity.planning.unit_sizes import ShardSize, UnitSize
 from infinity.runtime.registry import wrapped
-from models import loss_of, seeded, tokens, transformer
-from runs import adamw, check_same_bits, wrapped_run
+from infinity.state.shard_spec import ShardSpec
 
 SEED = 5
 KIB, MIB = 1024, 1024 * 1024
@@ -198,7 +198,7 @@ def test_what_an_error_asks_for_is_enough_and_no_more(tmp_path, seed):
     homes = {"params": rng.choice(["auto", "host", "nvme", "device"]), "optimizer": rng.choice(["auto", "host", "nvme"])}
     for tier in Tier:
         budgets = {each: 100 * total_nbytes(units) for each in Tier} | {tier: 1}
-        make = lambda size: config_of(tmp_path, *(budgets | {tier: size}).values(), **homes)  # noqa: E731, B023
+        make = lambda size: config_of(tmp_path, *(budgets | {tier: size}).values(), **homes)
         try:
             plan_of(units, make(1))
         except CapacityError:
@@ -266,7 +266,13 @@ def test_no_budget_changes_a_bit(swap):
             assert account.budget_nbytes is None or account.planned_nbytes <= account.budget_nbytes, tier
 
     for budgets in COMBINATIONS:
-        homes = {"params": "auto", "optimizer": "auto", "nvme_paths": [str(swap)], "nvme_capacity": "64MiB", "activations": "device"}
+        homes = {
+            "params": "auto",
+            "optimizer": "auto",
+            "nvme_paths": [str(swap)],
+            "nvme_capacity": "64MiB",
+            "activations": "device",
+        }
         try:
             found = run({**homes, **budgets}, look=look)
         except CapacityError:
@@ -470,7 +476,9 @@ def test_lay_out_allocates_nothing_and_changes_nothing(swap):
 
 def test_a_meta_model_is_laid_out_like_a_real_one(tmp_path):
     """The same sizes from a model without bytes."""
-    config = Config(params="auto", optimizer="auto", device_memory="1MiB", host_memory="4MiB", nvme_capacity="1GiB", nvme_paths=[str(tmp_path)])
+    config = Config(
+        params="auto", optimizer="auto", device_memory="1MiB", host_memory="4MiB", nvme_capacity="1GiB", nvme_paths=[str(tmp_path)]
+    )
     real = transformer(SEED)
     with torch.device("meta"):
         bare = type(real)()

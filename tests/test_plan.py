@@ -14,18 +14,18 @@ import re
 
 import pytest
 import torch
+from models import at_home, differing, loss_of, tokens, transformer, with_least
+from runs import adamw
 
 import infinity
 from infinity import native
 from infinity.config.config import Config
 from infinity.errors import CapacityError, ConfigError
+from infinity.machine.tiers import Tier
 from infinity.planning.memory_plan import LADDER, MemoryPlan
 from infinity.planning.plan import make_plan
 from infinity.planning.unit_sizes import MIN_CHUNK, ShardSize, UnitSize
 from infinity.state.shard_spec import ShardSpec
-from infinity.machine.tiers import Tier
-from models import at_home, differing, loss_of, tokens, transformer, with_least
-from runs import adamw
 
 MIB = 1024 * 1024
 AMPLE = "1TiB"  # so that nothing is measured on the machine that runs the tests
@@ -171,9 +171,7 @@ def test_the_ladder_descends():
     assert all(choice.service_nbytes % native.CHECKSUM_NBYTES == 0 for choice in LADDER)
 
 
-@pytest.mark.parametrize(
-    "params, optimizer", [("nvme", "nvme"), ("host", "nvme"), ("nvme", "host"), ("nvme", "device")]
-)
+@pytest.mark.parametrize("params, optimizer", [("nvme", "nvme"), ("host", "nvme"), ("nvme", "host"), ("nvme", "device")])
 def test_the_most_generous_plan_that_fits_is_taken(tmp_path, params, optimizer):
     """Walks down: a budget of exactly the last plan's bytes gives that plan again, one byte less a smaller one."""
     units = equal_units(8, 2 * MIB)

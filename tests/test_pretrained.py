@@ -30,7 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is fir
 transformers = pytest.importorskip("transformers")
 transformers.logging.disable_progress_bar()
 
-from runs import (  # noqa: E402
+from runs import (
     LossOf,
     Run,
     Yardstick,

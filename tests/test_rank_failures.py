@@ -10,15 +10,15 @@ import pickle
 import subprocess
 import sys
 
+import models
 import pytest
+import rank_jobs
 import torch
+from ranks import Failed, launch, run_torchrun
 from safetensors.torch import load_file
 
 import infinity
-import models
-import rank_jobs
 from infinity.cli import main
-from ranks import Failed, launch, run_torchrun
 
 
 @pytest.mark.parametrize(("how", "told"), [
@@ -32,9 +32,7 @@ from ranks import Failed, launch, run_torchrun
 def test_a_rank_that_falls_ends_the_job_on_all(tmp_path, how, told):
     """Rank 1 of 2 is killed, raises, reads a damaged disk or hangs: rank 0 ends with a PeerError that tells, soon, and the
     last checkpoint is whole."""
-    results, done = launch(
-        tmp_path, 2, {"one_falls": {"how": how, "folder": str(tmp_path)}}, environment={"RANK_TIMEOUT": "8"}
-    )
+    results, done = launch(tmp_path, 2, {"one_falls": {"how": how, "folder": str(tmp_path)}}, environment={"RANK_TIMEOUT": "8"})
     assert done.returncode != 0
     assert (tmp_path / "saved").exists()
     path = tmp_path / "one_falls.0"

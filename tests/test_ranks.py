@@ -11,15 +11,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
+import rank_jobs
 import torch
+from gpu_stand_in import build_stand_in
+from ranks import launch
 from safetensors.torch import load_file, save_file
 
 import infinity
-import models
-import rank_jobs
-from gpu_stand_in import build_stand_in
-from ranks import launch
 
 pytestmark = pytest.mark.timeout(700)  # the launches that the tests share take minutes
 MODES = ["parameters", "gradients", "optimizer"]
@@ -511,7 +511,7 @@ def test_what_one_rank_gets_wrong_is_an_error_on_all_and_the_next_wrap_works(two
 
 def test_what_is_too_long_to_be_said_still_differs():
     """The twin: texts that are cut to the same beginning would pass for equal."""
-    from infinity.distributed.channel import _cut, SAID_NBYTES
+    from infinity.distributed.channel import SAID_NBYTES, _cut
 
     one, other = "x" * SAID_NBYTES + "a", "x" * SAID_NBYTES + "b"
     assert _cut(one) != _cut(other) and max(len(_cut(text).encode()) for text in (one, "\u00e9" * 999)) <= SAID_NBYTES

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from ranks import run_torchrun
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")

@@ -26,22 +26,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import at_home, differing, seeded
+from runs import adamw
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
+from zoo import ZOO, make_batch, make_model, seed_everything
 
 import infinity
 from infinity import Config
-from infinity.forwards import checkpointed
-from infinity.runtime import activation_store
-from infinity.planning.activation_choice import ActivationChoice, choose, Measured
-from infinity.machine.tiers import Tier
 from infinity.api.lay_out import lay_out
+from infinity.forwards import checkpointed
+from infinity.machine.tiers import Tier
+from infinity.planning.activation_choice import ActivationChoice, Measured, choose
+from infinity.runtime import activation_store
 from infinity.runtime.registry import wrapped
-from models import at_home, differing, seeded
-from runs import adamw
-from zoo import ZOO, make_batch, make_model, seed_everything
 
 SEED = 71
 WIDTH, ROWS, BLOCKS, STEPS = 16, 24, 3, 6
@@ -174,7 +174,11 @@ def test_choices_keep_within_the_device_and_repeat_only_what_may_be(blocks, devi
     assert len(found) == len(blocks)
     kept = sum(block.nbytes for block, choice in zip(blocks, found) if choice is ActivationChoice.KEEP)
     whole = sum(block.nbytes for block in blocks) <= device
-    assert all(choice is ActivationChoice.KEEP for choice in found) if whole else kept <= max(0, device - max(b.nbytes for b in blocks))
+    assert (
+        all(choice is ActivationChoice.KEEP for choice in found)
+        if whole
+        else kept <= max(0, device - max(b.nbytes for b in blocks))
+    )
     assert all(block.is_repeatable for block, choice in zip(blocks, found) if choice is ActivationChoice.RECOMPUTE)
     assert sum(b.nbytes for b, choice in zip(blocks, found) if choice is ActivationChoice.SEND and b.is_repeatable) <= host
 
@@ -190,6 +194,7 @@ def test_each_choice_has_the_bits_of_the_plain_run(choice, more, recomputations,
 
 def test_a_part_is_kept_and_the_budget_holds_in_every_pass(recomputations):
     """Room for one block beside another: one stays; what is kept never exceeds the budget. Any budget measures the same."""
+
     def measured(choice: str) -> tuple[list[int], int]:
         model, optimizer = wrap(seeded(SEED, Model), choice)
         list(itertools.islice(simply(model, optimizer), 2))
@@ -318,7 +323,7 @@ def test_a_harmless_block_has_the_bits_of_the_plain_run(name, choice):
 @pytest.mark.parametrize("name", NOT_TO_BE_REPEATED)
 def test_a_block_that_torch_cannot_run_again_says_so(name):
     """Sent, it has the plain run's bits; run again, as the user allowed, it ends in an error, and in no wrong number."""
-    build = lambda: Model(*NOT_TO_BE_REPEATED[name])  # noqa: E731
+    build = lambda: Model(*NOT_TO_BE_REPEATED[name])
     assert_same_bits(build, simply, "sent", name=f"loud {name}", recompute=False)
     with pytest.raises((RuntimeError, AssertionError)):
         trained(build, simply, "recomputed", spare=4096)
@@ -335,6 +340,7 @@ def test_a_block_with_side_effects_is_never_run_again(name, choice, recomputatio
 @pytest.mark.parametrize(("when", "what"), [(0, "counter"), *itertools.product([0, 5], ["batch norm", "hook", "global hook"])])
 def test_effects_that_begin_happen_once(what, when, recomputations):
     """A batch norm that rests, a counter that stands, and no hooks: until the first pass, or until blocks have been run again."""
+
     def effect(block, x):
         block.count += len(block.log)
         return block.feed(block.norm(x)) * (1 + block.count)
@@ -414,6 +420,7 @@ LOOPS: dict[str, Callable] = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_has_the_bits_of_the_plain_run(name, choice):
     """Whatever users do around the blocks, at every step."""
+
     def loop(model, optimizer):
         for step in range(STEPS):
             yield from (value for value in LOOPS[name](model, optimizer, step) if value is not None)
@@ -423,6 +430,7 @@ def test_a_loop_has_the_bits_of_the_plain_run(name, choice):
 
 def test_compiled_blocks_and_models_have_the_bits_of_the_plain_run():
     """One block, one block's forward, and at every second step the whole model; without code generation."""
+
     def loop(model, optimizer):
         torch._dynamo.reset()
         model.blocks[0].compile(backend="eager")
@@ -455,6 +463,7 @@ def both() -> nn.Module:
 @pytest.mark.parametrize("build, step_of", [(both, parts), (lambda: Model(fragile), stopped_once)], ids=["parts", "stopped once"])
 def test_every_block_is_chosen_for_however_passes_go(build, step_of):
     """Parts of a model called one by one, and a second pass that fails half-way: no block is left out for good."""
+
     def loop(model, optimizer):
         for step in range(STEPS + 2):
             yield from step_of(model, optimizer, step)
@@ -474,6 +483,7 @@ class Shift(nn.Module):
 @not_kept
 def test_a_backward_after_the_step_is_that_of_its_forward(choice):
     """A sum saves neither of its parts, so that torch allows it. What is run again would see the new bias, and says so."""
+
     def loop(model, optimizer):
         for step in range(STEPS):
             early = model(rows(step)).square().mean()
@@ -557,7 +567,7 @@ def test_unwrapping_restores_forwards_and_copies_go_as_ever():
         model, optimizer = wrap(model, choice)
         list(simply(model, optimizer))
         for way, what in itertools.product((copy.deepcopy, pickle.dumps), (model, model.blocks[0])):
-            with pytest.raises(Exception) as refused:  # noqa: B017 - the same as without a choice
+            with pytest.raises(Exception) as refused:
                 way(what)
             refusals.append((refused.type, str(refused.value)))
         model, _ = infinity.unwrap_model(model, optimizer)
@@ -577,6 +587,7 @@ def test_a_block_still_tells_its_arguments():
 @pytest.mark.parametrize("choice, other", [("recomputed", "sent"), ("sent", "recomputed")])
 def test_a_resumed_run_has_the_same_bits_though_choices_are_made_anew(choice, other, tmp_path):
     """Saves after four steps and goes on in another wrap, which chooses otherwise."""
+
     def loop(model, optimizer):
         for step in range(4):
             yield stepped(optimizer, model(rows(step)))

@@ -12,16 +12,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import campaign
 import pytest
 import torch
+from models import differing
+from runs import adamw
 from torch import nn
 
-import campaign
 import infinity
 from infinity.runtime.engine import Engine
 from infinity.state.journal import Journal
-from models import differing
-from runs import adamw
 
 CAMPAIGN = Path(campaign.__file__)
 SHORT = 12  # points of each operation
@@ -215,6 +215,7 @@ def test_accumulated_gradients_outlive_a_failed_forward(tmp_path):
         model, optimizer = small(tmp_path)
         backward(model, 1)
         if fails:
+
             def stop(*_):
                 raise KeyboardInterrupt
 
@@ -365,7 +366,13 @@ def test_using_a_wrapped_model_in_a_forked_child_is_a_typed_error(tmp_path):
     pid = os.fork()
     if pid == 0:
         refused = 0
-        uses = (lambda: grad.clone(), lambda: grad.norm(1), lambda: optimizer.zero_grad(set_to_none=False), optimizer.step, lambda: backward(model))
+        uses = (
+            lambda: grad.clone(),
+            lambda: grad.norm(1),
+            lambda: optimizer.zero_grad(set_to_none=False),
+            optimizer.step,
+            lambda: backward(model),
+        )
         for use in uses:
             try:
                 use()

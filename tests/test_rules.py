@@ -7,11 +7,11 @@ import functools
 
 import pytest
 import torch
+from test_training import Lion as PlainLion
 from torch import nn
 
 import infinity
 from infinity.errors import ConfigError, UsageError
-from test_training import Lion as PlainLion
 
 CPU = {"params": "host", "optimizer": "host"}
 

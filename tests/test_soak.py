@@ -25,9 +25,10 @@ import torch
 
 pytest.importorskip("transformers", reason="the zoo is made of transformers models")
 
-import infinity  # noqa: E402
-from models import differing, environment, leftovers  # noqa: E402
-from zoo import ZOO, make_batch, make_model, seed_everything  # noqa: E402
+from models import differing, environment, leftovers
+from zoo import ZOO, make_batch, make_model, seed_everything
+
+import infinity
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 
@@ -59,6 +60,7 @@ def random_script(rng: random.Random) -> list[dict[str, Any]]:
          "strike": rng.uniform(1e-4, 0.08) if rng.random() < 0.3 else None, "fork": rng.random() < 0.1}
         for _ in range(rng.randrange(2, 7))
     ]  # fmt: skip
+
 
 def strike(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seconds: float, work: Callable[[], None]) -> None:
     """Has a signal end ``work`` after so many seconds, or at its end; then goes on as people do."""

@@ -21,19 +21,28 @@ from typing import Any
 
 import pytest
 import torch
+from models import (
+    Fail,
+    at_home,
+    differing,
+    environment,
+    least_host_memory,
+    leftovers,
+    loss_of,
+    seeded,
+    tokens,
+    transformer,
+)  # fmt: skip
+from ranks import launch
 from torch import nn
 from torch.nn.utils import clip_grad_value_
 
 import infinity
 from infinity import native
-from infinity.optim.stepper import Stepper
 from infinity.machine.sizes import parse_nbytes
 from infinity.machine.tiers import Tier
+from infinity.optim.stepper import Stepper
 from infinity.runtime.registry import wrapped
-from models import (
-    Fail, at_home, differing, environment, least_host_memory, leftovers, loss_of, seeded, tokens, transformer,
-)  # fmt: skip
-from ranks import launch
 
 SEED = 29
 LATE = "seed=1,delay=0.3,delay_seconds=0.001,reorder=0.3,short_transfer=0.3"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from models import at_home, differing
 from torch import nn
 
 import infinity
-from models import at_home, differing
 
 STEPS = 3
 
@@ -57,7 +57,9 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("dtype, master", [(torch.bfloat16, "split"), (torch.bfloat16, "fp32"), (torch.float16, "split"), (torch.float32, "split")])
+@pytest.mark.parametrize(
+    "dtype, master", [(torch.bfloat16, "split"), (torch.bfloat16, "fp32"), (torch.float16, "split"), (torch.float32, "split")]
+)
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 def test_both_state_dicts_resume_bit_for_bit(order, dtype, master, kind, home, tmp_path, caplog):
     """Method: train, put both state dicts through a file and into a new model (or the optimizer's first, into a model that has the
@@ -89,6 +91,7 @@ def test_both_state_dicts_resume_bit_for_bit(order, dtype, master, kind, home, t
 def test_a_model_that_is_loaded_alone_has_those_weights_and_no_more(tmp_path):
     """Method: after steps, the weights of the beginning are loaded without the optimizer's state; what the masters hid is gone,
     so that training from there has the bits of a run in which the steps never were."""
+
     def run(disturbed: bool) -> dict[str, torch.Tensor]:
         model, optimizer = wrap("sgd", torch.bfloat16, at_home("host", "host", tmp_path))
         first = copy.deepcopy(dict(model.state_dict()))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models import Fail, at_home, differing, loss_of, seeded, tokens, transformer
 from torch import nn
 
 import infinity
-
-from models import Fail, at_home, differing, loss_of, seeded, tokens, transformer
 
 SEED = 11
 
@@ -92,6 +91,7 @@ def test_what_was_stepped_cannot_be_clipped(tmp_path):
 def test_an_exception_inside_ends_the_job(tmp_path):
     """Method: a backward that fails half-way after units were stepped; nothing can be trained or saved on after it, and a
     checkpoint from before loads into a new model. Twin: one that fails before any unit was stepped can be tried again."""
+
     def build(place: int) -> nn.Module:
         class Model(nn.Module):
             def __init__(self) -> None:

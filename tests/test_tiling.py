@@ -19,14 +19,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 transformers = pytest.importorskip("transformers")
-from transformers.pytorch_utils import Conv1D  # noqa: E402
+from models import leftovers, seeded, swap_files
+from runs import adamw
+from transformers.pytorch_utils import Conv1D
 
-import infinity  # noqa: E402
-from infinity.errors import CapacityError, UsageError  # noqa: E402
-from infinity.machine.tiers import Tier  # noqa: E402
-from infinity.runtime.registry import wrapped  # noqa: E402
-from models import leftovers, seeded, swap_files  # noqa: E402
-from runs import adamw  # noqa: E402
+import infinity
+from infinity.errors import CapacityError, UsageError
+from infinity.machine.tiers import Tier
+from infinity.runtime.registry import wrapped
 
 SEED = 11
 KIB = 1024
@@ -138,7 +138,7 @@ def test_a_tiled_layer_computes_and_learns_as_the_whole_one(swap, name, home):
     """A pair: output, input gradient, parameter gradients close; after 4 SGD steps the weights too (SGD passes on what
     the gradient was; Adam would turn rounding of a zero into a whole step)."""
     model, plain = build(name), build(name)
-    sgd = lambda m, lr: torch.optim.SGD(m.parameters(), lr=lr, momentum=0.9)  # noqa: E731
+    sgd = lambda m, lr: torch.optim.SGD(m.parameters(), lr=lr, momentum=0.9)
     model, optimizer = wrap(model, swap, home, optimizer=sgd)
     other = sgd(plain, 1e-2)
     assert tiled_units(model)
@@ -199,7 +199,7 @@ def test_frozen_weight_or_bias_gets_no_gradient(frozen, input_grad):
     models = [seeded(SEED, lambda: nn.ModuleDict({"layer": nn.Linear(WIDTH, ROWS)})) for _ in range(2)]
     for each in models:
         for key, param in each.named_parameters():
-            param.requires_grad_(not (frozen in (key, "both")))
+            param.requires_grad_(frozen not in (key, "both"))
         each.extra = nn.Parameter(torch.ones(()))
         each.forward = lambda x, m=each: m.layer(x) * m.extra
     model, plain = models

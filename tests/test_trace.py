@@ -23,14 +23,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import at_home, differing, in_child, leftovers, loss_of, seeded, start_child, tokens, transformer
+from runs import adamw
 from torch import nn
 
 import infinity
 from infinity import cli
 from infinity.cli import trace as summarise
 from infinity.machine.timeline import COLLECTIVES, EDGES, LANES, Timeline
-from models import at_home, differing, in_child, leftovers, loss_of, seeded, start_child, tokens, transformer
-from runs import adamw
 
 SEED = 90
 LR = 1e-2
@@ -145,8 +145,9 @@ def kill(how: str) -> None:
 @pytest.mark.parametrize("how", ["os._exit", "SIGKILL", "SIGTERM"])
 def test_the_timeline_of_a_killed_job_can_be_read(how, swap, path, capsys):
     """Method: a child that is killed after three steps; `infinity trace` reads all of them."""
+
     def work() -> None:
-        held = trained(swap, path)  # noqa: F841 - nothing is to be closed
+        held = trained(swap, path)
         kill(how)
 
     child, reader = start_child(work)
@@ -178,6 +179,7 @@ def test_a_timeline_cut_anywhere_gives_what_was_whole(ended, tmp_path):
 
 def test_tracing_changes_no_bit(swap, path, caplog):
     """Method: losses, weights and moments with a timeline, without one, and with one on a full disk."""
+
     def run(trace: Any) -> dict[str, torch.Tensor]:
         model, optimizer, found = trained(swap, trace)
         moments = {f"{i} {k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
@@ -194,6 +196,7 @@ def test_tracing_changes_no_bit(swap, path, caplog):
 
 def test_a_disk_that_fills_up_ends_the_timeline_not_the_training(swap, path, capsys):
     """Method: in a child, files may have 12 KiB; training goes on, and what was written can be read."""
+
     def work() -> bool:
         def run(trace: Path | None) -> dict[str, torch.Tensor]:
             model = transformer(SEED, blocks=2)
@@ -317,6 +320,7 @@ def test_a_forked_child_does_not_write(end, swap, path):
     """Method: with events waiting in the buffer, fork a child that ends at once, runs its exit handlers, collects the
     model, or tries to use model or optimizer, which is refused; the child ends, the file has the bytes it had, and the
     parent trains on and its file is whole in the end."""
+
     def work() -> None:
         model, optimizer, _ = trained(swap, path, steps=1)
         with torch.no_grad():
@@ -379,7 +383,7 @@ def test_a_forked_childs_events_do_not_reach_the_file(path):
 # --- Timeline by itself ---
 
 
-NAMES = ["plain", "<&'\">", "ünïcödé", "\u2028 new\nline", "quote\" \\ backslash", "]", "],", "{"]
+NAMES = ["plain", "<&'\">", "ünïcödé", "\u2028 new\nline", 'quote" \\ backslash', "]", "],", "{"]
 
 
 def test_any_name_comes_through(path, tmp_path, capsys):
@@ -547,6 +551,7 @@ def test_the_picture_is_well_formed(ended, tmp_path, capsys):
 
 def test_a_control_character_in_a_name_does_not_spoil_the_picture(path, tmp_path, capsys):
     """Method: a module may be called anything without a dot; XML has no way to write some characters."""
+
     class Parts(nn.Module):
         def __init__(self) -> None:
             super().__init__()

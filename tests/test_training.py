@@ -20,11 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
-
-import infinity
-from infinity import native
 from models import (
     TIERS,
     Block,
@@ -33,8 +28,8 @@ from models import (
     environment,
     gradients,
     in_child,
-    leftovers,
     least_host_memory,
+    leftovers,
     loss_of,
     prescribed,
     seeded,
@@ -45,6 +40,11 @@ from models import (
     with_least,
 )
 from runs import Run, Yardstick, adamw, check_same_bits, plain_run, same_bits, ulp, wrapped_run
+from torch import nn
+from torch.nn import functional as F
+
+import infinity
+from infinity import native
 
 SEED = 20
 LR = 1e-2
@@ -774,9 +774,7 @@ def decay_groups(model: nn.Module) -> torch.optim.Optimizer:
 @both_ends
 def test_param_groups(home, tmp_path):
     """Method: three groups with other rates, decays and betas, which divide every block; equal to plain torch."""
-    assert_trains_alike(
-        lambda m, o: [simple_step(m, o, s) for s in range(3)], transformer(SEED), home, tmp_path, make=decay_groups
-    )
+    assert_trains_alike(lambda m, o: [simple_step(m, o, s) for s in range(3)], transformer(SEED), home, tmp_path, make=decay_groups)
 
 
 SCHEDULERS = {
@@ -865,9 +863,7 @@ def test_momentum_switched_on_later(home, tmp_path):
 
     def work():
         try:
-            assert_trains_alike(
-                loop, transformer(SEED), home, tmp_path, make=lambda m: torch.optim.SGD(m.parameters(), lr=LR)
-            )
+            assert_trains_alike(loop, transformer(SEED), home, tmp_path, make=lambda m: torch.optim.SGD(m.parameters(), lr=LR))
         except infinity.InfinityError as error:
             assert "momentum" in str(error)
 
@@ -996,10 +992,13 @@ def test_changing_gradients_between_backward_and_step(clip, home, clipped):
     assert complaint is None, complaint
 
 
-@pytest.mark.parametrize("clip", ["norm", "norm-foreach", "norm-single", "norm-inf", "total-norm", "value", "value-foreach", "by-hand", "data", "finite"])
+@pytest.mark.parametrize(
+    "clip", ["norm", "norm-foreach", "norm-single", "norm-inf", "total-norm", "value", "value-foreach", "by-hand", "data", "finite"]
+)
 @both_ends
 def test_common_ways_to_change_gradients_are_open(clip, home, tmp_path):
     """Method: what the contract names (norms, scaling, clipping by norm or value) works, and no UsageError is raised."""
+
     def loop(model, optimizer):
         loss_of(model, tokens(SEED)).backward()
         CLIPS[clip](list(model.parameters()))
@@ -1069,9 +1068,7 @@ def test_frozen_parameters_stay(home, tmp_path):
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, eps=1e-3)
 
     frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
-    model, _ = assert_trains_alike(
-        lambda m, o: [simple_step(m, o, s) for s in range(3)], model, home, tmp_path, make=make
-    )
+    model, _ = assert_trains_alike(lambda m, o: [simple_step(m, o, s) for s in range(3)], model, home, tmp_path, make=make)
     state = model.state_dict()
     assert differing({name: state[name] for name in frozen}, frozen) == []
 
@@ -1733,9 +1730,7 @@ def test_a_worker_process_that_ends_leaves_the_job_alone(home, tmp_path):
         model, optimizer = infinity.wrap_model(model, optimizer, hardest(home, model, optimizer, tmp_path))
         simple_step(model, optimizer, 0)
         before = sorted(os.listdir(tmp_path))
-        loader = torch.utils.data.DataLoader(
-            torch.arange(8), batch_size=2, num_workers=2, multiprocessing_context="fork"
-        )
+        loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=2, num_workers=2, multiprocessing_context="fork")
         for step, _ in enumerate(loader):
             simple_step(model, optimizer, step)
         child = os.fork()

@@ -17,12 +17,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-import infinity
 import models
+import pytest
 import rank_jobs
 from ranks import HERE, Failed
+
+import infinity
 
 SECONDS = 120
 
@@ -66,7 +66,9 @@ class Hosts:
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }  # fmt: skip
         self.processes.append(
-            subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+            subprocess.Popen(
+                command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            )
         )
 
     def cut(self) -> None:

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from homes import ENGINES, MIB, fault_plan, same_bits, seeded
+from models import swap_files
+
 from infinity import native
 from infinity.errors import CorruptionError, InfinityError, StorageError, UsageError
-from infinity.state.parameter import ResidentParameter, StoredParameter
-from infinity.state.shard import ParamShard
-from infinity.state.shard_spec import ShardSpec
-from infinity.storage.store import ShardStore
 from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
+from infinity.state.parameter import ResidentParameter, StoredParameter
 from infinity.state.residency import MOVES, Residency
+from infinity.state.shard import ParamShard
+from infinity.state.shard_spec import ShardSpec
 from infinity.state.unit import ParamUnit, ReadPiece
-from models import swap_files
+from infinity.storage.store import ShardStore
 
 VERBS = ("fetch", "stage", "drop", "gather", "release")
 OF_STATE = {  # of a unit at home on NVMe; GATHERING is passed through inside `gather`

@@ -11,21 +11,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import differing
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infinity
 from infinity.checkpoint import manifest, save
-from infinity.cli import main
 from infinity.checkpoint.export import export
-from infinity.untrusted import parse_json, printable, read_text
 from infinity.checkpoint.weight_files import INDEX, WeightFiles
-from models import differing
+from infinity.cli import main
+from infinity.untrusted import parse_json, printable, read_text
 
 # --- reading ---
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 50_000, "9" * 10_000, "[1e999, NaN]", "[Infinity]", "", "{", "\x00", '"\ud800'])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 50_000, "9" * 10_000, "[1e999, NaN]", "[Infinity]", "", "{", "\x00", '"\ud800']
+)
 def test_json_without_sense_is_a_value_error(text):
     with pytest.raises(ValueError):
         parse_json(text)
@@ -95,8 +97,16 @@ def test_models_that_no_machine_builds_are_refused(changes, said, tmp_path, caps
     assert "Traceback" not in err and (said in err or "transformers cannot read" in err), err
 
 
-@pytest.mark.parametrize("given", [{"update_threads": 10**6}, {"host_memory": "9" * 400 + "GiB"}, {"host_memory": 10**40}, {"micro_batch": 10**40, "update_threads": 0},
-                                   {"nvme_paths": ["/tmp/a\0b"]}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"update_threads": 10**6},
+        {"host_memory": "9" * 400 + "GiB"},
+        {"host_memory": 10**40},
+        {"micro_batch": 10**40, "update_threads": 0},
+        {"nvme_paths": ["/tmp/a\0b"]},
+    ],
+)
 def test_numbers_that_take_the_machine_are_refused(given):
     with pytest.raises(infinity.ConfigError) as error:
         infinity.Config(**given)
@@ -120,7 +130,11 @@ def test_a_tensor_in_two_files_needs_an_index(tmp_path):
     with pytest.raises(infinity.ConfigError, match="w is in a.safetensors and in b.safetensors"):
         WeightFiles(folder_of(tmp_path / "none", {"a.safetensors": ones, "b.safetensors": twos}))
     for file, value in (("a.safetensors", 1.0), ("b.safetensors", 2.0)):
-        place = folder_of(tmp_path / file, {"a.safetensors": ones, "b.safetensors": twos | {"v": torch.zeros(1)}}, {"w": file, "v": "b.safetensors"})
+        place = folder_of(
+            tmp_path / file,
+            {"a.safetensors": ones, "b.safetensors": twos | {"v": torch.zeros(1)}},
+            {"w": file, "v": "b.safetensors"},
+        )
         (piece,) = WeightFiles(place).stream(["w"])
         assert piece.values.tolist() == [value, value]
 
@@ -222,7 +236,9 @@ def test_adapters_are_saved_as_peft_saves_them(tmp_path):
 
     def base() -> nn.Module:
         torch.manual_seed(0)
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)).eval()
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+        ).eval()
 
     lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
     model = peft.get_peft_model(base(), lora)

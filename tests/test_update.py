@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-
 from homes import (
     CHUNK_GRAIN,
     ENGINES,
@@ -38,6 +37,7 @@ from homes import (
     same_bits,
     seeded,
 )
+
 from infinity import native
 from infinity.errors import CorruptionError, StorageError, UsageError
 
@@ -471,9 +471,9 @@ def test_an_update_the_engine_cannot_serve_is_an_error_and_not_the_end_of_the_pr
         return "served"
 
     outcome = outcome_in_child(call)
-    assert outcome.startswith(("UsageError", "TypeError", "RuntimeError")) or (
-        case == "a longer extent" and outcome == "served"
-    ), outcome
+    assert outcome.startswith(("UsageError", "TypeError", "RuntimeError")) or (case == "a longer extent" and outcome == "served"), (
+        outcome
+    )
 
 
 @pytest.mark.parametrize("slots, threads", [(-1, 1), (1, 0), (1, -2)])

@@ -24,25 +24,35 @@ from typing import Any
 
 import pytest
 import torch
+from homes import ENGINES, MIB, fault_plan, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
-
-import infinity
-from homes import ENGINES, MIB, fault_plan, same_bits
-from infinity import native
-from infinity.errors import CorruptionError, InfinityError, StorageError, UsageError
-from infinity.storage.arrays import StateArray
-from infinity.storage.store import ShardStore
-from infinity.machine.ledger import Ledger
-from infinity.machine.tiers import Tier
-from infinity.machine.traffic import Traffic
-from infinity.storage.write_behind import OpenPart, PARTS, WriteBehind
 from models import (
-    at_home, differing, environment, gradients, in_child, leftovers, loss_of, prescribed, seeded, tokens, transformer,
+    at_home,
+    differing,
+    environment,
+    gradients,
+    in_child,
+    leftovers,
+    loss_of,
+    prescribed,
+    seeded,
+    tokens,
+    transformer,
 )  # fmt: skip
 from runs import adamw
 from test_meta import awkward_file, on_meta, optimizer_state
+from torch import nn
+
+import infinity
+from infinity import native
+from infinity.errors import CorruptionError, InfinityError, StorageError, UsageError
+from infinity.machine.ledger import Ledger
+from infinity.machine.tiers import Tier
+from infinity.machine.traffic import Traffic
+from infinity.storage.arrays import StateArray
+from infinity.storage.store import ShardStore
+from infinity.storage.write_behind import PARTS, OpenPart, WriteBehind
 
 SEED = 77
 LR = 1e-2
@@ -543,6 +553,7 @@ def made(monkeypatch) -> list[native.Region]:
 @pytest.mark.parametrize("homes", [("host", "host"), ("device", "host"), ("nvme", "nvme"), ("host", "nvme")], ids="-".join)
 def test_every_page_is_present_after_a_wrap(homes, made, tmp_path, monkeypatch):
     """Asks the kernel (mincore) about every region of the store. Twin: without the thread some pages are absent."""
+
     def wrap() -> int:
         made.clear()
         model = transformer(SEED, blocks=8)
@@ -592,6 +603,7 @@ def forbid_populating() -> None:
 def test_populating_loses_no_byte_that_is_written_meanwhile(kernel):
     """Method: one thread populates a region while another sets a byte of every page; where the kernel has no call for it,
     too."""
+
     def work() -> str:
         if kernel != "this one":
             forbid_populating()

@@ -250,9 +250,7 @@ def add(
 
     if name in ZOO:
         raise ValueError(f"the zoo has {name} already")
-    ZOO[name] = Architecture(
-        name=name, family=family, build=build, batch=batch, needs=classes, packages=packages, quirk=quirk
-    )
+    ZOO[name] = Architecture(name=name, family=family, build=build, batch=batch, needs=classes, packages=packages, quirk=quirk)
 
 
 def causal(name: str, stem: str, *sizes: Sizes, family: str = "decoder", **more: Any) -> None:

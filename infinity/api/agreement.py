@@ -76,7 +76,11 @@ def tell_of_other_values(model: nn.Module, collectives: Collectives) -> None:
 def broadcast_rest(model: nn.Module, collectives: Collectives) -> None:
     """Buffers and parameters that the engine does not move are the first rank's from here on."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not collectives.ranks.alone and tensor.layout is torch.strided and not (isinstance(tensor, nn.Parameter) and is_managed(tensor)):
+        if (
+            not collectives.ranks.alone
+            and tensor.layout is torch.strided
+            and not (isinstance(tensor, nn.Parameter) and is_managed(tensor))
+        ):
             overwrite(tensor, collectives.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), name))
 
 
@@ -92,5 +96,7 @@ def free_everywhere(config: Config, collectives: Collectives, device: Device) ->
         return None
     check_folders(config)
     shared = {tier: 1 if tier is Tier.DEVICE and not device.is_host else collectives.ranks.local_size for tier in Tier}
-    mine = [measured_free(tier, config, device) // shared[tier] if tier is not Tier.NVME or config.nvme_paths else 0 for tier in Tier]
+    mine = [
+        measured_free(tier, config, device) // shared[tier] if tier is not Tier.NVME or config.nvme_paths else 0 for tier in Tier
+    ]
     return dict(zip(Tier, collectives.least(mine, "free memory")))

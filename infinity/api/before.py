@@ -21,7 +21,11 @@ class Before:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
         self.materialized: Materialized | None = None  # what else has to be undone
         self._modules = [
-            (module, _attributes_of(module), {name: type(hooks)(hooks) for name in self.HOOKS if (hooks := getattr(module, name, None))})
+            (
+                module,
+                _attributes_of(module),
+                {name: type(hooks)(hooks) for name in self.HOOKS if (hooks := getattr(module, name, None))},
+            )
             for module in model.modules()
         ]
         self._params = [_ParamBefore(param) for param in model.parameters()]

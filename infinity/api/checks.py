@@ -46,13 +46,13 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
     names = parameter_names(model)
     for param, param_names in names.items():
         if handle_of(param) is not None:
-            raise UsageError(
-                f"this model is wrapped already (parameter {param_names[0]} is managed): unwrap_model it first"
-            )
+            raise UsageError(f"this model is wrapped already (parameter {param_names[0]} is managed): unwrap_model it first")
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ConfigError(f"parameter {param_names[0]} is not initialised yet: run one forward before wrap_model")
         if hasattr(param, "ds_id"):
-            raise ConfigError(f"parameter {param_names[0]} is a placeholder that DeepSpeed fills: build the model outside zero.Init")
+            raise ConfigError(
+                f"parameter {param_names[0]} is a placeholder that DeepSpeed fills: build the model outside zero.Init"
+            )
     _check_storages(names)
     if optimizer is not None:
         _check_optimizer(optimizer, names, config)

@@ -58,7 +58,7 @@ def full_params(
             copy.check_unchanged_at_home()
         if writeback and not engine.ranks.alone:
             engine.collectives.same(f"leaving full_params with {len(edited)} edited", *(copy.tensor for copy in edited.values()))
-        engine.write_edits([(copy.handle, copy.tensor) for copy in dict.fromkeys(edited.values())])
+        engine.edits.write_changes([(copy.handle, copy.tensor) for copy in dict.fromkeys(edited.values())])
 
 
 class _FullCopy:

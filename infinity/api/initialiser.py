@@ -89,8 +89,7 @@ class Initialiser:
                 init(module)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise ConfigError(
-                f"{type(module).__name__} cannot be initialised by itself ({error}): give "
-                "Config(weights='model.safetensors')"
+                f"{type(module).__name__} cannot be initialised by itself ({error}): give Config(weights='model.safetensors')"
             ) from error
         for tensor, value in given.items():  # what was real already has its value
             tensor.copy_(value)
@@ -113,7 +112,9 @@ def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
     init = getattr(module, "_init_weights", None)
     if not callable(init):
         return None
-    required = [p for p in inspect.signature(init).parameters.values() if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD]
+    required = [
+        p for p in inspect.signature(init).parameters.values() if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD
+    ]
     return init if len(required) == 1 else None
 
 

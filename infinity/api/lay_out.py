@@ -15,7 +15,7 @@ from ..config.choices import MOMENT_DTYPES
 from ..config.config import Config
 from ..distributed.collectives import Collectives
 from ..errors import CapacityError, ConfigError
-from ..forwards.tiles import candidates, SMALLEST_TILE_NBYTES
+from ..forwards.tiles import SMALLEST_TILE_NBYTES, candidates
 from ..machine.accelerator import make_device
 from ..machine.device import Device
 from ..machine.sizes import format_nbytes
@@ -41,7 +41,9 @@ def choose_device(model: nn.Module, config: Config, collectives: Collectives) ->
             "Config(device='cuda')"
         )
     where = torch.device(config.device) if config.device is not None else next(iter(places), torch.device("cpu"))
-    if where.type != "cpu" and where.index is None and not collectives.ranks.alone:  # each rank of a machine has a device of its own
+    if (
+        where.type != "cpu" and where.index is None and not collectives.ranks.alone
+    ):  # each rank of a machine has a device of its own
         where = torch.device(where.type, int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.accelerator.device_count()))
         torch.accelerator.set_device_index(where.index)  # else every rank would have a context on the first one as well
     if where.type == "cpu" and config.device is None and torch.accelerator.is_available():
@@ -50,9 +52,7 @@ def choose_device(model: nn.Module, config: Config, collectives: Collectives) ->
     return make_device(where, collectives.traffic)
 
 
-def lay_out(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
-) -> tuple[MemoryPlan, list[UnitSize]]:
+def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> tuple[MemoryPlan, list[UnitSize]]:
     """The plan that :func:`wrap_model` would follow, and the sizes of the model's units. Nothing is allocated or changed."""
     check(model, optimizer, config)
     rule = recognise(optimizer) if optimizer is not None else None

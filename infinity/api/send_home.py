@@ -43,7 +43,13 @@ class Homes:
 
 @torch.no_grad()
 def send_shard_home(
-    collectives: Collectives, store: ArrayIO, shard: ParamShard, optimizer: torch.optim.Optimizer | None, rule, *, done: set[nn.Parameter]
+    collectives: Collectives,
+    store: ArrayIO,
+    shard: ParamShard,
+    optimizer: torch.optim.Optimizer | None,
+    rule,
+    *,
+    done: set[nn.Parameter],
 ) -> None:
     """Copies values (but of those that are ``done``), moments and gradients to the shard's homes."""
     for index, param in enumerate(shard.params):
@@ -66,4 +72,8 @@ def send_shard_home(
 
 def _of_first_rank(collectives: Collectives, tensor: torch.Tensor, what: str) -> torch.Tensor:
     """The first rank's ``tensor``."""
-    return tensor if collectives.ranks.alone else collectives.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), what)
+    return (
+        tensor
+        if collectives.ranks.alone
+        else collectives.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), what)
+    )

@@ -158,9 +158,7 @@ def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
         check_block(group.name, group.block)
 
 
-def _commit(
-    model, optimizer, rule, engine: Engine, groups: list[Group], group_of: dict, moved: MovedRest
-) -> tuple:
+def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_of: dict, moved: MovedRest) -> tuple:
     """Changes the model. Everything that can fail for want of space or for bad input is behind us."""
     came_from = {param: param.device for unit in engine.units for shard in unit.shards for param in shard.params}
     engine.attach(parameter_names(model), group_of)

@@ -57,9 +57,7 @@ class Ours:
         for name, scale in fill.items():
             dtype = {2: torch.bfloat16, 4: torch.float32}[variant.nbytes[name]]
             self.tensor(name, dtype).normal_(std=scale)
-        self.extents = {
-            name: native.Extent.in_memory(region.address, region.nbytes) for name, region in self.regions.items()
-        }
+        self.extents = {name: native.Extent.in_memory(region.address, region.nbytes) for name, region in self.regions.items()}
         self.updater = native.Updater(native.IoEngine(kind="threads"), 0, 0, 0, threads)
         self.steps = 0
 
@@ -148,9 +146,7 @@ def _measure(variant: Variant, count: int, threads: int, settings: Settings) -> 
     with rivals.openmp_threads(threads):
         times = alternate(jobs, settings.rounds)
     rates = {who: [count / seconds / 1e9 for seconds in of_one.wall] for who, of_one in times.items()}
-    ratios = {
-        who: paired(times["ours"].wall, of_one.wall) for who, of_one in times.items() if who not in ("ours", "moving")
-    }
+    ratios = {who: paired(times["ours"].wall, of_one.wall) for who, of_one in times.items() if who not in ("ours", "moving")}
     name = f"adam.{variant.name}" + ("" if threads == settings.threads else f".{threads}thread")
     ceiling = ("moving the same bytes", rates["moving"])
     return Measured([row(name, "G parameters/s", rates["ours"], ceiling=ceiling, ratios=ratios)], notes)

@@ -117,6 +117,7 @@ def plain(job: Job) -> Running:
 def ours(job: Job) -> Running:
     """Infinity at the home that the system's name has."""
     import infinity
+
     from ..machine import disk_profile
     from ..runtime.registry import wrapped
 
@@ -155,7 +156,10 @@ def ours(job: Job) -> Running:
         tiers = infinity.stats(model).tiers
         held = tiers["device"].peak_nbytes + tiers["host"].peak_nbytes
         read, written = (after - before for before, after in zip(*moved[-2:]))
-        return {"held_nbytes": held, "disk_seconds": disk_profile.seconds([job.args.folder], read, written) if home == "nvme" else 0.0}
+        return {
+            "held_nbytes": held,
+            "disk_seconds": disk_profile.seconds([job.args.folder], read, written) if home == "nvme" else 0.0,
+        }
 
     return Running(step, settle, told)
 

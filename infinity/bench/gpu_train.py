@@ -58,6 +58,7 @@ def plain(args: argparse.Namespace) -> tuple[Step, dict]:
 def ours(args: argparse.Namespace) -> tuple[Step, dict]:
     """Infinity, from a model on meta, with the configuration that is given."""
     import infinity
+
     from ..runtime.registry import wrapped
 
     torch.manual_seed(0)

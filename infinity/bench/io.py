@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from infinity import native
-from ..machine.disk_profile import disk_profile
 
+from ..machine.disk_profile import disk_profile
 from . import rivals
 from .results import Measured, Row, row
 from .rounds import Times, alternate, paired

@@ -20,9 +20,9 @@ import safetensors.torch
 import torch
 
 import infinity
-from ..machine import disk_profile
 from infinity import native
 
+from ..machine import disk_profile
 from .io import Raw, TestFile
 from .llama import SHAPES, Llama
 from .results import Measured, row

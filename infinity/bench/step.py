@@ -11,8 +11,8 @@ import tempfile
 import torch
 
 import infinity
-from ..runtime.registry import wrapped
 
+from ..runtime.registry import wrapped
 from .results import Measured, row
 from .rounds import alternate, paired
 from .settings import Settings
@@ -49,7 +49,6 @@ class Plain:
         with torch.no_grad():
             for master, param in zip(self.masters, self.model.parameters()):
                 param.copy_(master)
-
 
     def finish(self) -> None:
         """Nothing is left for later."""

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import infinity
-from ..machine.tiers import Tier
-from ..api.lay_out import lay_out
 
+from ..api.lay_out import lay_out
+from ..machine.tiers import Tier
 from .results import Measured, row
 from .settings import Settings
 
@@ -67,7 +67,9 @@ def widest(budget: int, factor: int, most: int) -> int:
 def train(width: int, budget: int) -> tuple[float, int]:
     """Seconds of a step and the device bytes that were charged at most."""
     model = make_layer(width)
-    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), config(budget) | {"host_memory": None})
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config(budget) | {"host_memory": None}
+    )
     start = time.perf_counter()
     model(torch.randn(TOKENS, width, dtype=torch.bfloat16)).square().mean().backward()
     optimizer.step()
@@ -124,14 +126,18 @@ def measure(settings: Settings) -> Measured:
         seconds, peak = train(width, budget)
         if peak > budget:
             raise AssertionError(f"a layer {width} wide took {peak} of {budget} bytes")
-        rows.append(row(f"tiling.width.{factor}", "wide", [width], ratios={"untiled": width / points[0]["width"] if points else 1.0}))
+        rows.append(
+            row(f"tiling.width.{factor}", "wide", [width], ratios={"untiled": width / points[0]["width"] if points else 1.0})
+        )
         points.append({"factor": factor, "width": width, "seconds": seconds, "peak_nbytes": peak, "budget_nbytes": budget})
     found: dict[str, list[dict]] = {"whole": [], "tiles": []}
     sizes = {name: max(64, round(value * settings.scale)) for name, value in HEAD.items()}
     for _ in range(min(3, settings.rounds)):
         for name, limit in (("whole", None), ("tiles", round(HEAD_BUDGET * settings.scale))):
             asked = json.dumps([limit, *sizes.values()])
-            done = subprocess.run([sys.executable, "-P", "-m", "infinity.bench.tiling", asked], capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                [sys.executable, "-P", "-m", "infinity.bench.tiling", asked], capture_output=True, text=True, check=True
+            )
             found[name].append(json.loads(done.stdout.strip().splitlines()[-1]))
     for whole, tiles in zip(found["whole"], found["tiles"]):
         if abs(whole["loss"] - tiles["loss"]) > 1e-3 * abs(whole["loss"]):

@@ -15,8 +15,8 @@ import tempfile
 import torch
 
 from infinity import native
-from ..machine.sizes import format_nbytes
 
+from ..machine.sizes import format_nbytes
 from .results import Measured, Row, row
 from .rounds import alternate
 from .settings import Settings
@@ -49,9 +49,7 @@ class Step:
         self.regions = {name: native.Region(count * size, True, threads) for name, size in sizes.items()}
         self.grad = native.Region(count * 2, True, threads)
         native.tensor_at(self.grad, self.grad.address, count, torch.bfloat16).normal_()
-        self.memory = {
-            name: native.Extent.in_memory(region.address, region.nbytes) for name, region in self.regions.items()
-        }
+        self.memory = {name: native.Extent.in_memory(region.address, region.nbytes) for name, region in self.regions.items()}
         self.disk, offset = {}, 0
         self.moved = []  # as much of another file, for what is only moved: there nobody looks at the bytes
         for name, size in SIZES.items():
@@ -80,10 +78,7 @@ class Step:
         self.step(self.disk)
         events = self.updater.take_events()
         begin = min(start for *_, start, _ in events)
-        return [
-            {"kind": kind, "slot": slot, "start": start - begin, "end": end - begin}
-            for kind, _, slot, start, end in events
-        ]
+        return [{"kind": kind, "slot": slot, "start": start - begin, "end": end - begin} for kind, _, slot, start, end in events]
 
     def read(self, extent, offset: int, address: int, nbytes: int) -> native.Ticket:
         return self.engine.read(extent, offset, address, nbytes)
@@ -125,17 +120,7 @@ def measure(settings: Settings) -> Measured:
     """Rows update.nvme (ceiling: both directions at once), its parts in seconds, and the step over the slowest part."""
     count = settings.scaled(PARAMETERS, native.CHECKSUM_NBYTES)
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
-        job = Step(folder, count, settings.threads)
-        jobs = {
-            "step": lambda: job.step(job.disk),
-            "read": lambda: job.transfer(job.read),
-            "compute": lambda: job.step(job.memory),
-            "write": lambda: job.transfer(job.write),
-            "both": job.both,
-        }
-        times = {name: of_one.wall for name, of_one in alternate(jobs, settings.rounds).items()}
-        timeline = job.timeline()
-        del job
+        times, timeline = _time_parts(Step(folder, count, settings.threads), settings)
     alone = [max(parts) for parts in zip(times["read"], times["compute"], times["write"])]
     rates = {name: [count / seconds / 1e9 for seconds in times[name]] for name in ("step", "both")}
     ceiling = ("both directions alone", rates["both"])
@@ -153,13 +138,29 @@ def measure(settings: Settings) -> Measured:
     return Measured(rows, notes, {"update.timeline": timeline})
 
 
+def _time_parts(job: Step, settings: Settings) -> tuple[dict[str, list[float]], list]:
+    """Seconds of the step and of its parts alone, in turns; and when what happened in the last step."""
+    jobs = {
+        "step": lambda: job.step(job.disk),
+        "read": lambda: job.transfer(job.read),
+        "compute": lambda: job.step(job.memory),
+        "write": lambda: job.transfer(job.write),
+        "both": job.both,
+    }
+    times = {name: of_one.wall for name, of_one in alternate(jobs, settings.rounds).items()}
+    return times, job.timeline()
+
+
+def _time_whole(job: Step, settings: Settings) -> dict[str, list[float]]:
+    """Seconds of the step, and of both directions of the disk alone, in turns."""
+    jobs = {"step": lambda: job.step(job.disk), "both": job.both}
+    return {name: of_one.wall for name, of_one in alternate(jobs, settings.rounds).items()}
+
+
 def _of_size(nbytes: int, settings: Settings) -> Row:
     """The step over a state of ``nbytes``, in units of both directions alone."""
     count = max(1, round(nbytes * settings.scale / sum(SIZES.values()) / native.CHECKSUM_NBYTES)) * native.CHECKSUM_NBYTES
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
-        job = Step(folder, count, settings.threads, in_memory=False)
-        jobs = {"step": lambda: job.step(job.disk), "both": job.both}
-        times = {name: of_one.wall for name, of_one in alternate(jobs, settings.rounds).items()}
-        del job
+        times = _time_whole(Step(folder, count, settings.threads, in_memory=False), settings)
     ratios = [step / both for step, both in zip(times["step"], times["both"])]
     return row(f"update.step_over_both.{nbytes // MIB}MiB", "ratio", ratios)

@@ -15,7 +15,7 @@ from ..errors import UsageError
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of
-from ..state.handle import handle_of, ParamHandle
+from ..state.handle import ParamHandle, handle_of
 from ..state.shard_spec import ARRAYS
 from ..state.unit import ParamUnit
 

@@ -18,7 +18,7 @@ from ..distributed.collectives import Collectives
 from ..errors import ConfigError, CorruptionError, InfinityError
 from .folder import OF_READERS
 from .load import checkpoint_of
-from .manifest import check_file, MANIFEST
+from .manifest import MANIFEST, check_file
 from .parts import list_parts, read_parts
 from .pretrained import Source, write_sources
 from .weight_files import FILE_DTYPES
@@ -27,9 +27,7 @@ KINDS = {str(kind).removeprefix("torch."): kind for kind in FILE_DTYPES.values()
 BESIDE = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model")
 
 
-def export(
-    checkpoint: Path, folder: Path, *, dtype: torch.dtype | None = None, model: Path | None = None
-) -> dict[str, int]:
+def export(checkpoint: Path, folder: Path, *, dtype: torch.dtype | None = None, model: Path | None = None) -> dict[str, int]:
     """Writes the weights of ``checkpoint`` (any number of ranks wrote it) to ``folder`` as safetensors.
 
     dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from ..runtime.engine import Engine
 from ..state.handle import ParamHandle
 from ..state.shard_spec import MOMENTS
 from ..state.tensors import overwrite
-from .content import buffers_of, describe_groups, describe_parameter, engine_of_pair, SAVED, unmanaged_parameters
+from .content import SAVED, buffers_of, describe_groups, describe_parameter, engine_of_pair, unmanaged_parameters
 from .folder import OF_READERS, reading
-from .manifest import check_file, MANIFEST, MOST_STEPS, read_manifest
+from .manifest import MANIFEST, MOST_STEPS, check_file, read_manifest
 from .parts import list_parts, read_parts
 from .random_state import check_random_state, restore_random_state
 from .values import decode_value
@@ -60,9 +61,40 @@ def checkpoint_of(root: Path, collectives: Collectives) -> Iterator[tuple[dict[s
             collectives.rendezvous(f"having read {data.name}, with which this rank is done")
 
 
-def _load(
+@dataclass(frozen=True)
+class _Checked:
+    """What is read and checked before anything changes."""
+
+    other: dict[str, torch.Tensor]  # everything but the units' arrays
+    groups: list[dict] | None
+    extra: Any
+    generators: tuple | None  # None: a rank that did not exist then goes on with the generators it has
+
+
+def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
+    checked = _check(manifest, data, engine, model, optimizer)
+    engine.collectives.rendezvous(f"loading {manifest['data']}, which every rank can")
+    engine.wait_idle()
+    engine.prefetcher.release_all(engine.units)
+    engine.halt("loading a checkpoint was cut short")  # until all of it is there
+    engine.steps.resume(manifest["step_index"])
+    _load_units(manifest, data, engine)
+    if optimizer is not None and checked.groups is not None:
+        for group, saved in zip(optimizer.param_groups, checked.groups):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+    rank = engine.ranks.data_rank
+    _load_rest(model, checked.other, rank)
+    engine.count_backwards(0)
+    if checked.generators is not None:
+        restore_random_state(checked.generators, checked.other, rank)
+    engine.go_on()
+    return checked.extra
+
+
+def _check(
     manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> Any:
+) -> _Checked:
+    """Raises CorruptionError or UsageError where the checkpoint is not whole, or is another model's. Nothing is changed."""
     rank = engine.ranks.data_rank
     try:
         _check_parameters(engine, manifest["parameters"])
@@ -71,24 +103,34 @@ def _load(
         other = {key: tensor for key, _, tensor in read_parts(data / OF_READERS)}
         groups, extra = decode_value(manifest["groups"], other), decode_value(manifest["extra"], other)
         _check_complete(engine, manifest, data)
-        # A rank that did not exist then goes on with the generators it has.
         generators = check_random_state(manifest["random"][rank], other, rank) if rank < len(manifest["random"]) else None
         if optimizer is not None:
             _check_optimizer(optimizer, manifest["optimizer"], groups)
-        _check_shapes({f"buffer/{name}": value for name, value in buffers_of(model).items()}, other)
-        _check_shapes({f"buffer-of-rank/{rank}/{name}": value for name, value in buffers_of(model).items()}, other)
-        _check_shapes({f"unmanaged/{name}": value for name, value in unmanaged_parameters(model).items()}, other)
+        for prefix, targets in _rest(model, rank):
+            _check_shapes({prefix + name: value for name, value in targets.items()}, other)
     except InfinityError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         # Its checksum is right, so it was written like this: by something else, or by another version.
         raise CorruptionError(f"{data.parent / MANIFEST} does not describe a checkpoint: {error!r}") from error
+    return _Checked(other, groups, extra, generators)
 
-    engine.collectives.rendezvous(f"loading {manifest['data']}, which every rank can")
-    engine.wait_idle()
-    engine.prefetcher.release_all(engine.units)
-    engine.halt("loading a checkpoint was cut short")  # until all of it is there
-    engine.steps.resume(manifest["step_index"])
+
+def _rest(model: nn.Module, rank: int) -> list[tuple[str, dict[str, torch.Tensor]]]:
+    """Tensors of the model that the engine does not move, under the prefixes of their names in a checkpoint."""
+    buffers = buffers_of(model)
+    return [("buffer/", buffers), (f"buffer-of-rank/{rank}/", buffers), ("unmanaged/", unmanaged_parameters(model))]
+
+
+@torch.no_grad()
+def _load_rest(model: nn.Module, other: dict[str, torch.Tensor], rank: int) -> None:
+    for prefix, targets in _rest(model, rank):
+        for name, target in targets.items():
+            if prefix + name in other:
+                overwrite(target, other[prefix + name])
+
+
+def _load_units(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
     by_name = {handle.name: handle for unit in engine.units for handle in unit.handles}
     for handle in by_name.values():
         handle.changed()
@@ -101,19 +143,6 @@ def _load(
                     handle.shard.write_part(engine.store, array, handle.index, tensor, begin=begin, version=engine.step_index)
     for handle in by_name.values():
         _restore_step(engine, handle, manifest["parameters"][handle.name]["step"])
-    if optimizer is not None:
-        for group, saved in zip(optimizer.param_groups, groups):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-    with torch.no_grad():
-        for prefix, targets in (("buffer/", buffers_of(model)), (f"buffer-of-rank/{rank}/", buffers_of(model)), ("unmanaged/", unmanaged_parameters(model))):
-            for name, target in targets.items():
-                if prefix + name in other:
-                    overwrite(target, other[prefix + name])
-    engine.count_backwards(0)
-    if generators is not None:
-        restore_random_state(generators, other, rank)
-    engine.go_on()
-    return extra
 
 
 def _restore_step(engine: Engine, handle: ParamHandle, step: int) -> None:
@@ -169,7 +198,9 @@ def _check_complete(engine: Engine, manifest: dict[str, Any], data: Path) -> Non
                 if wanted and lengths.get(f"{array}/{handle.name}") != end - begin:
                     raise CorruptionError(f"{data} holds no {array} of {handle.name} with {end - begin} elements")
                 if wanted and end > begin and dtypes[f"{array}/{handle.name}"] != {handle.shard.arrays[array].dtype}:
-                    raise CorruptionError(f"{data} holds {array} of {handle.name} in another dtype than {handle.shard.arrays[array].dtype}")
+                    raise CorruptionError(
+                        f"{data} holds {array} of {handle.name} in another dtype than {handle.shard.arrays[array].dtype}"
+                    )
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:

@@ -40,7 +40,7 @@ from .content import (
     unmanaged_parameters,
 )
 from .folder import OF_READERS, remove_data, writing
-from .manifest import file_checksum, FORMAT, MANIFEST, seal_manifest, sync_folder, write_synced
+from .manifest import FORMAT, MANIFEST, file_checksum, seal_manifest, sync_folder, write_synced
 from .parts import PARTS_KEY
 from .random_state import random_state_tensors, read_random_state
 from .values import encode_value
@@ -116,7 +116,7 @@ def _write_data(data: Path, engine: Engine, content: dict[str, Any], tensors: di
         try:
             data.mkdir(parents=True, exist_ok=not collectives.ranks.alone)
             files = _write_units(engine, data) if collectives.ranks.writes else {}
-        except Exception as error:  # noqa: BLE001 - the others are told of it, and it is raised below
+        except Exception as error:
             if collectives.ranks.alone:
                 raise
             failure = error
@@ -149,7 +149,9 @@ def _buffers_of_others(mine: dict[str, torch.Tensor], collectives: Collectives) 
         return {}
     digests = {name: hashlib.blake2b(flat_bytes(buffer), digest_size=16).digest() for name, buffer in mine.items()}
     first = collectives.collect(digests, "digests of the buffers")[0]
-    others = collectives.collect({name: mine[name].cpu() for name in mine if digests[name] != first.get(name)}, "buffers that differ")
+    others = collectives.collect(
+        {name: mine[name].cpu() for name in mine if digests[name] != first.get(name)}, "buffers that differ"
+    )
     return {f"buffer-of-rank/{rank}/{name}": buffer for rank, of_one in enumerate(others) for name, buffer in of_one.items()}
 
 

@@ -114,4 +114,3 @@ def _settings(args: argparse.Namespace):
         raise ConfigError(f"--json {args.json}: there is no folder {Path(args.json).parent}")
     chosen = {"threads": args.threads} if args.threads else {}
     return Settings(folder=args.folder, rounds=args.rounds, scale=args.scale, peers=not args.no_peers, **chosen)
-

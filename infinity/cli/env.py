@@ -185,6 +185,7 @@ def _guard(torch) -> Finding:
 def _disk(folder: str) -> list[Finding]:
     from infinity import native
     from infinity.errors import InfinityError
+
     from ..machine.sizes import format_nbytes
 
     name = f"disk {folder}"

@@ -12,7 +12,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser = subparsers.add_parser("export", help="write a checkpoint's weights as safetensors")
     parser.add_argument("checkpoint", type=Path, help="a folder that save_checkpoint, or `infinity train`, wrote")
     parser.add_argument("out", type=Path, help="the folder to write")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: what the model computed in; fp32 takes the masters")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="default: what the model computed in; fp32 takes the masters"
+    )
     parser.add_argument("--model", type=Path, metavar="DIR", help="copy configuration and tokenizer from this folder")
     parser.add_argument("--json", action="store_true", help="print what was written as one JSON object")
     return parser
@@ -20,8 +22,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Writes the folder and says how much that was."""
-    from ..config.choices import DTYPES
     from ..checkpoint.export import export
+    from ..config.choices import DTYPES
     from ..machine.sizes import format_nbytes
 
     written = export(args.checkpoint, args.out, dtype=DTYPES[args.dtype] if args.dtype else None, model=args.model)

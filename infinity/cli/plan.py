@@ -64,9 +64,9 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from ..api.lay_out import lay_out
     from ..machine.rates import Rates
     from ..planning.predict import predict
-    from ..api.lay_out import lay_out
     from .training.compute import compute_time
     from .training.job import make_optimizer
     from .training.model import choose_sequence_length, read_model_config

@@ -19,20 +19,29 @@ from typing import TYPE_CHECKING, Any
 
 import infinity
 
+from ..data.corpus import Batches, TextFiles, find_text_files, read_corpus
 from ..errors import ConfigError
 from ..machine.sizes import parse_nbytes
 from .training.compute import compute_time, multiplies_bf16
 from .training.interrupt import Interrupt
-from .training.job import EdgeCounts, held_out_loss, Job, make_job, resume, train
-from .training.model import build_model, check_vocabulary, checkpoint_activations, choose_sequence_length, is_streamed, no_cache, read_model_config, read_tokenizer
+from .training.job import EdgeCounts, Job, held_out_loss, make_job, resume, train
+from .training.model import (
+    build_model,
+    check_vocabulary,
+    checkpoint_activations,
+    choose_sequence_length,
+    is_streamed,
+    no_cache,
+    read_model_config,
+    read_tokenizer,
+)
 from .training.options import add_options, check_options, has_checkpoint
 from .training.places import check_room
-from .training.progress import make_progress, ProgressBar, ProgressLines, Scalars
+from .training.progress import ProgressBar, ProgressLines, Scalars, make_progress
 from .training.ranks import Ranks
 from .training.report import make_report, measure_disks, predict_step, print_report
 from .training.sample import printable, sample
 from .training.settings import engine_config, engine_settings, training_state_nbytes
-from ..data.corpus import Batches, find_text_files, read_corpus, TextFiles
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,6 +121,11 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     report = make_report(job, counts=counts, config=config, measured_disk=measured_disk, predicted_step_seconds=predicted,
                          loss_after=loss_after)  # fmt: skip
     print_report(console, report)
+    return _end(args, ranks, job, tokenizer, console, report)
+
+
+def _end(args: argparse.Namespace, ranks: Ranks, job: Job, tokenizer: Any, console: Console, report: dict[str, Any]) -> int:
+    """Saves what was trained, and prints the report where that is asked for."""
     if args.out is not None:
         report.update(_save_and_sample(args, job, tokenizer, console))
     else:
@@ -211,7 +225,13 @@ def _save_and_sample(args: argparse.Namespace, job: Job, tokenizer: Any, console
     if args.sample_bytes and is_first:
         prompt = args.prompt or (DEFAULT_PROMPT if args.data is None else None)
         prompt, text = sample(
-            args.out, prompt=prompt, ntokens=args.sample_bytes, seed=seed, tokenizer=tokenizer, batches=batches, trust=args.trust_remote_code
+            args.out,
+            prompt=prompt,
+            ntokens=args.sample_bytes,
+            seed=seed,
+            tokenizer=tokenizer,
+            batches=batches,
+            trust=args.trust_remote_code,
         )
         console.print(f"A sample of it, loaded by transformers alone:\n{printable(prompt + text)}")
         result.update(prompt=prompt, sample=text)

@@ -7,7 +7,7 @@ import difflib
 import logging
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,9 +117,7 @@ class Config:
             self._set("units", self._parse_list("units", str))
         for name in ("params", "optimizer", "activations"):
             if getattr(self, name) == "nvme" and not self.nvme_paths:
-                raise ConfigError(
-                    f"{name}='nvme' needs a folder on the disk to use: Config(nvme_paths=['/path/on/the/disk'])"
-                )
+                raise ConfigError(f"{name}='nvme' needs a folder on the disk to use: Config(nvme_paths=['/path/on/the/disk'])")
         self._check_device()
         self._check_numbers()
 
@@ -136,7 +134,9 @@ class Config:
             if count is not None and not (isinstance(count, int) and not isinstance(count, bool) and count > 0):
                 raise ConfigError(f"{name}={count!r} must be a positive number {what}")
         if self.update_threads is not None and self.update_threads > MOST_THREADS:
-            raise ConfigError(f"update_threads={self.update_threads} is more than {MOST_THREADS}: give the processors that are to step, or None")
+            raise ConfigError(
+                f"update_threads={self.update_threads} is more than {MOST_THREADS}: give the processors that are to step, or None"
+            )
         norm = self.max_grad_norm
         if norm is not None and not (isinstance(norm, (int, float)) and not isinstance(norm, bool) and norm > 0):
             raise ConfigError(f"max_grad_norm={norm!r} must be a positive number, or None for no clipping")
@@ -151,7 +151,7 @@ class Config:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def _choose(self, name: str, allowed: tuple[str, ...]) -> None:
+    def _choose(self, name: str, allowed: Collection[str]) -> None:
         value = getattr(self, name)
         if value not in allowed:
             near = difflib.get_close_matches(str(value), allowed, n=1)

@@ -118,9 +118,7 @@ class Corpus:
         return len(self.tokens) - self.train_ntokens
 
 
-def read_corpus(
-    files: TextFiles, *, sequence_length: int, limit_nbytes: int, tokenizer: Any = None
-) -> Corpus:
+def read_corpus(files: TextFiles, *, sequence_length: int, limit_nbytes: int, tokenizer: Any = None) -> Corpus:
     """Reads at most `limit_nbytes` of the files and splits off the held-out part.
 
     Byte-level without a tokenizer: one file is mapped, not read. Raises `ConfigError` when there is not

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigError, InfinityError
 from ..machine.traffic import Traffic
-from .channel import all_gather, Channel, HEARING_SECONDS, Pending, ranks_lost
+from .channel import HEARING_SECONDS, Channel, Pending, all_gather, ranks_lost
 from .data_ranks import DataRanks
 from .quantize import decode_blocks, encode_blocks
 
@@ -65,7 +65,9 @@ class Collectives:
         if self.ranks.compresses and flat.is_floating_point():
             mine = encode_blocks(flat.view(self.ranks.size, -1)[self.ranks.rank])
             everyones = mine.new_empty(self.ranks.size * mine.numel())
-            return self._gather(self.ranks.row, everyones, mine, what, offered, lambda: decode_blocks(everyones, flat, self.ranks.size))
+            return self._gather(
+                self.ranks.row, everyones, mine, what, offered, lambda: decode_blocks(everyones, flat, self.ranks.size)
+            )
         raw = _bytes_of(flat)
         return self._gather(self.ranks.row, raw, raw.view(self.ranks.size, -1)[self.ranks.rank], what, offered)
 
@@ -129,7 +131,9 @@ class Collectives:
         received = torch.empty_like(raw)
         works = []
         if self.ranks.size > 1:
-            works.append(self._do(lambda: dist.all_to_all_single(received, raw, group=self.ranks.row.reductions, async_op=True), what))
+            works.append(
+                self._do(lambda: dist.all_to_all_single(received, raw, group=self.ranks.row.reductions, async_op=True), what)
+            )
 
         def finish() -> None:
             moved = raw.numel() - raw.numel() // self.ranks.size

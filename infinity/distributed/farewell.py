@@ -54,7 +54,9 @@ class _Farewell:
                 elif self._store.check([f"who/{rank}"]):
                     host, boot, pid = json.loads(self._store.get(f"who/{rank}"))
                     if (host, boot) == (socket.gethostname(), _boot()) and not _runs(pid):
-                        found.append(f"rank {rank} (process {pid}) has ended without a word: it left, or was killed, perhaps for want of memory")
+                        found.append(
+                            f"rank {rank} (process {pid}) has ended without a word: it left, or was killed, perhaps for want of memory"
+                        )
         return found
 
 

@@ -15,7 +15,6 @@ from ..state.unit import ParamUnit
 from .weights import Weights
 
 
-
 class Checkpointed:
     """A block's forward of which only the input is kept."""
 

@@ -20,12 +20,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import ConfigError, InfinityError, UsageError
 from ..state.journal import Journal
-from .checkpointed import Checkpointed, random_states, set_random_states
-from .replaced_forward import own_forward, ReplacedForward
-from .value_snapshot import SCALARS
 from ..state.unit import ParamUnit
+from .checkpointed import Checkpointed, random_states, set_random_states
+from .replaced_forward import ReplacedForward, own_forward
+from .value_snapshot import SCALARS
 from .weights import Weights
-
 
 # How far two samples together may differ from each alone: kernels add up in another order.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}

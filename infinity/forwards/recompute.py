@@ -22,13 +22,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ..machine.tiers import Tier
-from ..planning.activation_choice import ActivationChoice, choose, Measured
+from ..planning.activation_choice import ActivationChoice, Measured, choose
+from ..state.unit import ParamUnit
 from .checkpointed import Checkpointed
 from .replaced_forward import own_forward
-from .value_snapshot import has_containers, MODULE_OWN, NoSnapshot, SCALARS, Snapshot
-from ..state.unit import ParamUnit
+from .value_snapshot import MODULE_OWN, SCALARS, NoSnapshot, Snapshot, has_containers
 from .weights import Weights
-
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,9 @@ class ActivationPlanner:
     def counts(self) -> dict[str, int]:
         """How many blocks are kept, sent and recomputed; nothing before that is chosen."""
         chosen = [block for block in self.blocks if block.is_measured]
-        return {choice.value: sum(block.choice is choice for block in chosen) for choice in ActivationChoice} if self._chosen else {}
+        return (
+            {choice.value: sum(block.choice is choice for block in chosen) for choice in ActivationChoice} if self._chosen else {}
+        )
 
 
 class PlannedBlock:
@@ -190,6 +191,11 @@ class PlannedBlock:
     def _is_heard(self) -> bool:
         """Whether someone's hooks hear what runs inside: they would hear it twice."""
         block, everyones = self._block(), torch.nn.modules.module
-        inside = [hooks for module in block.modules() if module is not block for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        inside = [
+            hooks
+            for module in block.modules()
+            if module is not block
+            for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        ]
         heard = [*inside, everyones._global_forward_hooks, everyones._global_forward_pre_hooks]
         return any(not getattr(hook, "is_infinity", False) for hooks in heard for hook in hooks.values())

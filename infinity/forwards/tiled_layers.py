@@ -23,7 +23,6 @@ from .replaced_forward import ReplacedForward
 from .tiles import HEAD_RATIO, Tiles
 from .weights import Weights
 
-
 LOGITS_NBYTES = 32 * 1024 * 1024  # of a tile's logits at once, in fp32: more tokens are computed in parts
 
 
@@ -273,7 +272,12 @@ class HeadForward:
             dtype = torch.get_autocast_dtype(x.device.type)
         elif x.dtype != dtype:
             return None  # torch has an error for that
-        if type(x) is not torch.Tensor or x.dim() < 2 or x.shape[-1] != self._tiles.param.shape[1] or torch.is_inference_mode_enabled():
+        if (
+            type(x) is not torch.Tensor
+            or x.dim() < 2
+            or x.shape[-1] != self._tiles.param.shape[1]
+            or torch.is_inference_mode_enabled()
+        ):
             return None
         # What a checkpoint returns, and what a module's backward hooks get, is an ordinary tensor.
         heard = any(each._backward_hooks or each._backward_pre_hooks for ref in self._around if (each := ref()) is not None)

@@ -13,9 +13,8 @@ from torch import nn
 
 from ..errors import UsageError
 from ..machine.tiers import Tier
-from ..state.handle import handle_of, ParamHandle
+from ..state.handle import ParamHandle, handle_of
 from .weights import Weights
-
 
 SMALLEST_TILE_NBYTES = 64 * 1024
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,7 +29,7 @@ class GradientBank(GradValues):
         self._reducer: Reducer | None = None  # where there are other ranks
         self._adds_to_consumed = False  # the running backward came through an input: the loss is another model's
 
-# --- what autograd and torch.nn.utils see ---
+    # --- what autograd and torch.nn.utils see ---
 
     def get(self, handle: ParamHandle) -> LandedGrad | None:
         """``p.grad``."""
@@ -111,10 +111,6 @@ class GradientBank(GradValues):
         self._changing, self._adds_to_consumed = set(), False
         super().rebuild()
 
-
-
-
-
     # --- landing ---
 
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
@@ -177,7 +173,9 @@ class GradientBank(GradValues):
             order = None if record.viewed else self._norm_order
             record.norm = None if order is None else (order, take_norm(there, order))
 
-    def _land_beside(self, handle: ParamHandle, home: torch.Tensor, value: torch.Tensor, take_norm: Callable, *, adds: bool) -> None:
+    def _land_beside(
+        self, handle: ParamHandle, home: torch.Tensor, value: torch.Tensor, take_norm: Callable, *, adds: bool
+    ) -> None:
         """Does the same in the queue to the host, beside the compute. What is added is added on the device, and the norm taken there:
         both are the same for every home."""
         record, shard, where = handle.grad, handle.shard, self.device.where
@@ -283,30 +281,3 @@ class GradientBank(GradValues):
         if len(record.factors) == native.MAX_GRAD_FACTORS:
             self._apply_factors(handle, self._slice(handle, write=True))
         record.factors.append(factor)
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-

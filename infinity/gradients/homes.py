@@ -36,7 +36,9 @@ class OpenedShard:
 class GradHomes:
     """The homes of all gradients: memory here, memory elsewhere, or disk. Used from the thread that runs backward or the step."""
 
-    def __init__(self, store: ShardStore, staging: native.PinnedPool | None, collectives: Collectives, *, in_flight_nbytes: int = 0):
+    def __init__(
+        self, store: ShardStore, staging: native.PinnedPool | None, collectives: Collectives, *, in_flight_nbytes: int = 0
+    ):
         self._store, self._staging = store, staging
         self.device = store.device
         self.collectives, self.ranks = collectives, collectives.ranks

@@ -18,7 +18,7 @@ from enum import Enum, auto
 import torch
 
 from ..errors import InternalError, UsageError
-from ..machine.device import Event, PAST
+from ..machine.device import PAST, Event
 from ..state.handle import ParamHandle
 
 

@@ -172,7 +172,9 @@ class Reducer:
         whether more may come on some rank."""
         what = f"reducing {what}"
         handles = [handle for handle in unit.handles if handle.shard is shard]
-        *anywhere, incomplete = self._collectives.agree([*(handle.index in got for handle in handles), unit not in self._ready], what)
+        *anywhere, incomplete = self._collectives.agree(
+            [*(handle.index in got for handle in handles), unit not in self._ready], what
+        )
         wanted = [handle for handle, wanted in zip(handles, anywhere) if wanted]
         if not wanted:
             return incomplete

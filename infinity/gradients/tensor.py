@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -72,14 +72,7 @@ class LandedGrad(torch.Tensor):
         if subject is not None and (result := _shortcut(func, subject, args)) is not None:
             return result
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
-            for grad in args[0]:  # one at a time: they need not fit in memory together
-                if isinstance(grad, LandedGrad):
-                    grad._bank.change_own(_writable(grad), lambda own: func([own], *args[1:]))
-                else:
-                    func([grad], *args[1:])
-            if landed := [grad for grad in args[0] if isinstance(grad, LandedGrad)]:
-                args[1].copy_(landed[0]._bank.collectives.exchange(args[1], "overflow of gradients").amax(0))
-            return None
+            return _unscale(func, args)
         if func is aten.linalg_vector_norm.default and subject is not None and len(args) < 3 and not kwargs:
             refuse_torn(subject._infinity_grad)
             return subject._bank.norm(subject._infinity_grad, float(args[1]) if len(args) > 1 else 2.0)
@@ -92,18 +85,10 @@ class LandedGrad(torch.Tensor):
                 _writable(grad).grad.viewed = True  # nobody hears of a write through the view
                 grad._infinity_grad.shard.drop_shadow()
         copied = {id(grad) for grad in grads if grad._bank.lends_copies(grad._infinity_grad)}
-        if copied and func.is_view:
-            raise UsageError(
-                f"{func} of {grads[0]._infinity_grad.name}.grad, which is at home elsewhere (on the host, or on several "
-                "ranks): a view would be of a copy. Take .clone() first."
-            )
         # One from disk is lent in its staging slot. Several may not fit there at once: copies are lent then.
         from_disk = [grad for grad in grads if grad._infinity_grad.shard.arrays["grad"].tier is Tier.NVME]
-        if from_disk and func.is_view:
-            raise UsageError(
-                f"{func} of {from_disk[0]._infinity_grad.name}.grad, which is at home on nvme: a view would outlive its "
-                "staging memory. Take .clone() first."
-            )
+        if func.is_view:
+            _refuse_view(func, grads, copied, from_disk)
         lent: dict[int, torch.Tensor] = {}
 
         def lend(grad: LandedGrad) -> torch.Tensor:
@@ -122,6 +107,31 @@ class LandedGrad(torch.Tensor):
         if mutated and isinstance(result, torch.Tensor):
             return next((grad for grad in mutated if isinstance(grad, LandedGrad)), result)
         return result
+
+
+def _unscale(func, args: tuple) -> None:
+    """GradScaler's check and division, of one gradient after the other: they need not fit in memory together."""
+    for grad in args[0]:
+        if isinstance(grad, LandedGrad):
+            grad._bank.change_own(_writable(grad), lambda own: func([own], *args[1:]))
+        else:
+            func([grad], *args[1:])
+    if landed := [grad for grad in args[0] if isinstance(grad, LandedGrad)]:
+        args[1].copy_(landed[0]._bank.collectives.exchange(args[1], "overflow of gradients").amax(0))
+
+
+def _refuse_view(func, grads: list[LandedGrad], copied: set[int], from_disk: list[LandedGrad]) -> None:
+    """Raises UsageError where a view would be of a copy, or outlive its memory."""
+    if copied:
+        raise UsageError(
+            f"{func} of {grads[0]._infinity_grad.name}.grad, which is at home elsewhere (on the host, or on several "
+            "ranks): a view would be of a copy. Take .clone() first."
+        )
+    if from_disk:
+        raise UsageError(
+            f"{func} of {from_disk[0]._infinity_grad.name}.grad, which is at home on nvme: a view would outlive its "
+            "staging memory. Take .clone() first."
+        )
 
 
 def _shortcut(func, subject: LandedGrad, args: tuple):

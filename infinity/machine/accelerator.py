@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .. import native
 from ..errors import CapacityError, ConfigError, StorageError
 from . import storage_guard
-from .device import Copy, Device, Event, PAST, QUEUES, SHARE_FOR_THE_ENGINE
+from .device import PAST, QUEUES, SHARE_FOR_THE_ENGINE, Copy, Device, Event
 from .sizes import format_nbytes
 from .traffic import Traffic
 
@@ -95,9 +95,7 @@ class Accelerator(Device):
             with torch.cuda.device(where):
                 self.kernels, self.kernels_refusal = native.gpu_kernels()
 
-    def put(
-        self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), freight: Copy | None = None
-    ) -> Event:
+    def put(self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), freight: Copy | None = None) -> Event:
         stream = self._queues[queue]
         for moment in behind:
             if isinstance(moment, _DeviceEvent):

@@ -81,9 +81,7 @@ class Device:
         self.kernels: Any = None  # of the optimizer, where the processor's do not reach
         self.kernels_refusal = "the processor has its own"
 
-    def put(
-        self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), freight: Copy | None = None
-    ) -> Event:
+    def put(self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), freight: Copy | None = None) -> Event:
         """Runs ``work`` in ``queue``, behind what is in it and behind the given moments."""
         if freight is None:
             work()

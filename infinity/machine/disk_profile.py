@@ -159,9 +159,7 @@ def _measure(folder: str, kind: str) -> DiskProfile:
     return best
 
 
-def _rates(
-    path: str, memory: native.Region, kind: str, block_nbytes: int, depth: int
-) -> tuple[float, float, float]:
+def _rates(path: str, memory: native.Region, kind: str, block_nbytes: int, depth: int) -> tuple[float, float, float]:
     engine = native.make_io_engine(kind=kind, block_nbytes=block_nbytes, depth=depth)
     extent = native.Extent.in_file(engine.open_file(path), 0, PROBE_NBYTES)
     engine.register([(memory.address, memory.nbytes)])

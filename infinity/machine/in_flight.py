@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .device import Event, PAST
+from .device import PAST, Event
 
 
 class InFlight:

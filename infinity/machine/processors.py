@@ -35,7 +35,7 @@ def _quotas(root: Path, own: Path) -> list[float]:
 
 
 def _ratio(file: Path) -> float | None:
-    """"150000 100000" -> 1.5; None for "max", or where there is no such file."""
+    """ "150000 100000" -> 1.5; None for "max", or where there is no such file."""
     try:
         quota, period = file.read_text().split()
         return None if quota == "max" else int(quota) / int(period)

@@ -56,8 +56,7 @@ def _flags() -> tuple[int, int] | None:
         set_flag(probe)
         states.append(bytes(image))
     (*throws,), (*warns,) = (
-        [i for i, (before, after) in enumerate(zip(old, new)) if (before, after) == (0, 1)]
-        for old, new in zip(states, states[1:])
+        [i for i, (before, after) in enumerate(zip(old, new)) if (before, after) == (0, 1)] for old, new in zip(states, states[1:])
     )
     if len(throws) != 2 or throws[1] != throws[0] + 1 or warns != [throws[1] + 2]:
         return None

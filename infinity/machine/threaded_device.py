@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import torch
 
 from .. import native
-from .device import Copy, Device, Event, QUEUES
+from .device import QUEUES, Copy, Device, Event
 from .traffic import Traffic
 
 
@@ -64,9 +64,7 @@ class ThreadedDevice(Device):
         for thread in self._threads:
             thread.start()
 
-    def put(
-        self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), freight: Copy | None = None
-    ) -> Event:
+    def put(self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), freight: Copy | None = None) -> Event:
         moment, behind = _ThreadEvent(), list(behind)
 
         def run() -> None:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from .. import native
-from ..machine.device import Copy, Device, Event, PAST
+from ..machine.device import PAST, Copy, Device, Event
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from ..planning.device_slots import DEVICE_SLOTS, SLOT_ALIGNMENT

@@ -241,7 +241,6 @@ class InfinityOptimizer(torch.optim.Optimizer):
         """The same without masters, which a plain optimizer has no use for."""
         return self._state.read(masters=False)
 
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state dict of this or of the plain optimizer. Raises UsageError before anything is changed."""
         with self._engine.using():

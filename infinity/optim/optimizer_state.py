@@ -39,9 +39,7 @@ class OptimizerState:
             if master:
                 state[index] = master
             if handle.step and self.moments:
-                moments = {
-                    name: handle.shard.read_moment(store, array, handle.index) for name, array in self.moments.items()
-                }
+                moments = {name: handle.shard.read_moment(store, array, handle.index) for name, array in self.moments.items()}
                 counted = self._rule in (native.Rule.ADAMW, native.Rule.ADAM)
                 step = {} if not counted else {"step": torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")}
                 state[index] = step | moments | master
@@ -63,7 +61,10 @@ class OptimizerState:
                         f"{name} of {handle_of(params[index]).name} has shape {tuple(value.shape)}, the parameter "
                         f"{tuple(params[index].shape)}"
                     )
-        return [group | {key: value for key, value in saved.items() if key != "params"} for group, saved in zip(self._groups, saved_groups)]
+        return [
+            group | {key: value for key, value in saved.items() if key != "params"}
+            for group, saved in zip(self._groups, saved_groups)
+        ]
 
     def _params_of(self, state_dict: dict[str, Any]) -> dict[int, torch.Tensor]:
         """Our parameters by the numbers that ``state_dict`` gives them."""

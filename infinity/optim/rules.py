@@ -169,7 +169,7 @@ def _try_lion(optimizer: torch.optim.Optimizer) -> None:
                 direction = (0.6 * moment + 0.4 * sign * grad).sign()
                 expected = expected * (1 - 0.1 * decay) - 0.1 * direction
                 moment = 0.8 * moment + 0.2 * sign * grad
-        except Exception as error:  # noqa: BLE001 - whatever its class raises
+        except Exception as error:
             raise ConfigError(
                 f"optimizer Lion: a step of it on a small tensor on the CPU raised {error!r}. Supported are {SUPPORTED}."
             ) from error

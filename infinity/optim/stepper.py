@@ -15,7 +15,7 @@ import torch
 
 from .. import native
 from ..gradients.record import GradState
-from ..state.handle import handle_of, ParamHandle
+from ..state.handle import ParamHandle, handle_of
 from ..state.shard import ParamShard
 from ..state.shard_arrays import Shadow
 from ..state.unit import ParamUnit
@@ -141,9 +141,7 @@ class Stepper:
             step.update = self._processor_update(shard, rest, after, label=label, version=version)
         if own:
             behind = target.gradients.landing_of(shard)
-            step.device_step = partial(
-                stepper.step, shard, shard.native_layout(self._rule), own, version=version, behind=behind
-            )
+            step.device_step = partial(stepper.step, shard, shard.native_layout(self._rule), own, version=version, behind=behind)
 
     def _processor_update(
         self,

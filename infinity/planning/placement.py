@@ -10,7 +10,7 @@ from ..config.config import Config
 from ..machine.device import Device
 from ..machine.tiers import Tier
 from ..state.shard_spec import ARRAYS, SCALES
-from .budgets import Budgets, SHARED
+from .budgets import SHARED, Budgets
 from .device_slots import DEVICE_SLOTS
 from .memory_plan import MemoryPlan, term_of
 from .slots import needed_device_slot_nbytes
@@ -20,9 +20,7 @@ from .unit_sizes import CHECKSUMMED, STATE, UnitSize
 TOGETHER = {"weights": ("weight",), "optimizer state": ("master", "exp_avg", "exp_avg_sq")}
 
 
-def use_what_is_left(
-    plan: MemoryPlan, units: Sequence[UnitSize], config: Config, budgets: Budgets, device: Device
-) -> MemoryPlan:
+def use_what_is_left(plan: MemoryPlan, units: Sequence[UnitSize], config: Config, budgets: Budgets, device: Device) -> MemoryPlan:
     """What the budgets have left holds second copies of state, where updates are made ahead, and units of a slower home: for good where the home is "auto", as a cache where it is
     NVMe by name. It is always the same part, so it is there at every step."""
     filling = Placement(plan, units, budgets)

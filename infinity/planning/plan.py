@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..config.config import Config
-from ..errors import ConfigError
+from ..errors import ConfigError, InternalError
 from ..machine.device import Device
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
-from .budgets import budget_too_small, Budgets, no_room_for_shadows
-from .memory_plan import LADDER, lay_out_memory, MemoryPlan
+from .budgets import Budgets, budget_too_small, no_room_for_shadows
+from .memory_plan import LADDER, MemoryPlan
+from .memory_terms import MemoryTerms
 from .placement import use_what_is_left
 from .step_traffic import step_cost
 from .unit_sizes import UnitSize
@@ -53,13 +54,13 @@ def make_plan(
         whole_grads = any(shard.whole_grad for unit in units for shard in unit.shards)  # they are averaged in memory
         grads += [Tier.HOST, Tier.NVME] if config.nvme_paths and not whole_grads else [Tier.HOST]
         for grad in grads:
-            for choice in LADDER:
-                plan = lay_out_memory(units, config, params, optimizer, grad, choice, held_nbytes, device)
+            for rung in LADDER:
+                plan = MemoryTerms(units, config, (params, optimizer, grad), rung, held_nbytes, device).plan()
                 if not budgets.over(plan):
                     fitting.append(use_what_is_left(plan, units, config, budgets, device))
                     if config.speculate and not fitting[-1].shadowed:
                         continue  # what looks less far ahead may leave room for that
-                    break  # a less generous choice would cache a little more, and look less far ahead
+                    break  # a less generous rung would cache a little more, and look less far ahead
                 if least is None or budgets.excess(plan) < budgets.excess(least):
                     least = plan
     if fitting:
@@ -67,6 +68,8 @@ def make_plan(
         if config.speculate and not plan.shadowed and any(shard.spec.stepped for unit in units for shard in unit.shards):
             raise no_room_for_shadows(plan, units, budgets)
         return plan
+    if least is None:
+        raise InternalError("no plan was tried")
     if least.planned_nbytes(Tier.NVME) and not config.nvme_paths:
         raise ConfigError("something has its home on NVMe, but nvme_paths is empty: name a folder on the disk to use")
     over = budgets.over(least)

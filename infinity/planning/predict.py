@@ -27,12 +27,10 @@ class Prediction:
     @property
     def bottleneck(self) -> str:
         """The resource that needs most."""
-        return max(self.seconds, key=self.seconds.get)
+        return max(self.seconds, key=self.seconds.__getitem__)
 
 
-def predict(
-    plan: MemoryPlan, units: Sequence[UnitSize], rates: Rates, *, compute_seconds: float, passes: int = 1
-) -> Prediction:
+def predict(plan: MemoryPlan, units: Sequence[UnitSize], rates: Rates, *, compute_seconds: float, passes: int = 1) -> Prediction:
     """The step time from what the processor has to do in turn and the disk beside it.
 
     ``compute_seconds``: forward and backward of one step's whole batch, without the optimizer.
@@ -46,7 +44,7 @@ def predict(
         "optimizer": edges["optimizer"] / rates.memory,
     }
     processor = sum(seconds.values())
-    if through_disk and rates.disk_mixed:
+    if through_disk and rates.disk_read and rates.disk_write and rates.disk_mixed:
         seconds["disk"] = max(
             edges["nvme->host"] / rates.disk_read, edges["host->nvme"] / rates.disk_write, through_disk / rates.disk_mixed
         )

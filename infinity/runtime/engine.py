@@ -27,9 +27,9 @@ from ..machine.rates import memory_rate
 from ..machine.tiers import Tier
 from ..machine.timeline import Timeline
 from ..optim.device_step import DeviceStepper
-from ..planning.shadow_policy import ShadowPolicy
 from ..planning.memory_plan import MemoryPlan
 from ..planning.schedule import Schedule
+from ..planning.shadow_policy import ShadowPolicy
 from ..planning.unit_sizes import UnitSize
 from ..state import mistakes
 from ..state.handle import ParamHandle, set_raw_grad
@@ -38,9 +38,10 @@ from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from .passes import Passes
 from .prefetch import Prefetcher
-from .resources import make_store, Resources, trace_path
+from .resources import Resources, make_store, trace_path
 from .shut_down import draw_updates, shut_down
 from .step_clock import StepClock
+from .value_edits import ValueEdits
 
 
 class Engine:
@@ -108,7 +109,9 @@ class Engine:
         self.reducer: Reducer | None = None
         if stepping and not self.ranks.alone:
             trained = [unit for unit in self.units if any(shard.spec.stepped for shard in unit.shards)]
-            self.reducer = Reducer(self.collectives, trained, self.gradients, self.ledger, self.schedule, self.passes.landed_at_home)
+            self.reducer = Reducer(
+                self.collectives, trained, self.gradients, self.ledger, self.schedule, self.passes.landed_at_home
+            )
             self.gradients.reduce_with(self.reducer)
         self.activations = self._resources.make_activations()
         planned = self.activations is not None and self.activations.spare_nbytes is not None and self.config.micro_batch is None
@@ -127,6 +130,7 @@ class Engine:
             device=self.device,
             journal=self.journal,
         )
+        self.edits = ValueEdits(self.store, self.prefetcher, self.journal, self.collectives, self.steps)
 
     def attach(self, names: dict[torch.Tensor, list[str]], group_of: dict[torch.Tensor, int]) -> None:
         """Makes the parameters managed ones. Their values are at home already: nothing here needs space or the disk."""
@@ -249,33 +253,9 @@ class Engine:
         return self.passes.saving()
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """``p.copy_(value)`` outside a forward: the value goes home, master and all."""
+        """Sends the value of ``p.copy_(value)``, outside a forward, home, master and all."""
         with self.using():
-            value = value.detach().expand(tuple(handle.shard.layout.placements[handle.index].shape))
-            self.collectives.same(f"setting {handle.name}", value)
-            flat = handle.shard.flattened(value, handle.index)
-            self.prefetcher.release_all([handle.unit])
-            if handle.has_loaded_master and self.collectives.least([handle.shard.holds(self.store, handle.index, value)], f"setting {handle.name}")[0]:
-                return  # the optimizer's state was loaded first, and has the master of this very value
-
-            def change() -> None:
-                handle.changed()
-                handle.shard.write_flattened(self.store, handle.index, flat, version=self.step_index)
-
-            self.journal.carry_out(change)
-
-    def write_edits(self, edited: list[tuple[ParamHandle, torch.Tensor]]) -> None:
-        """Elements of the values that differ from their parameters' go home; the others keep their master's bits. All of it or,
-        where that is refused, nothing."""
-        self.prefetcher.release_all([handle.unit for handle, _ in edited])
-        found = [(handle, handle.shard.changes(self.store, handle.index, value)) for handle, value in edited]
-
-        def change() -> None:
-            for handle, parts in found:
-                handle.changed()
-                handle.shard.write_changes(self.store, handle.index, parts, version=self.step_index)
-
-        self.journal.carry_out(change)
+            self.edits.write_value(handle, value)
 
     # --- what blocks ask that run another way ---
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, is_dataclass
 from functools import partial
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_map_only
 
 from ..forwards.lazy_logits import Logits
 from ..gradients.record import GradState
-from ..state.handle import handle_of, ParamHandle, raw_grad, set_raw_grad
+from ..state.handle import ParamHandle, handle_of, raw_grad, set_raw_grad
 from ..state.unit import ParamUnit
-from .saved_weights import is_checkpoint, OPAQUE, saving_hooks
+from .saved_weights import OPAQUE, is_checkpoint, saving_hooks
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -170,6 +170,7 @@ class Passes:
         me = weakref.ref(self)
         units = frame.units
         if not self.frames and any(tensor.grad_fn is not None for tensor in _tensors((args, kwargs))):
+
             def come_from_another(_grad: torch.Tensor) -> None:
                 if passes := me():
                     passes.join_task()  # whose end takes the mark back, whether any gradient lands or not
@@ -193,6 +194,7 @@ class Passes:
         frozen = [unit for unit in units if not any(p.requires_grad for shard in unit.shards for p in shard.params)]
         inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad and handle_of(t) is None] if frozen else []
         if inputs:
+
             def depart(_grads: Any) -> None:
                 if passes := me():
                     for unit in frozen:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import native
-from ..machine.device import Event, PAST
+from ..machine.device import PAST, Event
 from ..machine.sizes import round_up
 from ..storage.arrays import StateArray
 

@@ -73,7 +73,9 @@ except ImportError:  # pragma: no cover
     pass
 
 
-def saving_hooks(storages: Mapping[int, tuple[ParamUnit, torch.Tensor]], hold: Callable[[ParamUnit], None]) -> tuple[Callable, Callable]:
+def saving_hooks(
+    storages: Mapping[int, tuple[ParamUnit, torch.Tensor]], hold: Callable[[ParamUnit], None]
+) -> tuple[Callable, Callable]:
     """Makes a pair of saved-tensor hooks that save weights as references, and hand everything else to the hooks around them.
 
     ``storages``: the units' device buffers, by storage. ``hold`` makes a unit resident until the running backward is done with it.

@@ -21,7 +21,12 @@ def draw_updates(updater: native.Updater, traffic: Traffic, names: list[str]) ->
 
 
 def shut_down(
-    store: ShardStore, shards: list[ParamShard], updaters: list[native.Updater], names: list[str], collectives: Collectives, device: Device
+    store: ShardStore,
+    shards: list[ParamShard],
+    updaters: list[native.Updater],
+    names: list[str],
+    collectives: Collectives,
+    device: Device,
 ) -> None:
     """Gives everything back. Cut short, it is called again, and does what is left."""
     if store.pid != os.getpid():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 

@@ -150,8 +150,7 @@ class _Stored:
     def __repr__(self, *, tensor_contents=None):
         handle = handle_of(self)
         return (
-            f"{type(self).__name__}({handle.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"home={handle.shard.weight.tier})"
+            f"{type(self).__name__}({handle.name}, shape={tuple(self.shape)}, dtype={self.dtype}, home={handle.shard.weight.tier})"
         )
 
     __str__ = __repr__
@@ -218,6 +217,7 @@ def _grad_of_places(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any
 
 def _on_lent(func, args: tuple, kwargs: dict) -> Any:
     """``func`` of what the parameters among its arguments stand for."""
+
     def replaced(param: torch.Tensor) -> torch.Tensor:
         lent = lent_to(param)
         return param if lent is None else lent

@@ -35,15 +35,13 @@ def is_managed(param: nn.Parameter) -> bool:
     return type(param) is nn.Parameter
 
 
-def partition(
-    model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.Parameter, int] | None = None
-) -> list[Group]:
+def partition(model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.Parameter, int] | None = None) -> list[Group]:
     """The groups of ``model`` in the order of its modules; every managed parameter is in exactly one.
 
     ``units``: "auto", or class names of the modules that are units. ``tiled``: weights that run in tiles -> rows of a
     tile; each is a group of its own, which nobody owns. Raises ConfigError for a name without a module.
     """
-    blocks = list(_repeated_blocks("", model)) if units == "auto" else _named_blocks(model, units)
+    blocks = list(_repeated_blocks("", model)) if isinstance(units, str) else _named_blocks(model, units)
     names = parameter_names(model)
     groups = [Group(names[param][0], [param], [], tile_rows=rows) for param, rows in (tiled or {}).items()]
     taken = set(tiled or ())

@@ -1,10 +1,10 @@
 """Residency: says where a unit's bytes are, and which moves there are.
 
-    STORED     home only; costs nothing above it
-    FETCHING   home -> staging slots in flight, piece by piece; slots charged
-    STAGED     bytes in staging slots, verified when gathered; slots charged
-    GATHERING  slots (or a memory home) -> device, and from other ranks what they have
-    RESIDENT   parameters usable; device bytes charged
+STORED     home only; costs nothing above it
+FETCHING   home -> staging slots in flight, piece by piece; slots charged
+STAGED     bytes in staging slots, verified when gathered; slots charged
+GATHERING  slots (or a memory home) -> device, and from other ranks what they have
+RESIDENT   parameters usable; device bytes charged
 """
 
 from __future__ import annotations

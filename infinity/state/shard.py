@@ -39,15 +39,11 @@ class ParamShard(ShardArrays):
             weight = native.join_master(weight, master) if self.spec.master == native.Master.SPLIT else master
         return self._shaped(weight.to(dtype), index)
 
-    def write_value(
-        self, store: ArrayIO, index: int, value: torch.Tensor, *, version: int, fresh: bool = False
-    ) -> None:
+    def write_value(self, store: ArrayIO, index: int, value: torch.Tensor, *, version: int, fresh: bool = False) -> None:
         """Sets parameter ``index``: master and weight become ``value``. ``fresh``: nothing but a value has been here yet."""
         self.write_flattened(store, index, self.flattened(value, index), version=version, fresh=fresh)
 
-    def write_flattened(
-        self, store: ArrayIO, index: int, flat: torch.Tensor, *, version: int, fresh: bool = False
-    ) -> None:
+    def write_flattened(self, store: ArrayIO, index: int, flat: torch.Tensor, *, version: int, fresh: bool = False) -> None:
         """The same of a value as :meth:`flattened` gives it. Doing it twice is doing it once."""
         self.wait_idle()
         self._write_encoded(store, self.layout.placements[index].offset, flat, version, fresh)
@@ -66,9 +62,7 @@ class ParamShard(ShardArrays):
             value[torch.unravel_index(places, place.shape)] = values
             self.write_value(store, index, value, version=0, fresh=True)
 
-    def _write_encoded(
-        self, store: ArrayIO, offset: int, flat: torch.Tensor, version: int, fresh: bool
-    ) -> None:
+    def _write_encoded(self, store: ArrayIO, offset: int, flat: torch.Tensor, version: int, fresh: bool) -> None:
         """Master and weight of ``flat``, in pieces: what they are made of is several times as large. Low bits that are zero
         need not be written where nothing was yet."""
         spec = self.spec

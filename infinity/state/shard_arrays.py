@@ -21,12 +21,12 @@ import torch
 from .. import native
 from ..distributed.collectives import Collectives
 from ..errors import InternalError
-from ..machine.device import Event, PAST
+from ..machine.device import PAST, Event
 from ..machine.tiers import Tier
 from ..storage.arrays import ArrayIO, StateArray
 from ..storage.store import ShardStore
 from .flat_layout import FlatLayout
-from .shard_spec import elements_each, ShardSpec
+from .shard_spec import ShardSpec, elements_each
 
 
 class Activity(Enum):
@@ -279,9 +279,7 @@ class ShardArrays:
         first = self.own(name)[0]
         return store.read(self.arrays[name], begin - first, end - first)
 
-    def write_part(
-        self, store: ArrayIO, name: str, index: int, part: torch.Tensor, *, version: int, begin: int = 0
-    ) -> None:
+    def write_part(self, store: ArrayIO, name: str, index: int, part: torch.Tensor, *, version: int, begin: int = 0) -> None:
         """Puts ``part`` where :meth:`read_part` reads it, from its element ``begin`` on: of it, what is at home here."""
         self.drop_shadow()
         self.last_read.wait()

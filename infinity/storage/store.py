@@ -26,7 +26,7 @@ from ..machine.device import Event
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
 from .allocator import ArrayAllocator
-from .arrays import bytes_of, StateArray
+from .arrays import StateArray, bytes_of
 from .write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)

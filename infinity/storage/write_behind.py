@@ -126,7 +126,9 @@ class WriteBehind:
     def _take(self) -> OpenPart:
         if not self._free and len(self._open) + len(self._under_way) < self._count:
             lease = self._store.take_lease(self._service, self._part_nbytes)
-            self._free.append(OpenPart(lease, native.tensor_at(self._service.region, lease.address, self._part_nbytes, torch.uint8)))
+            self._free.append(
+                OpenPart(lease, native.tensor_at(self._service.region, lease.address, self._part_nbytes, torch.uint8))
+            )
         if not self._free:
             if not self._under_way:
                 self._submit(next(iter(self._open.values())))

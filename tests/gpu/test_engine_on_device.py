@@ -15,10 +15,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import infinity  # noqa: E402
-import test_device as on_stand_in  # noqa: E402
-from infinity import native  # noqa: E402
-from infinity.runtime.registry import wrapped  # noqa: E402
+import test_device as on_stand_in
+
+import infinity
+from infinity import native
+from infinity.runtime.registry import wrapped
 
 KERNELS, REFUSAL = native.gpu_kernels()
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=f"no GPU: {REFUSAL or 'torch sees none'}")

@@ -10,8 +10,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from infinity import native  # noqa: E402
-from test_gpu_kernels import FORMS, MOMENTS, RULES, compare, on_module  # noqa: E402
+from test_gpu_kernels import FORMS, MOMENTS, RULES, compare, on_module
+
+from infinity import native
 
 KERNELS, REFUSAL = native.gpu_kernels()
 pytestmark = pytest.mark.skipif(KERNELS is None or not torch.cuda.is_available(), reason=f"no GPU: {REFUSAL or 'torch sees none'}")

@@ -94,7 +94,9 @@ def _measure(config: Any, layers: int, batch: int, length: int, dtype: torch.dty
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(_with_layers(config, layers), dtype=dtype, trust_remote_code=is_trusted(config)).train()
+    model = AutoModelForCausalLM.from_config(
+        _with_layers(config, layers), dtype=dtype, trust_remote_code=is_trusted(config)
+    ).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tokens = torch.zeros(batch, length, dtype=torch.long)

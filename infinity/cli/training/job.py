@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import functools
 import gc
-import infinity
 import math
 import time
 from collections.abc import Callable
@@ -23,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+import infinity
 
 from ...data.corpus import Batches
 from ...errors import InfinityError, UsageError
@@ -71,9 +72,7 @@ class Job:
         return len(self.step_seconds) * self.tokens_per_step / seconds if seconds else 0.0
 
 
-def make_job(
-    args: argparse.Namespace, model: nn.Module, batches: Batches, config: infinity.Config, ranks: Ranks
-) -> Job:
+def make_job(args: argparse.Namespace, model: nn.Module, batches: Batches, config: infinity.Config, ranks: Ranks) -> Job:
     import torch
 
     model.config.architectures = [type(model).__name__]
@@ -212,8 +211,7 @@ class EdgeCounts:
 
     def since(self, start: EdgeCounts) -> EdgeCounts:
         edges = {
-            edge: {name: value - start.edges[edge][name] for name, value in moved.items()}
-            for edge, moved in self.edges.items()
+            edge: {name: value - start.edges[edge][name] for name, value in moved.items()} for edge, moved in self.edges.items()
         }
         return EdgeCounts(at_seconds=self.at_seconds - start.at_seconds, edges=edges)
 
@@ -252,9 +250,7 @@ def resume(job: Job) -> None:
         )
     job.scheduler.load_state_dict(extra["scheduler"])
     # From the step, not the checkpoint's last rate: the same bits, unless --steps has grown and the curve with it.
-    for group, base_lr, share in zip(
-        job.optimizer.param_groups, job.scheduler.base_lrs, job.scheduler.lr_lambdas, strict=True
-    ):
+    for group, base_lr, share in zip(job.optimizer.param_groups, job.scheduler.base_lrs, job.scheduler.lr_lambdas, strict=True):
         group["lr"] = base_lr * share(extra["step"])
     job.first_step = job.next_step = extra["step"]
     job.loss_before = extra["loss_before"]

@@ -1,8 +1,8 @@
 """The model of `infinity train`, as transformers has it: configuration, tokenizer, weights. The engine comes later.
 
-  positions        the tokens that one sequence may have
-  byte-level text  what a model without a tokenizer reads: a token is a byte
-  cache            keys and values of past tokens, which only generation uses
+positions        the tokens that one sequence may have
+byte-level text  what a model without a tokenizer reads: a token is a byte
+cache            keys and values of past tokens, which only generation uses
 """
 
 from __future__ import annotations

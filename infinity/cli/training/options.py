@@ -1,6 +1,6 @@
 """The options of `infinity train`: what the command line takes, and what of it can be refused at once.
 
-  fresh weights  those of a model that is built from its configuration alone; the seed decides them
+fresh weights  those of a model that is built from its configuration alone; the seed decides them
 """
 
 from __future__ import annotations
@@ -37,8 +37,12 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
     add("--trust-remote-code", action="store_true", help="run Python code that lies in the folder of --model")
     add("--data", type=Path, metavar="PATH", help="a text file, or a folder: all text files in it, sorted")
     add("--data-limit", default="64MiB", metavar="BYTES", help="read no more (default 64MiB)")
-    add("--dtype", choices=("auto", "bf16", "fp32"), default="bf16",
-        help="of the model's weights (default bf16); auto: fp32 on a processor that has no fast bf16 products")
+    add(
+        "--dtype",
+        choices=("auto", "bf16", "fp32"),
+        default="bf16",
+        help="of the model's weights (default bf16); auto: fp32 on a processor that has no fast bf16 products",
+    )
     add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward")
 
 
@@ -46,8 +50,11 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--params", choices=HOMES, help="home of the parameters (default auto)")
     add("--optimizer", choices=HOMES, help="home of master weights and moments (default auto)")
-    add("--shard", choices=("optimizer", "gradients", "parameters"),
-        help="under torchrun, what each rank has only its part of (default parameters)")
+    add(
+        "--shard",
+        choices=("optimizer", "gradients", "parameters"),
+        help="under torchrun, what each rank has only its part of (default parameters)",
+    )
     add("--activations", choices=HOMES, help="home of what the forward saves for the backward (default auto)")
     add("--micro-batch", type=_positive, metavar="N", help="samples that a unit runs at once (default all)")
     add(
@@ -80,7 +87,12 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     add("--warmup-steps", type=_count, default=10, metavar="N", help="linear warm-up, then cosine (default 10)")
     add("--max-grad-norm", type=_positive_float, metavar="NORM", help=f"clip to it (default {DEFAULT_MAX_GRAD_NORM})")
     add("--device", metavar="DEVICE", help='what computes: "cuda", "cuda:1" or "cpu" (default: cuda where there is one)')
-    add("--timeout", type=_positive_float, metavar="SECONDS", help="under torchrun, how long a rank waits for the others (default: torch's)")
+    add(
+        "--timeout",
+        type=_positive_float,
+        metavar="SECONDS",
+        help="under torchrun, how long a rank waits for the others (default: torch's)",
+    )
     add("--seed", type=_count, default=0, help="of fresh weights, batches, dropout and the sample (default 0)")
     add("--threads", type=_positive, metavar="N", help="torch's compute threads (default: torch's choice)")
 

@@ -1,6 +1,6 @@
 """Where a job writes its results: looked at before it begins, not found out after hours.
 
-  place   a folder that may not exist yet; what can be asked is asked of the first one above it that does
+place   a folder that may not exist yet; what can be asked is asked of the first one above it that does
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def check_writable(option: str, folder: Path) -> None:
             file.write(b"x")
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else error
-        raise StorageError(error.errno or 0, f"{option} {folder} cannot be written: {why}. Give another folder", str(there)) from error
+        raise StorageError(
+            error.errno or 0, f"{option} {folder} cannot be written: {why}. Give another folder", str(there)
+        ) from error
 
 
 def check_room(option: str, folder: Path, nbytes: int, what: str) -> None:

@@ -1,7 +1,7 @@
 """Ranks of `infinity train` under torchrun: who says what, and what they have to agree on.
 
-  rank    this process among those that torchrun started; alone there is one
-  first   the rank that prints, samples and writes what there is one of
+rank    this process among those that torchrun started; alone there is one
+first   the rank that prints, samples and writes what there is one of
 """
 
 from __future__ import annotations

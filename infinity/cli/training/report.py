@@ -1,21 +1,22 @@
 """The report of `infinity train`: what came of the job, the same numbers as tables and as JSON.
 
-  edge      from one tier to the next, as nvme->host
-  counts    of every edge over the training: what moved, for how long, and how long the loop stood still for it
-  measured  a disk's rates in a short probe, before the training
-  achieved  its rates in the training, while transfers were in flight
+edge      from one tier to the next, as nvme->host
+counts    of every edge over the training: what moved, for how long, and how long the loop stood still for it
+measured  a disk's rates in a short probe, before the training
+achieved  its rates in the training, while transfers were in flight
 """
 
 from __future__ import annotations
 
 import dataclasses
-import infinity
 import math
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
+
+import infinity
 
 from ...machine.sizes import format_nbytes
 from ...machine.tiers import Tier
@@ -33,7 +34,8 @@ def measure_disks(config: infinity.Config) -> dict[str, float] | None:
 
 def predict_step(job: Job, config: infinity.Config, compute_seconds: float) -> float:
     """Seconds of a step, from the plan and the machine's rates; ``compute_seconds`` are of its whole batch."""
-    from ...machine.rates import Rates; from ...planning.predict import predict
+    from ...machine.rates import Rates
+    from ...planning.predict import predict
     from ...runtime.registry import wrapped
 
     engine = wrapped(job.model).engine

@@ -1,7 +1,7 @@
 """The sample of `infinity train`: what a saved folder's model writes after a prompt, without the engine.
 
-  prompt        the text it is given
-  continuation  the text it writes after it
+prompt        the text it is given
+continuation  the text it writes after it
 """
 
 from __future__ import annotations

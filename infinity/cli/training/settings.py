@@ -1,20 +1,21 @@
 """The settings of `infinity train`: the engine's options by name, before they become a `Config`.
 
-  settings  from --config and, over it, the command line; the names are those of `Config`'s fields
-  share     a host budget in percent, as a part of 1; it needs the model to become bytes
+settings  from --config and, over it, the command line; the names are those of `Config`'s fields
+share     a host budget in percent, as a part of 1; it needs the model to become bytes
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import infinity
 import math
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+import infinity
 
 from ...errors import ConfigError
 from ...untrusted import parse_json, read_text
@@ -57,7 +58,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # both parsers' errors, and text that is not UTF-8
         raise ConfigError(f"{path} is neither valid TOML (*.toml) nor JSON: {error}") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path} holds no table of options. Give names and values, as {{\"params\": \"nvme\"}}.")
+        raise ConfigError(f'{path} holds no table of options. Give names and values, as {{"params": "nvme"}}.')
     return settings
 
 

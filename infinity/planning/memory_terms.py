@@ -1,0 +1,145 @@
+"""Memory terms: adds up what each part of the engine holds on each tier, for one choice of homes and buffer sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import native
+from ..config.config import Config
+from ..machine.device import Device
+from ..machine.sizes import round_up
+from ..machine.tiers import Tier
+from ..state.shard_spec import ARRAYS, home_of
+from .device_slots import DEVICE_SLOTS
+from .memory_plan import LADDER, MemoryPlan, Rung, term_of
+from .slots import needed_device_slot_nbytes, optimizer_slot_nbytes
+from .unit_sizes import CHECKSUMMED, UnitSize
+
+GRADS_AT_ONCE = 3  # staged: one that lands, one that is written, one that is read for a parameter used twice
+ACTIVATION_SLOTS = 8  # four storages at once, each read or written while another is
+GRADS_IN_FLIGHT = 3  # of the largest gradient: still being read, as it is converted, and as it is added to what is at home
+CHECKSUM_ENTRY_NBYTES = 4
+
+
+class MemoryTerms:
+    """The sum of a plan, with a reason beside each term."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitSize],
+        config: Config,
+        homes: tuple[Tier, Tier, Tier],
+        rung: Rung,
+        held_nbytes: int,
+        device: Device,
+    ):
+        """``homes``: of weights, optimizer state and gradients. ``held_nbytes``: the most weights that one moment of a forward holds."""
+        self._units, self._config, self._rung, self._held, self._device = units, config, rung, held_nbytes, device
+        self._params, self._optimizer, self._grad = homes
+        self._shards = [shard for unit in units for shard in unit.shards]
+        self._stepped = [shard for shard in self._shards if shard.spec.stepped]
+        self._whole_units = [unit for unit in units if not unit.tile_nbytes]
+        self.tiers = {name: home_of(name, *homes) for name in ARRAYS}
+        self.terms: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
+
+    def plan(self) -> MemoryPlan:
+        """Adds everything up."""
+        for name, tier in self.tiers.items():
+            self._add(tier, term_of(name), sum(shard.nbytes(name) for shard in self._shards))
+        staging, grads, activations = self._staging(), self._grad_staging(), self._activation_staging()
+        slot, service = self._slot(), self._service()
+        self._add_ranks()
+        window = self._window()
+        borrowed, device_slot = self._device_step()
+        return MemoryPlan(
+            tiers=self.tiers,
+            units_ahead=self._rung.units_ahead,
+            staging_nbytes=staging,
+            grad_staging_nbytes=grads,
+            activation_staging_nbytes=activations,
+            slot_count=self._rung.slot_count,
+            slot_nbytes=slot,
+            service_nbytes=service,
+            device_window_nbytes=window,
+            borrowed_nbytes=borrowed,
+            device_slot_nbytes=device_slot,
+            terms=self.terms,
+        )
+
+    def _add(self, tier: Tier, what: str, nbytes: int) -> int:
+        if nbytes:
+            self.terms[tier][what] = self.terms[tier].get(what, 0) + nbytes
+        return nbytes
+
+    def _staging(self) -> int:
+        slices = sorted((unit.slice_nbytes for unit in self._whole_units), reverse=True)
+        nbytes = sum(slices[: 1 + self._rung.units_ahead]) if self._params is Tier.NVME else 0
+        return self._add(Tier.HOST, "staged weights", nbytes)
+
+    def _grad_staging(self) -> int:
+        sizes = sorted((shard.nbytes("grad") for shard in self._shards), reverse=True)
+        count = 1 if self._rung is LADDER[-1] else GRADS_AT_ONCE
+        return self._add(Tier.HOST, "staged gradients", sum(sizes[:count]) if self._grad is Tier.NVME else 0)
+
+    def _activation_staging(self) -> int:
+        each = max(self._rung.service_nbytes, native.CHECKSUM_NBYTES)
+        return self._add(Tier.HOST, "staged activations", ACTIVATION_SLOTS * each if self._config.activations == "nvme" else 0)
+
+    def _slot(self) -> int:
+        slot = optimizer_slot_nbytes(self._shards, self.tiers, self._rung.chunk)
+        self._add(Tier.HOST, "optimizer slots", self._rung.slot_count * slot)
+        return slot
+
+    def _service(self) -> int:
+        blocks = sum(self.terms[Tier.NVME].values()) // native.CHECKSUM_NBYTES + len(self._shards) * CHECKSUMMED
+        service = self._rung.service_nbytes if Tier.NVME in self.tiers.values() else native.BLOCK_NBYTES
+        self._add(Tier.HOST, "service buffer", service)
+        self._add(Tier.HOST, "checksums", CHECKSUM_ENTRY_NBYTES * blocks if self.terms[Tier.NVME] else 0)
+        return service
+
+    def _add_ranks(self) -> None:
+        """What only several ranks need."""
+        shards = self._shards
+        if node_size := max((shard.node_size for shard in shards), default=0):
+            self._add(Tier.DEVICE, "second slices", sum(shard.whole_nbytes("weight") for shard in shards) // node_size)
+        if any(shard.slices > 1 for shard in self._stepped):
+            whole = max(shard.whole_nbytes("grad") for shard in self._stepped)
+            if not any(shard.whole_grad for shard in shards):
+                # Filled while weights of the same units are held; one waits, and one more is on its way to the others.
+                ratio = max(shard.spec.grad_dtype.itemsize / shard.spec.dtype.itemsize for shard in self._stepped)
+                filled = round_up(int(self._held * ratio), native.BLOCK_NBYTES)
+                self._add(Tier.DEVICE, "gradients to be averaged", 2 * whole + filled)
+            # As they come, and their sum in fp32; a whole gradient that is at home elsewhere.
+            own = whole * (not self._device.is_host) * any(shard.whole_grad for shard in shards)
+            self._add(Tier.DEVICE, "gradients of other ranks", 2 * whole + own)
+
+    def _window(self) -> int:
+        """Weights gathered at once: what one moment holds, and one unit more, for in backward the next unit arrives while the last
+        one's gradients are still landing."""
+        config, window = self._config, 0
+        tile = max((unit.tile_nbytes for unit in self._units), default=0)
+        sliced = any(unit.is_sliced for unit in self._units)
+        if self._params is not Tier.DEVICE or sliced:
+            sizes = [unit.weight_nbytes for unit in self._whole_units]
+            largest, total = max(sizes, default=0), sum(sizes)
+            least = self._held + largest
+            if config.device_memory is None:
+                least += self._device.overlaps * largest  # and one on its way meanwhile
+            window = total if sliced and config.shard != "parameters" else min(least, total)
+            if config.device_memory is not None and config.params != "auto":  # with "auto" units have a home in the rest
+                rest = int(config.device_memory) - tile - sum(self.terms[Tier.DEVICE].values())
+                window = min(total, max(window, rest))
+        self._add(Tier.DEVICE, "gathered weights", window)
+        self._add(Tier.DEVICE, "a tile", tile)
+        return window
+
+    def _device_step(self) -> tuple[int, int]:
+        """Gradients that a device which the processor cannot reach still reads, and a slot for state that passes through it."""
+        borrowed = device_slot = 0
+        if not self._device.is_host and self._stepped:
+            borrowed = max(shard.nbytes("grad") for shard in self._shards)
+            self._add(Tier.DEVICE, "gradients on their way", GRADS_IN_FLIGHT * borrowed)
+            if self._params is not self._optimizer and Tier.DEVICE in (self._params, self._optimizer):
+                device_slot = needed_device_slot_nbytes(self._units)
+                self._add(Tier.DEVICE, "optimizer slots", DEVICE_SLOTS * device_slot)
+        return borrowed, device_slot

@@ -1,0 +1,148 @@
+"""UnitBuffers: holds the device memory of one unit, and makes its parameters views of it.
+
+A parameter's storage is one view of its shard's device buffer, whose storage is resized to zero and back and never
+replaced: views that autograd saved stay valid.
+
+second slice   of weights that were gathered, this rank's part among the ranks of its machine: until they change, the next
+               gather needs no other machine and no home
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..distributed.collectives import Collectives
+from ..machine.device import PAST, Device, Event
+from ..machine.tiers import Tier
+from ..machine.traffic import Traffic
+from ..storage.store import ShardStore
+from .forward_edits import ForwardEdits
+from .handle import ParamHandle
+from .journal import Journal
+from .parameter import ResidentParameter, StoredParameter
+from .residency import Residency
+from .shard import ParamShard
+
+
+class UnitBuffers:
+    """One unit's shards, their device buffers, and what the parameters are views of."""
+
+    def __init__(self, index: int, name: str, shards: list[ParamShard], device: Device | None = None):
+        self.index, self.name, self.shards = index, name, shards
+        self._device = device or Device(torch.device("cpu"), Traffic())
+        self.residency = Residency.STORED
+        self.version = 0  # counts changes of the values at home
+        self.flats: list[torch.Tensor] = []
+        self.handles: list[ParamHandle] = []
+        self._is_shared = False
+        self._collectives = shards[0].collectives if shards else Collectives()
+        self._ranks = self._collectives.ranks
+        self._last_use: Event = PAST  # the end of what was last computed with it
+        self._views: list[list[torch.Tensor]] = []  # of the device buffers, until the parameters are made them
+        self._second: list[torch.Tensor] = []  # slices for the machine's own gathers, one for each shard
+        self._second_version = -1  # of the values they are of
+        self._edits = ForwardEdits(self.shards)
+
+    @property
+    def weight_nbytes(self) -> int:
+        """Bytes on the device while resident, and in staging while staged."""
+        return sum(shard.weight_nbytes for shard in self.shards)
+
+    @property
+    def stays(self) -> bool:
+        """Whether the unit's home is the device, and whole: it is resident always."""
+        return self._ranks.size == 1 and all(shard.weight.tier is Tier.DEVICE for shard in self.shards)
+
+    @property
+    def has_second_slice(self) -> bool:
+        """Whether the weights as they are now can be gathered inside the machine."""
+        return self._second_version == self.version
+
+    @property
+    def is_staged_from_disk(self) -> bool:
+        return not self.has_second_slice and any(shard.weight.tier is Tier.NVME for shard in self.shards)
+
+    def attach(self) -> None:
+        """Makes every parameter a view of its shard's device buffer. The values must already be at home. Nothing here can fail
+        for want of space: see :meth:`allocate`."""
+        for shard, views in zip(self.shards, self._views):
+            for param, view in zip(shard.params, views):
+                param.data = view  # before the switch of classes: torch's own setter
+        self._views.clear()
+        self.conceal()
+
+    def allocate(self) -> None:
+        """Makes the device buffers, and the parameters' views of them, while a buffer has its memory. Raises CapacityError
+        when the device has no room."""
+
+        def make() -> None:
+            for shard in self.shards:
+                self.flats.append(torch.empty(shard.layout.numel, dtype=shard.spec.dtype, device=self._device.where))
+
+        if self.stays:
+            self.flats = [shard.weight.flat for shard in self.shards]
+        else:
+            self._device.put("in", make).wait()
+        for shard, flat in zip(self.shards, self.flats):
+            self._views.append([place.view(flat) for place in shard.layout.placements])
+        if self._ranks.node is not None:
+            self._second = [f.new_empty(f.numel() // self._ranks.node.size) for f in self.flats]
+        if self.stays:
+            self.residency = Residency.RESIDENT
+        else:
+            self._empty_storages()
+
+    def _in_node(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``flat`` among the ranks of its machine."""
+        return flat.view(self._ranks.node.size, -1)[self._ranks.node.rank]
+
+    def _empty_storages(self) -> None:
+        for flat in self.flats:
+            self._device.resize(flat.untyped_storage(), 0, behind=self._last_use)
+
+    def expose(self) -> None:
+        """Makes the parameters ordinary ones: something is about to compute with them."""
+        self._switch(ResidentParameter)
+        self._edits.begin()
+
+    def conceal(self) -> None:
+        """Makes touching a parameter come by the engine, whether its bytes are still on the device or not.
+
+        A write would otherwise change a copy that is about to be dropped, and be lost without a word.
+        """
+        self._switch(StoredParameter)
+
+    def _switch(self, cls: type) -> None:
+        for shard in self.shards:
+            for param in shard.params:
+                param.__class__ = cls
+
+    def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
+        """``param.data`` was handed out, through which torch does not count changes."""
+        self._edits.watch(param, data, self._can_be_compared)
+
+    @property
+    def _can_be_compared(self) -> bool:
+        """Whether what is at home tells a change: on the device there is no other copy, and what came compressed is not the same."""
+        return not self.stays and not self._ranks.compresses
+
+    def write_edits(self, store: ShardStore, journal: Journal) -> None:
+        """Sends home what a forward changed in its own parameters (a clamp of a weight, say).
+
+        Raises UsageError where the change cannot be told from the value before.
+        """
+        if self._edits.write(store, journal, self._collectives, compresses=self._ranks.compresses, stays=self.stays):
+            self._second_version = -1
+
+    def share(self) -> None:
+        """Several modules use the unit, so that its gradients may come long after each other."""
+        self._is_shared = True
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several modules use the unit."""
+        return self._is_shared
+
+    def note_use(self, event: Event) -> None:
+        """Notes that what was computed with the unit ends with ``event``: its memory is not given away before."""
+        self._last_use = event
