@@ -19,7 +19,6 @@ from ..distributed.collectives import Collectives
 from ..errors import InfinityError, UsageError
 from ..forwards.recompute import ActivationPlanner
 from ..gradients.bank import GradientBank
-from ..gradients.record import GradState
 from ..gradients.reducer import Reducer
 from ..machine.device import Device
 from ..machine.ledger import Ledger
@@ -38,6 +37,7 @@ from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from .passes import Passes
 from .prefetch import Prefetcher
+from .recovery import recover
 from .resources import Resources, make_store, trace_path
 from .shut_down import draw_updates, shut_down
 from .step_clock import StepClock
@@ -179,34 +179,9 @@ class Engine:
         return self._finalizer.alive
 
     def recover(self) -> None:
-        """After an exception, whatever it struck: what only a running pass needs is given up and taken anew from what is at home,
-        and what had to be whole is done to its end. Asked while no other use is running; without an exception it does nothing."""
-        if not (self.scopes.interrupted or self.passes.is_cut_short or not self.journal.is_clear) or not self._finalizer.alive:
-            return
-        self.store.check_process()
-        self.device.drain()
-        self.passes.rebuild()
-        if self.reducer is not None:
-            self.reducer.abandon()
-        self.prefetcher.rebuild()
-        self.ledger.forget_passing()
-        for handle in self.group_of:
-            set_raw_grad(handle.param, None)
-        if self.store.failure is None:  # else nothing more goes to or comes from the disk
-            with self.store.guarding():
-                self.gradients.rebuild()
-                if self.activations is not None:
-                    self.activations.rebuild()
-                self.store.rebuild()
-                self.journal.finish()  # a step may make shadows the state
-                for unit in self.units:
-                    for shard in unit.shards:
-                        shard.drop_shadow()
-        if self.steps.streaming:
-            if any(handle.grad.state is GradState.CONSUMED for handle in self.group_of):
-                self.halt("an exception inside step_in_backward left part of a step done")
-            self.steps.give_up()
-        self.scopes.interrupted = False  # the last thing: cut short, all of this is done again
+        """Puts right what an exception left, if there was one. Asked while no other use is running."""
+        if self.is_open and (self.scopes.interrupted or self.passes.is_cut_short or not self.journal.is_clear):
+            recover(self)
 
     def halt(self, why: str) -> InfinityError:
         """Refuses everything from here on but loading a checkpoint. Returns the error that says so."""

@@ -1,0 +1,46 @@
+"""Recovery: puts an engine right after an exception, whatever it struck (docs/recovery.md)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..gradients.record import GradState
+from ..state.handle import set_raw_grad
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+def recover(engine: Engine) -> None:
+    """Gives up what only a running pass needs, takes it anew from what is at home, and carries to its end what had to be whole.
+
+    Cut short, all of it is done again by the next use.
+    """
+    engine.store.check_process()
+    engine.device.drain()
+    engine.passes.rebuild()
+    if engine.reducer is not None:
+        engine.reducer.abandon()
+    engine.prefetcher.rebuild()
+    engine.ledger.forget_passing()
+    for handle in engine.group_of:
+        set_raw_grad(handle.param, None)
+    if engine.store.failure is None:  # else nothing more goes to or comes from the disk
+        _rebuild_homes(engine)
+    if engine.steps.streaming:
+        if any(handle.grad.state is GradState.CONSUMED for handle in engine.group_of):
+            engine.halt("an exception inside step_in_backward left part of a step done")
+        engine.steps.give_up()
+    engine.scopes.interrupted = False  # the last thing
+
+
+def _rebuild_homes(engine: Engine) -> None:
+    with engine.store.guarding():
+        engine.gradients.rebuild()
+        if engine.activations is not None:
+            engine.activations.rebuild()
+        engine.store.rebuild()
+        engine.journal.finish()  # a step may make shadows the state
+        for unit in engine.units:
+            for shard in unit.shards:
+                shard.drop_shadow()
