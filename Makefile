@@ -47,7 +47,7 @@ mutants: setup $(VENV)/.test-ready
 # The native core alone, under AddressSanitizer with UBSan, then under ThreadSanitizer.
 sanitize: setup $(VENV)/.test-ready
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_core.py -m slow -n 2 --dist loadfile --basetemp=build/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/native/test_core.py -m slow -n 2 --dist loadfile --basetemp=build/pytest $(ARGS)
 
 # The source distribution and the wheel, each built, installed in an environment of its own and used.
 packages: setup

@@ -91,7 +91,10 @@ def cufile() -> tuple[str, str]:
     except AttributeError as error:
         return "", f"cuFile is too old: {error}"
     if status:
-        return "", f"cuFile's driver does not open (error {status}): local NVMe needs CUDA 12.8's driver or newer; an older one, or a network file system, needs the nvidia-fs module"
+        return (
+            "",
+            f"cuFile's driver does not open (error {status}): local NVMe needs CUDA 12.8's driver or newer; an older one, or a network file system, needs the nvidia-fs module",
+        )
     library.cuFileDriverClose()
     return f"{version.value // 1000}.{version.value % 1000 // 10}", ""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("support", "machine", "native")]
 
 import test_device as on_stand_in
 

@@ -1,0 +1,327 @@
+"""Stand-ins for gradients act on the bytes at home."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contract_cases import LR, SEED, both_ends, save, step, wrapped
+from models import (
+    at_home,
+    differing,
+    loss_of,
+    survey,
+    tokens,
+    transformer,
+)
+from runs import adamw
+from torch import nn
+
+import infinity
+
+
+@pytest.fixture
+def pair(home, tmp_path) -> tuple[nn.Module, nn.Module, Any]:
+    return after_backward(home, tmp_path)
+
+
+def after_backward(home: str, folder: Path) -> tuple[nn.Module, nn.Module, Any]:
+    """A plain model, the same wrapped, and its optimizer, after the same backward."""
+    plain = transformer(SEED)
+    model, optimizer = wrapped(home, folder, copy.deepcopy(plain))
+    assert all(p.grad is None for p in model.parameters())
+    for one in (plain, model):
+        step(one)
+    return plain, model, optimizer
+
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "norm": lambda g: g.norm(),
+    "sum": lambda g: g.sum(),
+    "+": lambda g: g + 1,
+    "clone": lambda g: g.clone(),
+    "detach": lambda g: g.detach().clone(),
+    "data": lambda g: g.data.clone(),
+    "abs max item": lambda g: g.abs().max().item(),
+    "isfinite": lambda g: torch.isfinite(g).all(),
+    "isnan any": lambda g: g.isnan().any().item(),
+    "index": lambda g: g[0].clone(),
+    "mask": lambda g: g[g > 0],
+    "view": lambda g: g.view(-1).clone(),
+    "t": lambda g: g.t().contiguous(),
+    "float": lambda g: g.float(),
+    "to": lambda g: g.to(torch.float64),
+    "cpu": lambda g: g.cpu().clone(),
+    "tolist": lambda g: g.tolist(),
+    "numpy": lambda g: g.numpy(),
+    "asarray": lambda g: np.asarray(g),
+    "cat": lambda g: torch.cat([g, g]),
+    "==": lambda g: (g == 0).sum(),
+    "equal": lambda g: torch.equal(g, g.clone()),
+    "stats": lambda g: torch.stack([g.mean(), g.std(), g.min(), g.max()]),
+    "foreach": lambda g: torch._foreach_norm([g])[0],
+    "matmul": lambda g: g @ g.t(),
+    "shape": lambda g: (tuple(g.shape), g.dtype, g.device, g.numel(), g.is_sparse, g.requires_grad, g.grad_fn, g.stride()),
+    "copy": lambda g: torch.empty(g.shape).copy_(g),
+    "deepcopy": lambda g: copy.deepcopy(g).clone(),
+    "pickle": lambda g: pickle.loads(pickle.dumps(g)).clone(),
+    "save": lambda g: torch.load(io.BytesIO(save(g)), weights_only=False).clone(),
+    "iterate": lambda g: torch.stack([row.sum() for row in g]),
+    "histc": lambda g: torch.histc(g, 5),
+    "repr": lambda g: "tensor" in repr(g),
+}
+
+
+@pytest.fixture(scope="module")
+def grads_used(tmp_path_factory) -> Callable[[str], dict[str, str]]:
+    """What went wrong with each read and write of a gradient, by home: tried in children, for some may crash."""
+
+    @functools.cache
+    def tried(home: str) -> dict[str, str]:
+        folder = tmp_path_factory.mktemp("swap")
+        return survey(
+            [*(f"read {name}" for name in READS), *(f"write {name}" for name in WRITES)],
+            lambda case: (read_once if case.startswith("read") else write_once)(home, folder, case.partition(" ")[2]),
+        )
+
+    return tried
+
+
+SOME = ("blocks.0.feed.0.weight", "tokens.weight", "positions")
+
+
+def read_once(home: str, folder: Path, name: str) -> None:
+    plain, model, _ = after_backward(home, folder)
+    for parameter in SOME:
+        expected, grad = plain.get_parameter(parameter).grad, model.get_parameter(parameter).grad
+        assert grad is model.get_parameter(parameter).grad
+        try:
+            found = READS[name](grad)
+        except infinity.UsageError:
+            continue
+        except (RuntimeError, TypeError) as error:
+            assert "is not supported for tensor subclasses" in str(error) or "__deepcopy__" in str(error), str(error)
+            continue  # torch's own refusal
+        right = READS[name](expected)
+        if isinstance(right, (torch.Tensor, np.ndarray, list)):
+            torch.testing.assert_close(found, right, rtol=0, atol=0)
+        else:
+            assert found == right
+        assert torch.equal(model.get_parameter(parameter).grad.clone(), expected)
+
+
+def write_once(home: str, folder: Path, name: str) -> None:
+    plain, model, optimizer = after_backward(home, folder)
+    for parameter in SOME:
+        try:
+            WRITES[name](model.get_parameter(parameter).grad)
+        except infinity.UsageError:
+            return
+        except (RuntimeError, TypeError) as error:
+            assert "is not supported for tensor subclasses" in str(error), str(error)
+            return  # torch's own refusal
+        WRITES[name](plain.get_parameter(parameter).grad)
+        found = model.get_parameter(parameter).grad.clone()
+        torch.testing.assert_close(found, plain.get_parameter(parameter).grad, rtol=0, atol=0, msg=f"{parameter} differs")
+    adamw(plain, LR).step()
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("read", READS)
+@both_ends
+def test_reading_a_gradient(read, home, grads_used):
+    """Method: read the stand-in in the ways that training code reads p.grad; the result is the plain gradient's, or a
+    UsageError, and the stand-in stays what it was."""
+    complaint = grads_used(home).get(f"read {read}")
+    assert complaint is None, complaint
+
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "mul_": lambda g: g.mul_(0.5),
+    "mul_ tensor": lambda g: g.mul_(torch.tensor(0.25)),
+    "mul_ vector": lambda g: g.mul_(torch.arange(g.shape[-1], dtype=g.dtype)),
+    "div_": lambda g: g.div_(3),
+    "zero_": lambda g: g.zero_(),
+    "fill_": lambda g: g.fill_(0.5),
+    "add_": lambda g: g.add_(1.0),
+    "sub_": lambda g: g.sub_(0.5),
+    "copy_": lambda g: g.copy_(torch.full(g.shape, 0.25)),
+    "clamp_": lambda g: g.clamp_(-1e-3, 1e-3),
+    "index": lambda g: g.__setitem__(0, 0.0),
+    "range": lambda g: g.__setitem__((slice(None), slice(0, 2)), 7.0),
+    "mask": lambda g: g.__setitem__(g > 0, 0.0),
+    "masked_fill_": lambda g: g.masked_fill_(g > 0, 0.0),
+    "row": lambda g: g[0].zero_(),
+    "view": lambda g: g.view(-1)[:5].fill_(3.0),
+    "narrow": lambda g: g.narrow(0, 0, 1).add_(1.0),
+    "data": lambda g: g.data.mul_(0.5),
+    "detach": lambda g: g.detach().add_(1.0),
+    "foreach": lambda g: torch._foreach_mul_([g], 0.5),
+    "mul_ then view": lambda g: g.mul_(0.5).view(-1)[:3].mul_(2.0),
+    "five factors": lambda g: [g.mul_(1 + 1 / 3) for _ in range(7)],
+    "nan_to_num_": lambda g: torch.nan_to_num_(g),
+    "sign_": lambda g: g.sign_(),
+    "numpy": lambda g: np.multiply(g.numpy(), 0.5, out=g.numpy()),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@both_ends
+def test_writing_to_a_gradient(write, home, grads_used):
+    """Method: change the stand-in in place in the ways that training code does; afterwards it reads as the plain
+    gradient after the same change, and the step applies it, or a UsageError says that this way is not open. What must
+    not be is a change that is lost."""
+    complaint = grads_used(home).get(f"write {write}")
+    assert complaint is None, complaint
+
+
+@both_ends
+def test_gradient_is_none_before_backward_and_after_zero_grad(pair):
+    """Method: look at p.grad before backward (in the fixture), after it, after zero_grad in both forms."""
+    _, model, optimizer = pair
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@both_ends
+def test_gradient_after_the_step_reads_as_before_it(clip, pair):
+    """Method: read p.grad after optimizer.step() without zero_grad, as loggers do; it is what the step was given, with
+    clipping done, as in torch."""
+    plain, model, optimizer = pair
+    if clip:
+        for one in (plain, model):
+            torch.nn.utils.clip_grad_norm_(one.parameters(), 0.01)
+    plain_optimizer = adamw(plain, LR)
+    plain_optimizer.step()
+    optimizer.step()
+    for name, param in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name).grad.clone(), param.grad), name
+        assert torch.equal(model.get_parameter(name).grad.norm(), param.grad.norm()), name
+
+
+@pytest.mark.parametrize("write", ["mul_", "add_", "copy_", "index", "row", "clip", "view", "fill_"])
+@both_ends
+def test_changing_a_gradient_after_the_step_raises(write, pair):
+    """Method: the step has consumed the gradient; any change but zeroing raises UsageError, in place or by a view."""
+    _, model, optimizer = pair
+    optimizer.step()
+    grad = model.blocks[0].feed[0].weight.grad
+    with pytest.raises(infinity.UsageError, match="zero_grad|clone"):
+        {
+            "mul_": lambda: grad.mul_(2),
+            "add_": lambda: grad.add_(1),
+            "copy_": lambda: grad.copy_(torch.zeros(grad.shape)),
+            "index": lambda: grad.__setitem__(0, 1.0),
+            "row": lambda: grad[0].add_(1.0),
+            "clip": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+            "view": lambda: grad.view(-1).mul_(2),
+            "fill_": lambda: grad.fill_(1.0),
+        }[write]()
+    grad.zero_()
+    assert not grad.any()
+
+
+@pytest.mark.parametrize("how", ["zero_grad", "assigned None", "assigned another", "model gone"])
+@both_ends
+def test_a_stale_gradient_raises(how, pair):
+    """Method: keep p.grad over zero_grad (or an assignment) and use it; it raises UsageError instead of showing
+    another step's gradient."""
+    _, model, optimizer = pair
+    param = model.blocks[0].feed[0].weight
+    stale = param.grad
+    if how == "zero_grad":
+        optimizer.zero_grad()
+        step(model)
+    elif how == "assigned None":
+        param.grad = None
+    elif how == "assigned another":
+        param.grad = torch.ones(param.shape)
+    else:
+        infinity.unwrap_model(model, optimizer)
+    with pytest.raises(infinity.UsageError):
+        stale.norm()
+    with pytest.raises(infinity.UsageError):
+        stale.mul_(2.0)
+
+
+@both_ends
+def test_assigned_gradients_are_what_the_step_applies(pair):
+    """Method: p.grad = tensor, p.grad += 1, p.grad *= 0.5 and p.grad = None."""
+    plain, model, optimizer = pair
+    name = "blocks.2.feed.0.weight"
+    value = torch.randn(plain.get_parameter(name).shape, generator=torch.Generator().manual_seed(SEED))
+    for one in (plain, model):
+        one.get_parameter(name).grad = value.clone()
+        one.norm.weight.grad += 1
+        one.norm.bias.grad *= 0.5
+        one.positions.grad = None
+    adamw(plain, LR).step()
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(3), torch.ones(64, dtype=torch.float64), "nonsense", 1.0], ids=["shape", "dtype", "str", "float"]
+)
+@both_ends
+def test_assigning_what_is_no_gradient_raises(value, pair):
+    """Method: p.grad = a tensor of another shape or dtype, or no tensor; refused as torch refuses it."""
+    plain, model, _ = pair
+    with pytest.raises((RuntimeError, TypeError)):
+        plain.norm.weight.grad = value
+    with pytest.raises((infinity.UsageError, RuntimeError, TypeError)):
+        model.norm.weight.grad = value
+    assert torch.equal(model.norm.weight.grad.clone(), plain.norm.weight.grad)
+
+
+@both_ends
+def test_backward_after_a_step_without_zero_grad_raises(pair):
+    """Method: step, then backward without zero_grad: the gradients were consumed; UsageError names zero_grad, and with
+    it the model goes on."""
+    _, model, optimizer = pair
+    optimizer.step()
+    with pytest.raises(infinity.UsageError, match="zero_grad"):
+        step(model)
+    optimizer.zero_grad()
+    step(model, optimizer, 1)
+
+
+def test_after_the_refused_backward_the_bits_are_those_of_a_run_without_it(tmp_path):
+    """Method: one of two runs forgets zero_grad once, is told, and repeats the step; same bits."""
+    states = []
+    for forgets in (False, True):
+        model, optimizer = wrapped("nvme", tmp_path)
+        for at in range(3):
+            torch.manual_seed(at)
+            loss_of(model, tokens(SEED + at)).backward()
+            optimizer.step()
+            if forgets and at == 1:
+                with pytest.raises(infinity.UsageError):
+                    step(model, at=2)
+            optimizer.zero_grad()
+        states.append(model.state_dict())
+        del model, optimizer
+    assert differing(*states) == []
+
+
+def test_sparse_gradients_are_refused(tmp_path):
+    """Method: an embedding with sparse=True; UsageError (or ConfigError at the wrap) names it."""
+    model = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 8))
+    with pytest.raises(infinity.InfinityError, match="sparse"):
+        model, optimizer = infinity.wrap_model(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), at_home("host", "host", tmp_path)
+        )
+        model(torch.tensor([1, 2])).sum().backward()

@@ -1,0 +1,180 @@
+"""The native core without Python: the cases of csrc/tests, one program, one process per case.
+
+Words used here:
+
+**case**: a `TEST` of csrc/tests; `core_tests --list` names them all, `core_tests NAME` runs one.
+**build**: how the program is compiled: "plain" as the core is; "address" with AddressSanitizer and UBSan, "thread" with
+ThreadSanitizer (both slow: `make sanitize`). "aarch64" is compiled for that processor and run by qemu.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import ninja
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "csrc" / "tests"
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+SKIPPED = 77  # the program's way to say that this machine cannot show it
+
+# -O1: the program is compiled for every clone, and the cases wait for the disk anyway.
+COMMON = ["-O1", "-g"]
+BUILDS = {
+    "plain": [],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
+    "thread": ["-fsanitize=thread", "-fno-omit-frame-pointer"],
+}
+SANITIZED = [name for name in BUILDS if name != "plain"]
+ENVIRONMENT = {
+    # A sanitizer that found something ends the process with a code that no case uses.
+    "ASAN_OPTIONS": "exitcode=66:detect_stack_use_after_return=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "exitcode=66:second_deadlock_stack=1",
+}
+
+
+def case_names() -> list[str]:
+    """Read from the sources: tests are collected before there is a program to ask."""
+    found = []
+    for path in sorted(TESTS.glob("*.cpp")):
+        for macro, group, name in re.findall(r"(?m)^(TEST|TEST_OF_BACKENDS)\((\w+), (\w+)\)", path.read_text()):
+            backends = ("",) if macro == "TEST" else ("/uring", "/threads")
+            found += [f"{group}/{name}{backend}" for backend in backends]
+    return found
+
+
+def described_by_setup() -> dict:
+    """What setup.py knows: the extension's sources and flags. Nothing is built."""
+    with mock.patch("setuptools.setup"):
+        return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def build(folder: Path, flags: list[str], target: str = "core_tests") -> Path:
+    """Compiles csrc/tests and the core below it with the flags of setup.py and ``flags``; again only what changed."""
+    described = described_by_setup()
+    core = described["extension"]()
+    sources = [ROOT / source for source in core.sources if Path(source).parent.name != "python"]
+    defines = [f"-D{name}={value}" for name, value in core.define_macros]
+    compile_args = [flag for flag in core.extra_compile_args if not flag.startswith(("-O", "-std"))]
+    lines = rules(COMPILER, [*COMMON, *compile_args, *defines, *flags], [*core.extra_link_args, *flags])
+    lines += edges([*sources, *sorted(TESTS.glob("*.cpp"))], target, described["UNIT_FLAGS"])
+    return run_ninja(folder, lines, target)
+
+
+def rules(compiler: str, flags: list[str], links: list[str]) -> list[str]:
+    return [
+        "rule compile",
+        f"  command = {compiler} -MMD -MF $out.d -std=c++17 -I{ROOT / 'csrc'} {shlex.join(flags)} $unit -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        f"  command = {compiler} $in -o $out {shlex.join(links)}",
+    ]
+
+
+def edges(sources: list[Path], target: str, unit_flags: dict[str, list[str]]) -> Iterator[str]:
+    objects = []
+    for source in sources:
+        objects.append(f"{source.parent.name}_{source.stem}.o")
+        yield f"build {objects[-1]}: compile {source}"
+        yield f"  unit = {shlex.join(unit_flags.get(source.name, []))}"
+    yield f"build {target}: link {' '.join(objects)}"
+
+
+def run_ninja(folder: Path, lines: list[str], target: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "build.ninja").write_text("\n".join([*lines, ""]))
+    command = [Path(ninja.BIN_DIR) / "ninja", "-j2", "-C", folder, target]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / target
+
+
+def at_fixed_addresses(program: Path) -> list[str]:
+    """The command that runs a program of ThreadSanitizer.
+
+    Where the kernel randomizes more address bits than the sanitizer's shadow memory knows of (vm.mmap_rnd_bits of 32),
+    such a program ends now and then with "unexpected memory mapping" before `main`. `setarch -R` switches that off for
+    one process; a container may forbid it, and then there is the luck of the draw.
+    """
+    fixed = ["setarch", "-R"]
+    allowed = shutil.which(fixed[0]) and subprocess.run([*fixed, "true"], capture_output=True).returncode == 0
+    return [*(fixed if allowed else []), str(program)]
+
+
+@pytest.fixture(scope="session", params=["plain", *(pytest.param(b, marks=pytest.mark.slow) for b in SANITIZED)])
+def program(request) -> list[str]:
+    """The command that runs the tests' program, built."""
+    if COMPILER is None:
+        pytest.skip("no C++ compiler (c++, or the one in CXX)")
+    built = build(ROOT / "build" / f"core-{request.param}", BUILDS[request.param])
+    command = at_fixed_addresses(built) if request.param == "thread" else [str(built)]
+    if request.param in SANITIZED:
+        tried = subprocess.run([*command, "--list"], capture_output=True, text=True, timeout=60)
+        if tried.returncode != 0:  # before any of our code ran
+            pytest.skip(f"{request.param} sanitizer does not run on this machine: {tried.stderr.strip()[-200:]}")
+    return command
+
+
+def run_case(command: list[str], name: str, folder: Path, timeout: float = 120) -> None:
+    done = subprocess.run(
+        [*command, name], cwd=folder, env=os.environ | ENVIRONMENT, timeout=timeout,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+    )  # fmt: skip
+    if done.returncode == SKIPPED:
+        pytest.skip(done.stdout.strip().splitlines()[-1])
+    assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{done.stdout}"
+
+
+def test_the_program_has_the_cases_of_its_sources(program):
+    """Compares what the program lists with what was collected from the sources: none is missed, none is twice."""
+    listed = subprocess.run([*program, "--list"], capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    assert sorted(listed) == sorted(case_names())
+    assert len(set(listed)) == len(listed)
+
+
+def test_a_case_that_does_not_exist_is_not_passed(program, tmp_path):
+    """The twin: asks for a case that nobody wrote."""
+    with pytest.raises(AssertionError, match="usage"):
+        run_case(program, "base/nonsense", tmp_path)
+
+
+@pytest.mark.parametrize("name", case_names())
+def test_case(program, name, tmp_path):
+    """Runs one case in a process of its own, in an empty folder."""
+    run_case(program, name, tmp_path)
+    assert not list(tmp_path.iterdir()), "the case left files behind"
+
+
+@pytest.mark.slow
+def test_the_neon_unit_gives_the_bits_of_the_scalar_one(tmp_path):
+    """Compiles base and optim for aarch64, then lets qemu run their cases; without qemu, compiling has to do."""
+    cross = shutil.which("aarch64-linux-gnu-g++")
+    if cross is None:
+        pytest.skip("no aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu)")
+    sources = [path for folder in ("optim", "base") for path in sorted((ROOT / "csrc" / folder).glob("*.cpp"))]
+    sources = [path for path in sources if "avx" not in path.name]
+    sources += [TESTS / f"{name}.cpp" for name in ("main", "base", "kernel", "portable_crc32c")]
+    flags = ["-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-pthread", "-DINFINITY_HAVE_NEON=1"]
+    lines = [*rules(cross, flags, ["-static", "-pthread"]), *edges(sources, "core_tests", {})]
+    built = run_ninja(ROOT / "build" / "core-aarch64", lines, "core_tests")
+    qemu = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
+    if qemu is None:
+        pytest.skip("compiled; not run: no qemu-aarch64 (Debian: qemu-user-static)")
+    listed = subprocess.run([qemu, built, "--list"], capture_output=True, text=True, timeout=60, check=True)
+    assert "kernel/units_agree" in listed.stdout
+    for name in listed.stdout.split():
+        try:
+            run_case([qemu, str(built)], name, tmp_path)
+        except pytest.skip.Exception as reason:
+            print(f"{name}: {reason}")

@@ -1,0 +1,139 @@
+"""The documents say what is so: their Python runs as printed, their commands run, their links lead somewhere, their fields exist.
+
+Words used here:
+
+**script**: the Python blocks of one document, one after the other.
+**command**: a line of a document that calls `infinity`; what it leaves open (`<dir>`, `...`) is filled in here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import run_torchrun
+
+from infinity import Config
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (ROOT, ROOT / "docs")
+    for path in path.glob("*.md")
+}
+README = DOCUMENTS["README.md"]
+SCRIPTS = {
+    name: [block for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if not block.startswith("# job.py")]
+    for name, text in DOCUMENTS.items()
+}
+JOB = next(block for block in re.findall(r"```python\n(.*?)```", DOCUMENTS["docs/many-ranks.md"], flags=re.DOTALL))
+
+TRAIN = "--steps 2 --sequence-length 32 --batch-size 2 --dtype fp32"
+FILLED = {  # what a document leaves open -> what is meant
+    "<folder|config.json>": "model.json",
+    "<file|folder>": "text.txt",
+    "infinity train ...": f"infinity train --model model.json --data text.txt {TRAIN}",
+    "--nvme-path <dir> --host-memory 256MiB --checkpoint <dir> --out <dir>": f"--nvme-path . --host-memory 256MiB --checkpoint saved --out out {TRAIN}",
+}
+MODEL = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+
+
+def commands() -> list[str]:
+    """Every command of every document that calls ``infinity``, on one line; benchmarks and jobs on several hosts are elsewhere."""
+    found = []
+    for text in DOCUMENTS.values():
+        joined = re.sub(r"\\\n\s+", "", text)
+        found += [line.split("  #")[0].strip() for line in joined.splitlines() if line.startswith("    infinity ")]
+    return sorted({line for line in found if not line.startswith("infinity bench")})
+
+
+@pytest.mark.parametrize("name", [name for name, blocks in SCRIPTS.items() if blocks])
+def test_the_blocks_run_one_after_the_other_as_printed(name, tmp_path):
+    """Method: a document's blocks form one script, run in an empty folder."""
+    script = tmp_path / "blocks.py"
+    script.write_text("\n".join(SCRIPTS[name]))
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.glob(".infinity-*")), "swap files were left behind"
+
+
+@pytest.mark.parametrize("command", commands())
+def test_the_commands_run(command, tmp_path):
+    """Method: each command in an empty folder with a small model and a text, with what it leaves open filled in."""
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 200)
+    for open_, meant in FILLED.items():
+        command = command.replace(open_, meant)
+    assert "<" not in command and "..." not in command, "a command that this test cannot fill in"
+    for one in command.split(" && "):
+        words = [sys.executable, "-m", *shlex.split(one)]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"{one}\n{done.stdout}\n{done.stderr}"
+
+
+def test_there_are_commands():
+    """The twin of the search: it finds what the README shows."""
+    assert any(command.startswith("infinity train") for command in commands()) and len(commands()) >= 4
+
+
+def test_every_field_has_its_row_and_default():
+    """Reads the table of docs/configuration.md and compares it with Config's fields."""
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", DOCUMENTS["docs/configuration.md"], flags=re.MULTILINE))
+    assert rows == {
+        field.name: json.dumps(field.default) if isinstance(field.default, str) else repr(field.default)
+        for field in dataclasses.fields(Config)
+    }
+
+
+def test_links_lead_somewhere():
+    """Follows every relative link and picture of every document."""
+    broken = []
+    for name, text in DOCUMENTS.items():
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+            if not target.startswith("http") and not ((ROOT / name).parent / target).exists():
+                broken.append(f"{name}: {target}")
+    assert not broken
+
+
+def test_files_that_are_named_exist():
+    """Looks for every path of the code that a document names."""
+    missing = []
+    for name, text in DOCUMENTS.items():
+        for path in re.findall(r"`((?:csrc|infinity|tests|docs|bench|tools)/[\w/.]+\.\w+)`", text):
+            missing += [f"{name}: {path}"] if not (ROOT / path).exists() else []
+    for path in re.findall(r"`((?:api|machine|config|storage|distributed|state|planning|gradients|forwards|optim|runtime|checkpoint)/\w+\.py)`",
+                           DOCUMENTS["docs/how-it-works.md"] + DOCUMENTS["docs/glossary.md"]):  # fmt: skip
+        missing += [path] if not (ROOT / "infinity" / path).exists() else []
+    assert not missing
+
+
+@pytest.mark.slow
+def test_the_job_of_many_ranks_runs_as_printed(tmp_path, monkeypatch):
+    """Method: the command in its first line, in an empty folder."""
+    (tmp_path / "job.py").write_text(JOB)
+    words = JOB.splitlines()[0].split()
+    assert words[2:4] == ["torchrun", "--standalone"] and words[-1] == "job.py"
+    monkeypatch.chdir(tmp_path)
+    done = run_torchrun(2, ["job.py"])
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "checkpoint" / "manifest.json").exists()
+    assert not list(tmp_path.glob(".infinity-*")), "swap files were left behind"
+
+
+def test_the_readme_is_short():
+    """The loop has about ten lines, and the whole about a hundred."""
+    loop = [line for line in SCRIPTS["README.md"][0].splitlines() if line.strip()]
+    assert len(loop) <= 12 and len(README.splitlines()) <= 110
+
+
+def test_the_two_commands_stand_at_the_top_and_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for command in ("train", "test"):
+        assert f"make {command}" in README[:800]
+        assert re.search(rf"^{command}:", makefile, flags=re.MULTILINE)

@@ -1,0 +1,675 @@
+"""Values on their way home: writes that are joined and not waited for, pages that come meanwhile, zeros nobody writes.
+
+Words used here:
+
+**home**, **leftovers** as in `models.py`. **block**: `native.CHECKSUM_NBYTES` bytes of an array on disk, with one checksum.
+**plain model**: name -> the bytes that the writes so far give, kept in memory.
+**slow disk**: an engine that moves bytes only when somebody waits for them, and of several transfers in any order it likes.
+**under way**: submitted, and neither over nor failed.
+**twin**: the same check on something that is wrong, or on something that is known to be right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meta_cases import awkward_file, on_meta, optimizer_state
+from models import (
+    at_home,
+    differing,
+    environment,
+    gradients,
+    in_child,
+    leftovers,
+    loss_of,
+    prescribed,
+    seeded,
+    tokens,
+    transformer,
+)  # fmt: skip
+from native_arrays import ENGINES, MIB, fault_plan, same_bits
+from runs import adamw
+from torch import nn
+
+import infinity
+from infinity import native
+from infinity.errors import CorruptionError, InfinityError, StorageError, UsageError
+from infinity.machine.ledger import Ledger
+from infinity.machine.tiers import Tier
+from infinity.machine.traffic import Traffic
+from infinity.storage.arrays import StateArray
+from infinity.storage.store import ShardStore
+from infinity.storage.write_behind import PARTS, OpenPart, WriteBehind
+
+SEED = 77
+LR = 1e-2
+BLOCK, PAGE = native.CHECKSUM_NBYTES, native.BLOCK_NBYTES
+# Smaller than a block, whole blocks, blocks and a rest; the lengths in elements differ by dtype.
+ARRAYS = [(PAGE, torch.uint8), (3 * BLOCK + 5 * PAGE, torch.float32), (BLOCK, torch.bfloat16), (2 * BLOCK - PAGE, torch.int16),
+          (7 * BLOCK, torch.float16), (BLOCK + PAGE, torch.float64)]  # fmt: skip
+TYPED = (StorageError, CorruptionError)
+
+pytestmark = pytest.mark.timeout(120)  # a hang is a failure, too
+
+
+@pytest.fixture(params=ENGINES)
+def kind(request, monkeypatch) -> str:
+    monkeypatch.setenv("INFINITY_IO", request.param)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("swap")
+
+
+class Noted:
+    """An engine, and the ticket of every transfer."""
+
+    def __init__(self, engine: native.IoEngine):
+        self._engine, self.tickets = engine, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def write(self, *place: Any, **more: Any) -> native.Ticket:
+        self.tickets.append(self._engine.write(*place, **more))
+        return self.tickets[-1]
+
+    def read(self, *place: Any, **more: Any) -> native.Ticket:
+        self.tickets.append(self._engine.read(*place, **more))
+        return self.tickets[-1]
+
+    def under_way(self) -> int:
+        return sum(not ticket.done for ticket in self.tickets)
+
+
+class SlowDisk(Noted):
+    """See above. Ctrl-C comes in the first wait for transfer number ``interrupted``."""
+
+    class Held:
+        def __init__(self, disk: SlowDisk, transfer: Callable, place: tuple):
+            self.disk, self.transfer, self.place, self.done = disk, transfer, place, False
+
+        def wait(self) -> None:
+            if self.disk.tickets.index(self) == self.disk.interrupted:
+                self.disk.interrupted = None
+                raise KeyboardInterrupt
+            while not self.done:
+                held = self.disk.rng.choice([ticket for ticket in self.disk.tickets if not ticket.done])
+                held.transfer(*held.place).wait()
+                held.done, held.transfer = True, None  # and with it the memory
+
+    def __init__(self, engine: native.IoEngine, seed: int, interrupted: int | None = None):
+        super().__init__(engine)
+        self.rng, self.interrupted = random.Random(seed), interrupted
+
+    def write(self, *place: Any, **more: Any) -> Held:
+        self.tickets.append(self.Held(self, partial(self._engine.write, **more), place))
+        return self.tickets[-1]
+
+    def read(self, *place: Any, **more: Any) -> Held:
+        self.tickets.append(self.Held(self, partial(self._engine.read, **more), place))
+        return self.tickets[-1]
+
+
+class Home:
+    """A store with arrays on disk and one in memory, their plain model, and moves of both."""
+
+    def __init__(self, folder: Path, *, service_nbytes: int = 5 * BLOCK, **options: Any):
+        self.store = ShardStore([str(folder)], Ledger(), Traffic(), service_nbytes=service_nbytes, **options)
+        places = [*((Tier.NVME, *array) for array in ARRAYS), (Tier.HOST, 3 * PAGE, torch.float32)]
+        self.arrays = [self.store.allocate(tier, dtype, n // dtype.itemsize, "array") for tier, n, dtype in places]
+        self.store.open([])
+        self.store.io = self.engine = Noted(self.store.io)
+        self.plain = [torch.zeros(array.numel, dtype=array.dtype) for array in self.arrays]
+
+    def write(self, writer: WriteBehind, index: int, begin: int, count: int, seed: int) -> None:
+        raw = torch.randint(256, (count * self.arrays[index].dtype.itemsize,), dtype=torch.uint8,
+                            generator=torch.Generator().manual_seed(seed))  # fmt: skip
+        values = raw.view(self.arrays[index].dtype)
+        self.plain[index][begin : begin + count] = values
+        writer.write(self.arrays[index], begin, values, version=1)
+        raw.fill_(0xEE)  # it is the caller's again
+
+    def check_read(self, reader: ShardStore | WriteBehind, index: int, begin: int, count: int) -> None:
+        found = reader.read(self.arrays[index], begin, begin + count)
+        assert torch.equal(as_bytes(found), as_bytes(self.plain[index][begin : begin + count])), f"array {index} at {begin}"
+
+    def check_all(self) -> None:
+        """All bytes are those of the plain model, by the store, which verifies every checksum."""
+        for index, array in enumerate(self.arrays):
+            self.check_read(self.store, index, 0, array.numel)
+
+    def do(self, writer: WriteBehind, moves: list[tuple]) -> None:
+        """Moves are (array, verb, where as a share, elements, seed); "on" goes on where the last move ended."""
+        reached = [0] * len(self.arrays)
+        for index, verb, share, count, seed in moves:
+            numel = self.arrays[index].numel
+            begin = reached[index] % numel if verb == "on" else int(share * numel)
+            count = min(count, numel - begin)
+            if verb == "read":
+                self.check_read(writer, index, begin, count)
+            else:
+                self.write(writer, index, begin, count, seed)
+                reached[index] = begin + count
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@contextmanager
+def home_in(folder: Path, **options: Any) -> Iterator[Home]:
+    home = Home(folder, **options)
+    try:
+        yield home
+    finally:
+        home.store.close()
+        home.engine._engine = None
+        assert leftovers(folder) == [] and threads() == []
+
+
+def threads() -> list[str]:
+    """Threads of ours that Python knows of: there are none, the core's own do what is done behind."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")]
+
+
+def random_moves(rng: random.Random, count: int = 25) -> list[tuple]:
+    """Mostly one array after the other and onwards, as a file's tensors come; also back, over, and ragged."""
+    moves, index = [], 0
+    for _ in range(count):
+        index = index if rng.random() < 0.6 else rng.randrange(len(ARRAYS) + 1)
+        verb = rng.choice(["on", "on", "on", "at", "at", "read"])
+        share = rng.choice([0.0, 0.0, rng.random(), rng.randrange(7) / 7])
+        numel = rng.choice([0, 1, 63, BLOCK // 4, BLOCK // 2, rng.randrange(4 * BLOCK), 8 * BLOCK])
+        moves.append((index, verb, share, numel, rng.randrange(2**30)))
+    return moves
+
+
+MOVES = st.lists(
+    st.tuples(
+        st.integers(0, len(ARRAYS)), st.sampled_from(["on", "at", "read"]), st.sampled_from([0.0, 0.3, 0.5, 6 / 7, 0.9999]),
+        st.sampled_from([1, 63, 64, 1024, BLOCK // 8, BLOCK // 4, BLOCK // 2, BLOCK, 3 * BLOCK + 1, 8 * BLOCK]),
+        st.integers(0, 9),
+    ),
+    max_size=30,
+)  # fmt: skip
+
+
+# --- the bytes ---
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(moves=MOVES, blocks=st.sampled_from([1, 2, 3, 4, 5, 9, 64]))
+def test_every_read_gives_what_was_written(moves, blocks, folder):
+    """Method: writes and reads of seven arrays, against a plain model; again by the store at the end."""
+    with home_in(folder, service_nbytes=blocks * BLOCK) as home:
+        with home.store.writing_behind() as writer:
+            home.do(writer, moves)
+        assert home.engine.under_way() == 0
+        home.check_all()
+
+
+def wrong_on_a_slow_disk(folder: Path, *, blocks: int = 5, seeds: int = 15) -> list[int]:
+    """Seeds whose random moves end in other bytes, or in a checksum that says so, on a slow disk."""
+    wrong = []
+    for seed in range(seeds):
+        with home_in(folder, service_nbytes=blocks * BLOCK) as home:
+            home.store.io = SlowDisk(home.engine._engine, seed)
+            try:
+                with home.store.writing_behind() as writer:
+                    home.do(writer, random_moves(random.Random(seed)))
+                assert home.store.io.under_way() == 0
+                home.check_all()
+            except (AssertionError, CorruptionError):
+                wrong.append(seed)
+            home.store.io = home.store.io._engine
+    return wrong
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 9])
+def test_a_slow_disk_gives_the_same_bytes(blocks, folder):
+    """Method: random moves on a disk that takes what is in a part when it is waited for, in any order."""
+    assert wrong_on_a_slow_disk(folder, blocks=blocks) == []
+
+
+own_take = WriteBehind._take
+
+
+def takes_one_under_way(self: WriteBehind) -> OpenPart:
+    return self._under_way.pop() if self._under_way and not self._free else own_take(self)
+
+
+def forgets_places(self: WriteBehind, array: StateArray, start: int, end: int) -> None:
+    pass
+
+
+def zeros_around(self: WriteBehind, part: OpenPart, begin: int, end: int) -> None:
+    part.memory[begin - part.start : end - part.start] = 0
+
+
+@pytest.mark.parametrize("name, wrong", [("_take", takes_one_under_way), ("_finish_those_with", forgets_places),
+                                         ("_fill", zeros_around)])  # fmt: skip
+def test_the_slow_disk_sees_what_is_wrong(name, wrong, folder, monkeypatch):
+    """Method: the twin: a part that is filled while it is written, overlapping writes in any order, zeros around a write."""
+    monkeypatch.setattr(WriteBehind, name, wrong)
+    assert wrong_on_a_slow_disk(folder) != []
+
+
+def test_writes_that_follow_each_other_become_large_ones(folder):
+    """Counts the writes of 7 blocks that come 64 elements at a time: as many as there are parts to fill."""
+    with home_in(folder, service_nbytes=(2 * PARTS + 1) * BLOCK) as home, home.store.writing_behind() as writer:
+        for begin in range(0, home.arrays[4].numel, 64):
+            home.write(writer, 4, begin, 64, begin)
+        writer.flush()
+        assert len(home.engine.tickets) == 4  # of two blocks, the last of one
+        home.check_read(writer, 4, 0, home.arrays[4].numel)
+
+
+def test_two_arrays_in_turns_and_padding_between_values_are_joined_too(folder):
+    """Counts transfers: values with a rest that is padding, to two arrays in turns, are written once per part; what lies in
+    the padding is read, once for each, and kept."""
+    with home_in(folder, service_nbytes=(4 * PARTS + 1) * BLOCK) as home:
+        for index in (1, 4):
+            home.plain[index].fill_(5.0)
+            home.store.write(home.arrays[index], 0, home.plain[index], version=1)
+        home.engine.tickets.clear()
+        with home.store.writing_behind() as writer:
+            for begin in range(0, 1000, 100):
+                for index in (1, 4):
+                    home.write(writer, index, begin, 93, begin)
+        assert len(home.engine.tickets) == 2 * 10 + 2  # nine gaps and the rest behind the last value, each, and two writes
+        home.check_all()
+
+
+@pytest.mark.parametrize("past", [1, PAGE, BLOCK])
+def test_a_write_past_the_end_is_refused(past, folder):
+    """Writes elements behind the end of an array: an error, as by the store itself, and not a part of them."""
+    with home_in(folder, service_nbytes=16 * BLOCK) as home:
+        array = home.arrays[2]
+        with pytest.raises((InfinityError, ValueError, RuntimeError)), home.store.writing_behind() as writer:
+            writer.write(array, array.numel - 10, torch.ones(10 + past, dtype=array.dtype), version=1)
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_the_store_itself_may_be_used_meanwhile(verb, folder):
+    """Method: a value waits in a part of the service buffer; the store, asked directly, uses the same buffer for another
+    array. The value is right in the end, or the store refuses: other bytes would get a checksum of their own."""
+    with home_in(folder) as home:
+        with home.store.writing_behind() as writer:
+            home.write(writer, 4, 0, 100, 1)
+            array = home.arrays[1]
+            try:
+                if verb == "read":
+                    home.store.read(array, 0, array.numel)
+                else:
+                    home.plain[1].fill_(3.0)
+                    home.store.write(array, 0, home.plain[1], version=1)
+            except InfinityError:
+                return
+        home.check_all()
+
+
+def test_one_writer_at_a_time(folder):
+    """A second one would have the same buffer. After the first, another may come."""
+    with home_in(folder) as home:
+        with home.store.writing_behind():
+            with pytest.raises(UsageError), home.store.writing_behind():
+                pass
+        with home.store.writing_behind() as writer:
+            home.write(writer, 4, 0, 100, 1)
+        home.check_all()
+
+
+# --- faults ---
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_harmless_faults_change_no_byte(seed, kind, folder):
+    """Method: transfers that are short, late or answered in another order."""
+    faults = fault_plan(seed, reorder=0.5, short_transfer=0.5, delay=0.2, delay_seconds=0.001)
+    with home_in(folder, faults=faults) as home:
+        with home.store.writing_behind() as writer:
+            home.do(writer, random_moves(random.Random(seed), 60))
+        assert home.engine.under_way() == 0
+        home.check_all()
+
+
+def outcome(folder: Path, seed: int, **faults: float) -> str:
+    """Of random moves and a read of everything: "right", or the error's type. Raises where bytes are wrong."""
+    with home_in(folder, faults=fault_plan(seed, **faults)) as home:
+        try:
+            with home.store.writing_behind() as writer:
+                home.do(writer, random_moves(random.Random(seed)))
+        except TYPED as error:
+            for action in (writer.flush, lambda: home.check_read(home.store, 0, 0, 1), lambda: home.write(writer, 0, 0, 1, 0)):
+                with pytest.raises(type(error)):  # nothing goes on behind it
+                    action()
+            return type(error).__name__
+        finally:
+            assert home.engine.under_way() == 0
+        try:
+            home.check_all()
+        except TYPED as error:
+            return type(error).__name__
+        return "right"
+
+
+@pytest.mark.parametrize("fault, name", [("eio", "StorageError"), ("enospc", "StorageError"), ("lost_write", "CorruptionError"),
+                                         ("bit_flip", "CorruptionError")])  # fmt: skip
+def test_a_fault_is_a_typed_error_or_does_no_harm(fault, name, kind, folder):
+    """Method: one transfer in 30 fails, at seeded places, in 20 runs of random moves; what is read is right until then, and
+    nothing is under way behind the block. Both outcomes are met."""
+    assert {outcome(folder, seed, **{fault: 1 / 30}) for seed in range(20)} == {"right", name}
+
+
+@pytest.mark.parametrize("error", [ValueError("stop"), KeyboardInterrupt()], ids=["ValueError", "Ctrl-C"])
+def test_an_exception_inside_leaves_nothing_under_way(error, kind, folder):
+    """Method: writes that take their time, then an exception in the caller; it comes out as it is, and the arrays can be
+    written anew."""
+    with home_in(folder, faults=fault_plan(delay=1.0, delay_seconds=0.02)) as home:
+        with pytest.raises(type(error)), home.store.writing_behind() as writer:
+            home.write(writer, 4, 0, home.arrays[4].numel, 1)
+            assert home.engine.under_way()
+            raise error
+        assert home.engine.under_way() == 0
+        with home.store.writing_behind() as writer:
+            for index, array in enumerate(home.arrays):
+                home.write(writer, index, 0, array.numel, 2)
+        home.check_all()
+
+
+@pytest.mark.parametrize("transfer", range(8))
+def test_ctrl_c_in_a_wait_leaves_nothing_under_way(transfer, folder):
+    """Method: a slow disk; the wait for a part's turn, for all parts, or for a block that is changed in part is interrupted.
+    The service buffer goes with the store: nothing may still be read from it or into it then."""
+    with home_in(folder) as home:
+        home.store.io = disk = SlowDisk(home.engine._engine, 0, transfer)
+        with pytest.raises(KeyboardInterrupt), home.store.writing_behind() as writer:
+            home.write(writer, 4, 0, home.arrays[4].numel, 1)  # more than there are parts
+            home.write(writer, 1, 5, 50_000, 1)  # ragged: a read
+        assert disk.under_way() == 0
+        home.store.io = disk._engine
+
+
+# --- what a wrap makes of it ---
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(300, 301), nn.Linear(300, 301)
+        self.other.weight = self.one.weight
+
+
+def test_a_tied_weight_under_two_names_in_one_file(tmp_path):
+    """Method: the file has the weight twice, between others, so that it is written again over parts under way. Twin: of two
+    values the last one in the file counts for both names."""
+    values = {name: value.clone() for name, value in seeded(SEED, Tied).state_dict().items()}
+    for changed in (0.0, 1.0):
+        values["other.weight"] = values["one.weight"] + changed
+        path = awkward_file(tmp_path / "m.safetensors", values)
+        model, _ = infinity.wrap_model(on_meta(Tied), None, at_home("nvme", "auto", tmp_path, weights=path))
+        assert differing(model.state_dict(), values | {"one.weight": values["other.weight"]}) == []
+        assert model.one.weight is model.other.weight
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3) -> None:
+    for at in range(count):
+        torch.manual_seed(at)
+        loss_of(model, tokens(at)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def some_state(optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """Moments as after seven steps, for a parameter on meta as for one in memory."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in optimizer.param_groups[0]["params"]:
+        first, second = (torch.randn(param.shape, generator=generator) for _ in range(2))
+        state = {"step": torch.tensor(7.0), "exp_avg": first, "exp_avg_sq": second.square()}
+        optimizer.state[param] = {name: value.to(param.dtype) if value.dim() else value for name, value in state.items()}
+
+
+FORMS = [
+    (own, {"param_dtype": param_dtype, "master": master})
+    for own, param_dtype in [(torch.float32, None), (torch.float32, "bf16"), (torch.bfloat16, None), (torch.float16, None)]
+    for master in ("split", "fp32", "none")
+]
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped before"])
+@pytest.mark.parametrize("own, more", FORMS,
+                         ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else str(v))  # fmt: skip
+@pytest.mark.parametrize("homes", [("nvme", "nvme"), ("host", "nvme"), ("host", "host")], ids="-".join)
+def test_a_model_from_a_file_is_the_model_wrapped_from_memory(homes, own, more, stepped, tmp_path):
+    """Method: on meta with weights=, in memory at these homes, and in memory at home in memory; state dicts and optimizer
+    states have the same bits before and after three steps. Twin: the steps change them."""
+    plain = transformer(SEED, blocks=2).to(own)
+    path = awkward_file(tmp_path / "m.safetensors", {name: p.clone() for name, p in plain.named_parameters()})
+    there = transformer(SEED, blocks=2).to(own)
+    empty = on_meta(lambda: transformer(SEED, blocks=2).to(own))
+    pairs = []
+    for model, place in ((plain, ("host", "host")), (there, homes), (empty, homes)):
+        optimizer = adamw(model, LR)
+        if stepped:
+            some_state(optimizer, SEED)
+        weights = {"weights": path} if model is empty else {}
+        pairs.append(infinity.wrap_model(model, optimizer, at_home(*place, tmp_path, **more, **weights)))
+    first = dict(pairs[0][0].state_dict())
+    for done in (0, 3):
+        for model, optimizer in pairs[1:]:
+            assert differing(model.state_dict(), pairs[0][0].state_dict()) == [], f"after {done} steps"
+            assert differing(optimizer_state(optimizer), optimizer_state(pairs[0][1])) == [], f"after {done} steps"
+        for model, optimizer in pairs if not done else ():
+            steps(model, optimizer)
+    assert differing(first, pairs[0][0].state_dict()) != []
+
+
+@pytest.mark.parametrize("source", ["file", "drawn"])
+def test_values_in_another_order_of_elements_and_pieces(source, tmp_path, monkeypatch):
+    """Method: transposed and channels-last bf16 parameters, which are read back and written again piece by piece while other
+    parts are under way, on disk with a split master, against the host; also after a step that the low bits show in."""
+    monkeypatch.setattr(infinity.checkpoint.weight_files, "READ_NBYTES", BLOCK)
+    plain = prescribed(SEED).bfloat16()
+    path = awkward_file(tmp_path / "m.safetensors", dict(plain.state_dict()))
+    states = []
+    for home in ("nvme", "host"):
+        torch.manual_seed(SEED)
+        model = on_meta(lambda: prescribed(SEED).bfloat16()) if source == "file" else prescribed(SEED).bfloat16()
+        weights = {"weights": path} if source == "file" else {}
+        model, optimizer = infinity.wrap_model(model, adamw(model, LR), at_home(home, home, tmp_path, master="split", **weights))
+        states.append([dict(model.state_dict())])
+        for at in range(2):
+            model({name: grad.bfloat16() for name, grad in gradients(plain, at).items()}).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            states[-1].append({**model.state_dict(), **optimizer_state(optimizer)})
+    for on_disk, on_host in zip(*states):
+        assert differing(on_disk, on_host) == []
+    assert differing(states[0][0], dict(plain.state_dict())) == []
+
+
+def test_zeros_that_nobody_writes_are_there(tmp_path, monkeypatch):
+    """Method: the master of bf16 values, split, that a wrap does not write is zero on disk and in memory. Twin: over
+    bytes that are not zero the same wrap is a checksum's error or another master."""
+    for home in ("nvme", "host"):
+        model = transformer(SEED, blocks=1).bfloat16()
+        model, _ = infinity.wrap_model(model, adamw(model, LR), at_home(home, home, tmp_path, master="split"))
+        engine = infinity.runtime.registry.wrapped(model).engine
+        masters = [shard.arrays["master"] for unit in engine.units for shard in unit.shards]
+        assert all(not engine.store.read(array, 0, array.numel).any() for array in masters)
+    allocate = ShardStore.allocate
+
+    def dirty(self: ShardStore, *given: Any) -> StateArray:
+        array = allocate(self, *given)
+        if array.flat is not None:
+            array.flat.view(torch.uint8).fill_(1)
+        return array
+
+    monkeypatch.setattr(ShardStore, "allocate", dirty)
+    model = transformer(SEED, blocks=1).bfloat16()
+    model, _ = infinity.wrap_model(model, adamw(model, LR), at_home("host", "host", tmp_path, master="split"))
+    engine = infinity.runtime.registry.wrapped(model).engine
+    assert all(shard.arrays["master"].flat.any() for unit in engine.units for shard in unit.shards)
+
+
+# --- pages ---
+
+
+def absent_pages(region: native.Region) -> int:
+    present = (ctypes.c_ubyte * (region.nbytes // PAGE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(region.address), ctypes.c_size_t(region.nbytes), present) == 0
+    return sum(not byte & 1 for byte in present)
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[native.Region]:
+    """The regions that stores make from here on."""
+    regions, make_region = [], ShardStore.make_region
+
+    def noting(self: ShardStore, *given: Any, **more: Any) -> native.Region:
+        regions.append(make_region(self, *given, **more))
+        return regions[-1]
+
+    monkeypatch.setattr(ShardStore, "make_region", noting)
+    return regions
+
+
+@pytest.mark.parametrize("homes", [("host", "host"), ("device", "host"), ("nvme", "nvme"), ("host", "nvme")], ids="-".join)
+def test_every_page_is_present_after_a_wrap(homes, made, tmp_path, monkeypatch):
+    """Asks the kernel (mincore) about every region of the store. Twin: without the thread some pages are absent."""
+
+    def wrap() -> int:
+        made.clear()
+        model = transformer(SEED, blocks=8)
+        model, optimizer = infinity.wrap_model(model, adamw(model, LR), at_home(*homes, tmp_path))
+        assert threads() == [] and made
+        return sum(map(absent_pages, made))
+
+    assert wrap() == 0
+    monkeypatch.setattr(native, "Pages", lambda regions, threads: SimpleNamespace(wait=lambda: None, stop=lambda: None))
+    assert wrap() > 0
+
+
+def write_while_populating() -> str:
+    for huge_pages in (True, False):
+        for seed in range(12):
+            region = native.Region(16 * MIB, huge_pages=huge_pages, touch_threads=0)
+            bytes_ = native.tensor_at(region, region.address, region.nbytes, torch.uint8)
+            places = torch.randperm(region.nbytes // PAGE, generator=torch.Generator().manual_seed(seed)) * PAGE
+            populating = threading.Thread(target=region.populate, args=(2,))
+            populating.start()
+            for part in places.split(64):  # the first byte of each page: the one that faults it in
+                bytes_[part] = (part // PAGE % 255 + 1).to(torch.uint8)
+            populating.join()
+            expected = torch.zeros(region.nbytes, dtype=torch.uint8)
+            expected[places] = (places // PAGE % 255 + 1).to(torch.uint8)
+            assert torch.equal(bytes_, expected), f"run {seed} lost a byte"
+            assert absent_pages(region) == 0
+            region.populate(2)  # and of pages that are there
+            assert torch.equal(bytes_, expected)
+    return "right"
+
+
+def forbid_populating() -> None:
+    """Makes this process's kernel one before 5.14: madvise(..., 23) is EINVAL, by a seccomp filter."""
+    program = b"".join(struct.pack("HBBI", *line) for line in [
+        (0x20, 0, 0, 0), (0x15, 0, 3, 28), (0x20, 0, 0, 32), (0x15, 0, 1, 23),  # number, madvise?, third argument, 23?
+        (0x06, 0, 0, 0x00050000 | 22), (0x06, 0, 0, 0x7FFF0000),
+    ])  # fmt: skip
+    lines = ctypes.create_string_buffer(program)
+    filter_ = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(lines)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filter_) == 0, ctypes.get_errno()
+    assert libc.madvise(None, ctypes.c_size_t(0), 23) == -1 and ctypes.get_errno() == 22
+
+
+@pytest.mark.parametrize("kernel", ["this one", "before 5.14"])
+def test_populating_loses_no_byte_that_is_written_meanwhile(kernel):
+    """Method: one thread populates a region while another sets a byte of every page; where the kernel has no call for it,
+    too."""
+
+    def work() -> str:
+        if kernel != "this one":
+            forbid_populating()
+        return write_while_populating()
+
+    assert in_child(work) == "right"
+
+
+# --- wraps that fail ---
+
+
+def fails(*given: Any, **more: Any) -> None:
+    raise MemoryError("stop")
+
+
+FAILURES = {
+    "the first write": (StorageError, "eio=1.0", None),
+    "a later write": (StorageError, "enospc=1.0,first_piece=5", None),
+    "a block that is changed in part": (CorruptionError, "bit_flip=1.0", None),
+    "a value": (MemoryError, "", ("infinity.api.send_home._of_first_rank", fails)),
+    "the device's window": (MemoryError, "", ("infinity.state.unit.ParamUnit.allocate", fails)),
+    "the pages": (MemoryError, "", ("infinity.machine.processors.for_pages", fails)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("what", FAILURES)
+def test_a_wrap_that_fails_leaves_nothing(what, swap, monkeypatch):
+    """Method: something fails on the way home; its error comes out, no thread and no file stays, the model has its bits.
+    Twin: the same model is then wrapped."""
+    error, faults, patched = FAILURES[what]
+    model = transformer(SEED, blocks=2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with monkeypatch.context() as patch, environment(**({"INFINITY_FAULTS": faults} if faults else {})):
+        if patched:
+            patch.setattr(*patched)
+        with pytest.raises(error) as raised:
+            infinity.wrap_model(model, adamw(model, LR), at_home("nvme", "nvme", swap))
+    del raised
+    assert threads() == [] and leftovers(swap) == []
+    assert differing(model.state_dict(), before) == []
+    model, _ = infinity.wrap_model(model, adamw(model, LR), at_home("nvme", "nvme", swap))
+    assert threads() == [] and differing(model.state_dict(), before) == []
+
+
+# --- copies ---
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 100_001])
+def test_a_flat_copy_has_every_bit_and_touches_nothing_else(count):
+    """Method: random bytes as floats, NaN among them, into the middle of a tensor, also from one that overlaps it."""
+    target = torch.zeros(count + 8)
+    source = torch.randint(256, (4 * count,), dtype=torch.uint8).view(torch.float32)
+    native.copy_flat(target[4 : 4 + count], source)
+    assert same_bits(target[4 : 4 + count], source) and not target[:4].any() and not target[4 + count :].any()
+    kept = target.clone()
+    native.copy_flat(target[3 : 3 + count], target[4 : 4 + count])
+    assert same_bits(target[3 : 3 + count], kept[4 : 4 + count])
+
+
+@pytest.mark.parametrize("source", [torch.ones(3), torch.ones(4).half(), torch.ones(8)[::2], torch.ones(4, device="meta")],
+                         ids=["shorter", "fp16", "strided", "meta"])  # fmt: skip
+def test_a_flat_copy_of_what_is_not_flat_memory_is_refused(source):
+    """Nothing is copied."""
+    target = torch.zeros(4)
+    for pair in ((target, source), (source, target)):
+        with pytest.raises(InfinityError):
+            native.copy_flat(*pair)
+    assert not target.any()
