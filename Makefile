@@ -22,7 +22,7 @@ train: setup
 
 test: setup $(VENV)/.test-ready
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --basetemp=build/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --durations=10 --basetemp=build/pytest $(ARGS)
 
 test-all: setup $(VENV)/.test-ready
 	mkdir -p build

@@ -19,12 +19,14 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 BYTE_VOCABULARY = 256  # byte-level: a token is a byte
 SEPARATOR_BYTE = 0  # after each file of a folder; text has no NUL of its own

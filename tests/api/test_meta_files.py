@@ -131,7 +131,7 @@ def test_an_element_across_two_blocks(dtype, small_blocks, tmp_path):
 def test_real_blocks_of_4_mib(tmp_path):
     """Method: nothing is made small. Behind odd bytes, an fp32 tensor of 10 MiB that is cut at two block ends, a bf16 one
     that is cut at the third, and 5 fp64 numbers in the file's last 4096 bytes."""
-    assert weight_files.BLOCK_NBYTES == BLOCK
+    assert weight_files.READ_NBYTES == BLOCK
     wide = random_bytes(10 * MIB, torch.float32, 1)
     filler = 3 * BLOCK - 4097 - 7 - wide.nbytes - 2 * 100 - 1  # the bf16 element 100 then starts one byte ahead
     tensors = {

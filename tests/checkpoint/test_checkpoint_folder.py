@@ -67,7 +67,8 @@ def test_jobs_that_save_load_and_export_at_one_time_all_get_whole_checkpoints(tm
     folder = tmp_path / "checkpoint"
     first = start("save", folder, 0.5, 1)
     assert first.wait(120) == 0, first.stderr.read()
-    jobs = [start("save", folder, 8, 1), start("save", folder, 8, 2), start("load", folder, 8, 3), start("export", folder, 8, 4)]
+    seconds = 3
+    jobs = [start(what, folder, seconds, seed) for seed, what in enumerate(("save", "save", "load", "export"), start=1)]
     counts = []
     for job in jobs:
         out, err = job.communicate(timeout=200)

@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from marks import few
 
 transformers = pytest.importorskip("transformers")
 
@@ -349,7 +350,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, 4))
 def test_architectures_of_two_layers(planned, kind):
     """A tiny causal LM of every kind is planned and its compute measured; transformers itself builds and runs it first."""
     config = {"model_type": kind} | SMALL | KINDS[kind]
@@ -393,7 +394,7 @@ def test_a_huge_config_is_planned_without_its_memory(place, what):
     assert peak < 2 << 30
 
 
-@pytest.mark.parametrize("vocabulary, measured", [(32000, True), (3_000_000, False)])
+@pytest.mark.parametrize("vocabulary, measured", [pytest.param(32000, True, marks=pytest.mark.slow), (3_000_000, False)])
 def test_what_is_built_to_measure_compute_has_a_limit(monkeypatch, vocabulary, measured):
     """The probe of three layers has embedding and head as well. With a vocabulary of 3 M (23 GiB of both, in bf16) it
     must be estimated; with a small one it is measured (the twin). Nothing is built here: the probe only counts."""

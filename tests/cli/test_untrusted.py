@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import few
 from models import differing
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -68,7 +69,7 @@ def test_a_trace_cannot_move_the_terminal(tmp_path, capsys):
 CODE = "from pathlib import Path\nPath('{mark}').touch()\nfrom transformers import PretrainedConfig\nclass Own(PretrainedConfig):\n    model_type = 'own'\n"
 
 
-@pytest.mark.parametrize("command", [["plan"], ["train", "--steps", "1"]])
+@pytest.mark.parametrize("command", few([["plan"], ["train", "--steps", "1"]], 1))
 @pytest.mark.parametrize("allowed", [False, True])
 def test_code_in_a_models_folder_runs_only_where_that_is_said(command, allowed, tmp_path):
     """Method: a folder with a configuration class of its own, and "y" on stdin."""

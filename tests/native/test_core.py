@@ -112,7 +112,7 @@ def at_fixed_addresses(program: Path) -> list[str]:
     return [*(fixed if allowed else []), str(program)]
 
 
-@pytest.fixture(scope="session", params=["plain", *(pytest.param(b, marks=pytest.mark.slow) for b in SANITIZED)])
+@pytest.fixture(scope="session", params=[pytest.param(b, marks=pytest.mark.slow) for b in ("plain", *SANITIZED)])
 def program(request) -> list[str]:
     """The command that runs the tests' program, built."""
     if COMPILER is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from marks import few
 from models import differing
 from torch import nn
 
@@ -64,7 +65,7 @@ def trained(how: str, home: str, folder, *, first: str = "wrap") -> tuple[list[t
 
 @pytest.mark.parametrize("first", ["wrap", "compile"])
 @pytest.mark.parametrize("how", ["forward", "block", "whole"])
-@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+@pytest.mark.parametrize("home", few(["nvme", "host", "device"], 1))
 def test_a_compiled_model_trains_as_it_does_uncompiled(home, how, first, tmp_path):
     """Method: compile each block's forward, each block, or the whole model, before or after the wrap; losses and weights
     are those of the wrapped model without compiling (the graphs call the same kernels)."""

@@ -46,10 +46,10 @@ def backward(model: nn.Module, seed: int = 0) -> None:
 @pytest.mark.parametrize("operation, exception, events", [
     ("forward", "KeyboardInterrupt", "signal"),
     ("backward", "KeyboardInterrupt", "line"),
-    ("backward", "user", "user"),
     ("step_again", "MemoryError", "line"),
-    ("load_after_forward", "KeyboardInterrupt", "signal"),
-    ("unwrap", "KeyboardInterrupt", "line"),
+    pytest.param("backward", "user", "user", marks=pytest.mark.slow),
+    pytest.param("load_after_forward", "KeyboardInterrupt", "signal", marks=pytest.mark.slow),
+    pytest.param("unwrap", "KeyboardInterrupt", "line", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_short_campaign(operation, exception, events):
     """Method: a few points of the operations that people interrupt most, from disk."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from .model import is_trusted
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 LARGEST_PROBE_NBYTES = 3 << 29
 LARGEST_PROBE_FLOPS = 3e12

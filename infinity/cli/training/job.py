@@ -18,10 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 import infinity
 
@@ -30,6 +27,10 @@ from ...errors import InfinityError, UsageError
 from .interrupt import Interrupt
 from .options import DEFAULT_MAX_GRAD_NORM
 from .ranks import Ranks
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 FINAL_LR_SHARE = 0.1  # of the learning rate, where the cosine ends
 

@@ -11,13 +11,14 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from ...data.corpus import BYTE_VOCABULARY, SEPARATOR_BYTE
 from ...errors import ConfigError
 from .options import DEFAULT_SEQUENCE_LENGTH
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Of a configuration: ten times what the largest models have.
 MOST = {"num_hidden_layers": 10_000, "hidden_size": 1_000_000, "num_attention_heads": 100_000, "vocab_size": 100_000_000,

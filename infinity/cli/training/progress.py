@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
 from .job import EdgeCounts, Job
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LINES_PER_RUN = 20
 

@@ -12,15 +12,16 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterator
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 import infinity
 
 from ...machine.sizes import format_nbytes
 from ...machine.tiers import Tier
 from .job import EdgeCounts, Job
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def measure_disks(config: infinity.Config) -> dict[str, float] | None:

@@ -7,12 +7,13 @@ continuation  the text it writes after it
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ...data.corpus import Batches
 from .model import max_positions
+
+if TYPE_CHECKING:
+    import torch
 
 PROMPT_NTOKENS = 32  # of the held-out part, when no prompt is given
 TEMPERATURE = 0.8

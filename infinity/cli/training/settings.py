@@ -11,14 +11,15 @@ import dataclasses
 import math
 import tomllib
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 import infinity
 
 from ...errors import ConfigError
 from ...untrusted import parse_json, read_text
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MOMENTS_NBYTES = {"fp32": 8, "bf16": 4, "int8": 2}  # both moments of one parameter
 MASTER_NBYTES = {"split": 2, "fp32": 4, "none": 0}  # what it keeps beside a weight of 16 bits
