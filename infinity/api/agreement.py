@@ -25,29 +25,29 @@ logger = logging.getLogger(__name__)
 
 
 def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> dict[str, str]:
-    """What has to be the same on every rank."""
-    told = {f"Config({field.name})": repr(getattr(config, field.name)) for field in dataclasses.fields(config)
+    """Describes what has to be the same on every rank."""
+    inputs = {f"Config({field.name})": repr(getattr(config, field.name)) for field in dataclasses.fields(config)
             if field.name not in ("nvme_paths", "trace", "device")}  # fmt: skip
-    told["the model"] = type(model).__name__
+    inputs["the model"] = type(model).__name__
     names_of = {param: name for name, param in model.named_parameters()}
     given = {param for group in (optimizer.param_groups if optimizer is not None else []) for param in group["params"]}
     for name, param in model.named_parameters(remove_duplicate=False):
-        told[f"parameter {name}"] = f"{tuple(param.shape)} {param.dtype} {'trained' if param.requires_grad else 'frozen'}"
+        inputs[f"parameter {name}"] = f"{tuple(param.shape)} {param.dtype} {'trained' if param.requires_grad else 'frozen'}"
         if raw_grad(param) is not None:
-            told[f"the gradient of {name}"] = "present"
+            inputs[f"the gradient of {name}"] = "present"
         if state := optimizer.state.get(param) if optimizer is not None else None:
-            told[f"the optimizer's state of {name}"] = ", ".join(sorted(state))
+            inputs[f"the optimizer's state of {name}"] = ", ".join(sorted(state))
         if optimizer is not None and param.requires_grad and param not in given and is_managed(param):
             raise ConfigError(
                 f"parameter {name} requires a gradient but is not in the optimizer: with several ranks nobody would average it. "
                 "Give it to the optimizer, or set requires_grad=False."
             )
-    told["the optimizer"] = type(optimizer).__name__
+    inputs["the optimizer"] = type(optimizer).__name__
     for i, group in enumerate(optimizer.param_groups if optimizer is not None else []):
         names = [names_of.get(param, "another") for param in group["params"]]
-        told[f"the optimizer's group {i}"] = f"{len(names)} parameters, {', '.join(names[:3])}, ..."
-        told[f"all names of the optimizer's group {i}"] = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
-    return told
+        inputs[f"the optimizer's group {i}"] = f"{len(names)} parameters, {', '.join(names[:3])}, ..."
+        inputs[f"all names of the optimizer's group {i}"] = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
+    return inputs
 
 
 SAMPLED = 64  # elements of a parameter that are compared over the ranks
@@ -91,7 +91,7 @@ def own_budgets(config: Config, ranks: DataRanks) -> Config:
 
 
 def free_everywhere(config: Config, collectives: Collectives, device: Device) -> dict[Tier, int] | None:
-    """What every rank has free at least: plans must not differ between ranks."""
+    """Measures what every rank has free at least: plans must not differ between ranks."""
     if collectives.ranks.alone:
         return None
     check_folders(config)

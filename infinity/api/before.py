@@ -87,7 +87,7 @@ class _ParamBefore:
 
 
 class MovedRest:
-    """What a model has beside managed parameters, on the device that computes; :meth:`remove` puts it back."""
+    """Moves what a model has beside managed parameters to the device that computes; :meth:`remove` puts it back."""
 
     def __init__(self, model: nn.Module, where: torch.device):
         self._from: dict[torch.Tensor, torch.device] = {}

@@ -20,7 +20,7 @@ PIECE_ELEMENTS = 4 * 1024 * 1024  # elements that are sent at once
 
 
 class Home(Protocol):
-    """Where values of managed parameters go."""
+    """Takes values of managed parameters home."""
 
     def send(self, param: nn.Parameter, begin: int, values: torch.Tensor, *, drawn: bool) -> None:
         """Flat ``values``, counted row by row from element ``begin``; ``drawn`` by an initialisation, or from a file."""
@@ -119,7 +119,7 @@ def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 
 def _resets_of(module: nn.Module) -> list[Callable[[], Any]]:
-    """What sets the module's own tensors anew."""
+    """Lists what sets the module's own tensors anew."""
     if callable(reset := getattr(module, "reset_lora_parameters", None)):  # of an adapter: its B has to be zero
         return [lambda adapter=adapter: reset(adapter, True) for adapter in getattr(module, "lora_A", {})]
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

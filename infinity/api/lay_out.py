@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_device(model: nn.Module, config: Config, collectives: Collectives) -> Device:
-    """What computes: what the configuration says, else where the parameters are."""
+    """Chooses what computes: what the configuration says, else where the parameters are."""
     places = {param.device for param in model.parameters() if is_managed(param) and not param.is_meta}
     if config.device is None and len(places) > 1:
         raise ConfigError(

@@ -53,7 +53,7 @@ class Stats:
 
 
 def stats(model: nn.Module) -> Stats:
-    """What the engine of a wrapped ``model`` has done so far.
+    """Reports what the engine of a wrapped ``model`` has done so far.
 
     The bound goes by the disk's measured rates (:mod:`infinity.machine.disk_profile`).
     """

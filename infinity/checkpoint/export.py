@@ -54,10 +54,10 @@ def _export(manifest: dict[str, Any], data: Path, folder: Path, *, dtype: torch.
         check_file(data / name, entry)
     parts = _Parts(data, manifest)
     sources: dict[str, Source] = {}
-    for name, told in manifest["parameters"].items():
-        kind = dtype or KINDS[told["dtype"]]
-        _check_place(name, told)
-        sources[name] = _numel(told) * kind.itemsize, _reader(parts, name, told, kind)
+    for name, entry in manifest["parameters"].items():
+        kind = dtype or KINDS[entry["dtype"]]
+        _check_place(name, entry)
+        sources[name] = _numel(entry) * kind.itemsize, _reader(parts, name, entry, kind)
     other = {key: tensor for key, _, tensor in read_parts(data / OF_READERS)}
     kept = [f"buffer/{name}" for name in manifest["persistent_buffers"]]
     kept += [key for key in other if key.startswith("unmanaged/")]
@@ -67,37 +67,37 @@ def _export(manifest: dict[str, Any], data: Path, folder: Path, *, dtype: torch.
     for pattern in BESIDE if model is not None else ():
         for path in model.glob(pattern):
             shutil.copy(path, folder / path.name)
-    count = sum(_numel(told) for told in manifest["parameters"].values())
+    count = sum(_numel(entry) for entry in manifest["parameters"].values())
     return {"parameters": count, "nbytes": sum(nbytes for nbytes, _ in sources.values())}
 
 
-def _check_place(name: str, told: dict[str, Any]) -> None:
+def _check_place(name: str, entry: dict[str, Any]) -> None:
     """Raises ValueError for a shape and strides that are not of as many elements as there are."""
-    shape, stride = told["shape"], told["stride"]
+    shape, stride = entry["shape"], entry["stride"]
     if len(shape) != len(stride) or not all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, *stride)):
         raise ValueError(f"{name} has shape {shape} and strides {stride}")
-    if _numel(told) and 1 + sum((n - 1) * step for n, step in zip(shape, stride)) > _numel(told):
+    if _numel(entry) and 1 + sum((n - 1) * step for n, step in zip(shape, stride)) > _numel(entry):
         raise ValueError(f"{name} of shape {shape} has strides {stride}")
 
 
-def _numel(told: dict[str, Any]) -> int:
-    return torch.Size(told["shape"]).numel()
+def _numel(entry: dict[str, Any]) -> int:
+    return torch.Size(entry["shape"]).numel()
 
 
-def _reader(parts: _Parts, name: str, told: dict[str, Any], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+def _reader(parts: _Parts, name: str, entry: dict[str, Any], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     def read() -> torch.Tensor:
-        flat = parts.read(f"weight/{name}", _numel(told))
-        if dtype == torch.float32 and told["master"] == "SPLIT":
-            flat = native.join_master(flat, parts.read(f"master/{name}", _numel(told)))
-        elif dtype == torch.float32 and told["master"] == "FLOAT32":
-            flat = parts.read(f"master/{name}", _numel(told))
-        return flat.to(dtype).as_strided(told["shape"], told["stride"])
+        flat = parts.read(f"weight/{name}", _numel(entry))
+        if dtype == torch.float32 and entry["master"] == "SPLIT":
+            flat = native.join_master(flat, parts.read(f"master/{name}", _numel(entry)))
+        elif dtype == torch.float32 and entry["master"] == "FLOAT32":
+            flat = parts.read(f"master/{name}", _numel(entry))
+        return flat.to(dtype).as_strided(entry["shape"], entry["stride"])
 
     return read
 
 
 class _Parts:
-    """Where the parts of every tensor are."""
+    """Finds the parts of every tensor."""
 
     def __init__(self, data: Path, manifest: dict[str, Any]):
         self._data = data

@@ -63,7 +63,7 @@ def checkpoint_of(root: Path, collectives: Collectives) -> Iterator[tuple[dict[s
 
 @dataclass(frozen=True)
 class _Checked:
-    """What is read and checked before anything changes."""
+    """Holds what is read and checked before anything changes."""
 
     other: dict[str, torch.Tensor]  # everything but the units' arrays
     groups: list[dict] | None

@@ -29,27 +29,27 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def read_header(opened: Any) -> dict[str, Any]:
     """Which part of its tensor each entry of a file is."""
-    told = parse_json((opened.metadata() or {}).get(PARTS_KEY, "{}"))
-    if not isinstance(told, dict):
+    header = parse_json((opened.metadata() or {}).get(PARTS_KEY, "{}"))
+    if not isinstance(header, dict):
         raise ValueError("a header without the places of its parts")
-    return told
+    return header
 
 
 def read_parts(path: Path) -> Iterator[tuple[str, int, torch.Tensor]]:
     """(name, first element, values) of every tensor of which ``path`` has a part, one at a time."""
     with _opened(path) as opened:
-        told = read_header(opened)
+        header = read_header(opened)
         for name in opened.keys():
-            begin = told.get(name, {}).get("saved_offsets") or [0]
+            begin = header.get(name, {}).get("saved_offsets") or [0]
             yield name, begin[0], opened.get_tensor(name)
 
 
 def list_parts(path: Path) -> list[tuple[str, int, int, torch.dtype | None]]:
     """(name, first element, the one behind the last, dtype) of the same, without reading values."""
     with _opened(path) as opened:
-        told, found = read_header(opened), []
+        header, found = read_header(opened), []
         for name in opened.keys():
-            begin, entry = (told.get(name, {}).get("saved_offsets") or [0])[0], opened.get_slice(name)
+            begin, entry = (header.get(name, {}).get("saved_offsets") or [0])[0], opened.get_slice(name)
             if type(begin) is not int or begin < 0:
                 raise ValueError(f"{name} begins at {begin!r}")
             found.append((name, begin, begin + math.prod(entry.get_shape()), FILE_DTYPES.get(entry.get_dtype())))

@@ -44,7 +44,7 @@ def _save_model(model: nn.Module, engine: Engine, folder: Path) -> None:
 
 
 def _save_adapters(model: nn.Module, engine: Engine, folder: Path, *, writes: bool) -> None:
-    """What of a PEFT model is not its base, under the names that PEFT gives it."""
+    """Lists what of a PEFT model is not its base, under the names that PEFT gives it."""
     prefix = getattr(model.base_model, "prefix", None) or "prompt_encoder"
     trained = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
     sources = _sources(model, engine.store)

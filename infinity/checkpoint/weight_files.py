@@ -53,7 +53,7 @@ class FilePiece:
 
 
 class WeightFiles:
-    """What a safetensors file, or a folder of them, holds. Raises ConfigError, CorruptionError or StorageError."""
+    """Reads a safetensors file, or a folder of them. Raises ConfigError, CorruptionError or StorageError."""
 
     def __init__(self, path: str | os.PathLike):
         path = Path(path)

@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("INFINITY_TRACEBACK") == "1":
             raise
         farewell.leave(error)
-        said = _missing(error) if isinstance(error, ImportError) else error
-        print(f"infinity {args.subcommand}: {said}", file=sys.stderr)
+        message = _missing(error) if isinstance(error, ImportError) else error
+        print(f"infinity {args.subcommand}: {message}", file=sys.stderr)
         return BAD_INPUT_STATUS
     except KeyboardInterrupt as error:
         farewell.leave(error)

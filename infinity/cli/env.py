@@ -119,9 +119,9 @@ def _cuda(torch) -> Finding:
         return Finding("cuda", "none: the device is the CPU", "" if not torch.version.cuda else "check nvidia-smi")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     capability = torch.cuda.get_device_capability(0)
-    told = f"{len(names)} x {names[0]}, capability {capability[0]}.{capability[1]}: models on it are computed there"
+    text = f"{len(names)} x {names[0]}, capability {capability[0]}.{capability[1]}: models on it are computed there"
     remedy = "" if capability >= (8, 0) else "the optimizer's kernels need capability 8.0: state stays on the host or on disk"
-    return Finding("cuda", told, remedy)
+    return Finding("cuda", text, remedy)
 
 
 def _driver() -> Finding:
@@ -131,13 +131,13 @@ def _driver() -> Finding:
     version, refusal = native.cuda_driver()
     if refusal:
         return Finding("cuda driver", refusal)
-    told = f"CUDA {version // 1000}.{version % 1000 // 10}"
+    text = f"CUDA {version // 1000}.{version % 1000 // 10}"
     region = native.Region(64 * 1024 * 1024, True, 1)
     try:
         region.pin()
     except OSError as error:
-        return Finding("cuda driver", f"{told}, does not register host memory", str(error))
-    return Finding("cuda driver", f"{told}, registers host memory")
+        return Finding("cuda driver", f"{text}, does not register host memory", str(error))
+    return Finding("cuda driver", f"{text}, registers host memory")
 
 
 def _kernels() -> Finding:
@@ -165,12 +165,12 @@ def _memory() -> Finding:
     from ..machine.sizes import format_nbytes
 
     memory, left = psutil.virtual_memory(), memory_left()
-    told = f"{format_nbytes(memory.available)} free of {format_nbytes(memory.total)}, {os.cpu_count()} processors"
+    text = f"{format_nbytes(memory.available)} free of {format_nbytes(memory.total)}, {os.cpu_count()} processors"
     if left < 0.9 * memory.available:
-        told += f"; control groups and ulimits leave this process {format_nbytes(left)}"
+        text += f"; control groups and ulimits leave this process {format_nbytes(left)}"
     if (count := processors.available()) < (os.cpu_count() or 1):
-        told += f", and {count} processors"
-    return Finding("memory", f"{told}; without budgets {format_nbytes(for_the_engine(left))} are planned with")
+        text += f", and {count} processors"
+    return Finding("memory", f"{text}; without budgets {format_nbytes(for_the_engine(left))} are planned with")
 
 
 def _guard(torch) -> Finding:

@@ -118,7 +118,7 @@ def summary(events: list[dict]) -> dict[str, Any]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as ascending, disjoint intervals."""
+    """Merges intervals into ascending, disjoint ones."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:

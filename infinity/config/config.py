@@ -27,7 +27,7 @@ MOST_THREADS = 1024  # of the optimizer: no machine has more processors for them
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What :func:`infinity.wrap_model` is asked for.
+    """Holds everything a user can choose of :func:`infinity.wrap_model`.
 
     params, optimizer, activations
         Home of the weights, of the optimizer's state (master and moments), and of what a forward saves for its backward:

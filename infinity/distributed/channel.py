@@ -57,7 +57,7 @@ class Pending:
 
 
 def ranks_lost(what: str, error: BaseException) -> PeerError:
-    if known := farewell.told():
+    if known := farewell.reasons():
         return PeerError(f"rank {dist.get_rank()} lost its peers at '{what}': {known}")
     text = str(error).strip().splitlines() or [type(error).__name__]
     return PeerError(
@@ -91,8 +91,8 @@ class Channel:
         """
         if self._ended:
             raise PeerError(f"rank {dist.get_rank()} cannot go on at '{what}': this job failed before. Start it again.")
-        said = self._exchange(what, flags)
-        texts = [_text(row[:SAID_NBYTES]) for row in said]
+        messages = self._exchange(what, flags)
+        texts = [_text(row[:SAID_NBYTES]) for row in messages]
         for peer, theirs in zip(self.ranks, texts):
             if theirs.startswith(FAILED):
                 raise self._heard(PeerError(f"rank {peer} {theirs}"))
@@ -104,7 +104,7 @@ class Channel:
                     "clip_grad_norm_, saving, loading)."
                 )
                 raise self._heard(error)
-        return said[:, SAID_NBYTES : SAID_NBYTES + len(flags)]
+        return messages[:, SAID_NBYTES : SAID_NBYTES + len(flags)]
 
     def _heard(self, error: InfinityError) -> InfinityError:
         error.heard_on = self
@@ -119,7 +119,7 @@ class Channel:
                 pass  # they are gone already
 
     def tell(self, error: BaseException) -> None:
-        """The same without waiting for the others. This rank cannot go on afterwards."""
+        """Sends ``error`` without waiting for the others. This rank cannot go on afterwards."""
         if not self._ended:
             try:
                 self._exchange(_failure(error), (), wait=False)
@@ -143,21 +143,21 @@ class Channel:
         return ranks_lost(what, error)
 
     def _exchange(self, what: str, flags: Sequence[int], *, wait: bool = True) -> torch.Tensor:
-        said = torch.zeros(SAID_NBYTES + self.flags_nbytes, dtype=torch.uint8, device="cpu")
+        messages = torch.zeros(SAID_NBYTES + self.flags_nbytes, dtype=torch.uint8, device="cpu")
         encoded = bytearray(_cut(what).encode())
-        said[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
+        messages[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
         if len(flags):
-            said[SAID_NBYTES : SAID_NBYTES + len(flags)] = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        heard = torch.empty(self.size, said.numel(), dtype=torch.uint8, device="cpu")
+            messages[SAID_NBYTES : SAID_NBYTES + len(flags)] = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        everyones = torch.empty(self.size, messages.numel(), dtype=torch.uint8, device="cpu")
         try:
-            work = all_gather(heard.view(-1), said, group=self.group, async_op=True)
+            work = all_gather(everyones.view(-1), messages, group=self.group, async_op=True)
             if wait:
                 work.wait()
             else:
-                self._unheard = work, heard, said
+                self._unheard = work, everyones, messages
         except RuntimeError as error:
             raise self.lost(what, error) from error
-        return heard
+        return everyones
 
 
 def _failure(error: BaseException) -> str:

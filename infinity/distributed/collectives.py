@@ -32,7 +32,7 @@ BACKWARD_OVER = 255
 
 
 class Collectives:
-    """What the ranks of one job do together. In a job of one rank every collective is nothing to do.
+    """Runs what the ranks of one job do together. In a job of one rank every collective is nothing to do.
 
     Used from the thread that runs the model.
     """
@@ -160,9 +160,9 @@ class Collectives:
             return values.unsqueeze(0)
         self.ranks.row.rendezvous(f"{what} {self._progress}")
         raw = _bytes_of(values.contiguous().reshape(-1)).cpu()
-        heard = raw.new_empty(self.ranks.size * raw.numel())
-        self._do(lambda: all_gather(heard, raw, group=self.ranks.row.group), what)
-        return heard.view(values.dtype).view(self.ranks.size, *values.shape).to(values.device)
+        everyones = raw.new_empty(self.ranks.size * raw.numel())
+        self._do(lambda: all_gather(everyones, raw, group=self.ranks.row.group), what)
+        return everyones.view(values.dtype).view(self.ranks.size, *values.shape).to(values.device)
 
     def least(self, values: Sequence[int], what: str) -> list[int]:
         """The smallest of each of ``values`` over all ranks."""

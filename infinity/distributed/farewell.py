@@ -36,7 +36,7 @@ class _Farewell:
         with contextlib.suppress(Exception):  # the store may have gone first
             self._store.set(f"why/{self._rank}", text[:LONGEST])
 
-    def told(self) -> list[str]:
+    def reasons(self) -> list[str]:
         """A sentence for every other rank that has ended; a moment is given to one that is about to."""
         ends = time.monotonic() + PATIENCE_SECONDS
         while not (found := self._look()) and time.monotonic() < ends:
@@ -81,9 +81,9 @@ def leave(error: BaseException) -> None:
         _joined.leave(error)
 
 
-def told() -> str:
-    """What is known of ranks that have ended, in a few sentences; empty for nothing."""
-    return ". ".join(_joined.told()) if _joined is not None else ""
+def reasons() -> str:
+    """Says what is known of ranks that have ended, in a few sentences; empty for nothing."""
+    return ". ".join(_joined.reasons()) if _joined is not None else ""
 
 
 def _boot() -> str:

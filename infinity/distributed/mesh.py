@@ -142,16 +142,16 @@ def rank_rows(mesh: Any) -> torch.Tensor:
     if mesh.ndim == 1 and names[0] not in OTHER_AXES:
         names = ("dp",)
     sizes = dict(zip(names, mesh.mesh.shape))
-    told = ", ".join(f"{name}={size}" for name, size in sizes.items()) or f"{mesh.ndim} axes without names"
+    axes = ", ".join(f"{name}={size}" for name, size in sizes.items()) or f"{mesh.ndim} axes without names"
     unknown = [name for name in sizes if name not in (*DATA_AXES, *OTHER_AXES)]
     if unknown or len(sizes) != mesh.ndim:
-        raise ConfigError(f"mesh: axes must be named {', '.join((*DATA_AXES, *OTHER_AXES))}; this one has {told}")
+        raise ConfigError(f"mesh: axes must be named {', '.join((*DATA_AXES, *OTHER_AXES))}; this one has {axes}")
     if "dp" in sizes and len(sizes.keys() & set(DATA_AXES)) > 1:
-        raise ConfigError(f"mesh: dp is the same as dp_replicate x dp_shard, so it cannot stand beside them; this one has {told}")
+        raise ConfigError(f"mesh: dp is the same as dp_replicate x dp_shard, so it cannot stand beside them; this one has {axes}")
     if any(sizes.get(name, 1) > 1 for name in OTHER_AXES):
-        raise ConfigError(f"mesh: tp and pp above 1 are not available in this version; this one has {told}")
+        raise ConfigError(f"mesh: tp and pp above 1 are not available in this version; this one has {axes}")
     if mesh.mesh.numel() != world or sorted(mesh.mesh.flatten().tolist()) != list(range(world)):
-        raise ConfigError(f"mesh: {told} makes {mesh.mesh.numel()} ranks, but the job has {world}")
+        raise ConfigError(f"mesh: {axes} makes {mesh.mesh.numel()} ranks, but the job has {world}")
     replicas = sizes.get("dp_replicate", 1)
     order = [i for i, name in enumerate(names) if name == "dp_replicate"]
     order += [i for i in range(mesh.ndim) if i not in order]

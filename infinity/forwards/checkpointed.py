@@ -45,7 +45,7 @@ class Checkpointed:
 
 
 def random_states(places: set[torch.device]) -> dict[torch.device, torch.Tensor]:
-    """Of the processor's generator, and of those of ``places``."""
+    """Reads the states of the processor's generator and of those of ``places``."""
     states = {torch.device("cpu"): torch.get_rng_state()}
     elsewhere = [place for place in places if place.type != "cpu"]
     return states | {place: torch.get_device_module(place).get_rng_state(place) for place in elsewhere}

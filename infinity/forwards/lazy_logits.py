@@ -121,7 +121,7 @@ class Logits(torch.Tensor):
             return func(*args, **kwargs)
 
     def _lazily(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """What ``func`` gives without the logits; None where it needs them."""
+        """Computes ``func`` without the logits; None where it needs them."""
         if func is F.cross_entropy:
             return self._cross_entropy(*args, **kwargs)
         if func is torch.Tensor.float or (func is torch.Tensor.to and args == (torch.float32,) and not kwargs):

@@ -48,7 +48,7 @@ class ActivationPlanner:
         return self._of()
 
     def add(self, block: nn.Module, units: Sequence[ParamUnit]) -> PlannedBlock:
-        """What ``block`` is to run in place of its forward."""
+        """Makes what ``block`` is to run in place of its forward."""
         planned = PlannedBlock(self, block, Checkpointed(self.engine, units, own_forward(block)))
         self._blocks.append(weakref.ref(planned))
         return planned

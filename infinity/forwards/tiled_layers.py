@@ -266,7 +266,7 @@ class HeadForward:
         return root
 
     def _dtype(self, x: torch.Tensor) -> torch.dtype | None:
-        """Of logits that are not computed yet; None where they have to be now."""
+        """Returns the dtype of logits that are not computed yet; None where they have to be now."""
         dtype = self._tiles.handle.shard.spec.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)

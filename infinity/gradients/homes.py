@@ -116,7 +116,7 @@ class GradHomes:
         return [each for each in (ticket, written) if each is not None]
 
     def landing_of(self, shard: ParamShard) -> list[Event]:
-        """What has to be over before the device can read a shard's gradients at home."""
+        """Lists what has to be over before the device can read a shard's gradients at home."""
         return [self._landing[shard]] if shard in self._landing else []
 
     def close_all(self, shards: Iterable[ParamShard]) -> None:

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class LandedGrad(torch.Tensor):
-    """What ``p.grad`` is: shape, dtype and place of the landed gradient; operations run on the bytes at home.
+    """Stands for a landed gradient as ``p.grad``: it has shape, dtype and device, and operations run on the bytes at home.
 
     Reads, in-place writes, norms, clipping and ``GradScaler.unscale_`` act exactly as on a plain gradient. After the
     step has consumed it, writes other than zeroing raise UsageError.

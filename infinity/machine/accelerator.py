@@ -36,7 +36,7 @@ class _Streams:
         return torch.cuda.current_stream(self._where) if self._is_cuda else torch.accelerator.current_stream(self._where)
 
     def running(self, stream: torch.Stream) -> AbstractContextManager:
-        """What is computed inside runs on ``stream``."""
+        """Runs what is computed inside on ``stream``."""
         return torch.cuda.stream(stream) if self._is_cuda else stream
 
     def event(self, *, timing: bool = False) -> torch.Event:
@@ -82,8 +82,8 @@ class Accelerator(Device):
             self._origin.record(self._streams.current())
             self._origin.synchronize()
         except RuntimeError as error:
-            told = str(error).splitlines()[0]
-            raise ConfigError(f"device {where} cannot be used: {told}. `infinity env` tells more.") from error
+            note = str(error).splitlines()[0]
+            raise ConfigError(f"device {where} cannot be used: {note}. `infinity env` tells more.") from error
         self.backend = _backend_of(where)
         self._began = time.perf_counter()
         self._uncounted: deque[tuple[torch.Event, torch.Event, Copy]] = deque()
@@ -97,11 +97,11 @@ class Accelerator(Device):
 
     def put(self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), freight: Copy | None = None) -> Event:
         stream = self._queues[queue]
-        for moment in behind:
-            if isinstance(moment, _DeviceEvent):
-                stream.wait_event(moment.event)
+        for event in behind:
+            if isinstance(event, _DeviceEvent):
+                stream.wait_event(event.event)
             else:
-                moment.wait()
+                event.wait()
         start, end = (self._streams.event(timing=freight is not None) for _ in range(2))
         start.record(stream)
         try:
@@ -127,9 +127,9 @@ class Accelerator(Device):
 
     def _no_room(self, what: str, error: BaseException) -> CapacityError:
         free = self.free_nbytes()
-        told = f" ({format_nbytes(free / SHARE_FOR_THE_ENGINE)} is free)" if free is not None else ""
+        note = f" ({format_nbytes(free / SHARE_FOR_THE_ENGINE)} is free)" if free is not None else ""
         return CapacityError(
-            f"{self.where} has no memory for {what}, which was planned{told}: activations or another process took it. Lower "
+            f"{self.where} has no memory for {what}, which was planned{note}: activations or another process took it. Lower "
             f"device_memory, or run fewer samples at once. The device says: {str(error).splitlines()[0]}"
         )
 
@@ -151,13 +151,13 @@ class Accelerator(Device):
     def stream_handle(self) -> int:
         return torch.cuda.current_stream(self.where).cuda_stream
 
-    def ticket(self, moments: Iterable[Event]) -> native.Ticket | None:
-        waiting = [moment for moment in moments if not moment.done]
+    def ticket(self, events: Iterable[Event]) -> native.Ticket | None:
+        waiting = [event for event in events if not event.done]
         if not waiting:
             return None
         ticket = native.Ticket(len(waiting))
-        for moment in waiting:
-            self._watch.put((moment, ticket))
+        for event in waiting:
+            self._watch.put((event, ticket))
         return ticket
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int, *, behind: Event = PAST) -> None:
@@ -166,9 +166,9 @@ class Accelerator(Device):
             storage.resize_(nbytes)
             return
         # The memory goes back to the queue it came from, which must not write it before the compute has read it.
-        for moment in (self.now(), behind):
-            if isinstance(moment, _DeviceEvent):
-                self._queues["in"].wait_event(moment.event)
+        for event in (self.now(), behind):
+            if isinstance(event, _DeviceEvent):
+                self._queues["in"].wait_event(event.event)
         storage.resize_(0)
         storage_guard.close(storage)
 
@@ -218,12 +218,12 @@ def _backend_of(where: torch.device) -> str | None:
 
 
 def _watch(queue: SimpleQueue, where: torch.device) -> None:
-    """Finishes tickets as their moments come: work of the core then starts without the training thread."""
+    """Finishes tickets as their events come: work of the core then starts without the training thread."""
     torch.accelerator.set_device_index(where.index)
     while (waiting := queue.get()) is not None:
-        moment, ticket = waiting
+        event, ticket = waiting
         try:
-            moment.wait()
+            event.wait()
         except RuntimeError as error:
             ticket.part_failed(str(error))
         else:

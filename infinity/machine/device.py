@@ -38,14 +38,14 @@ class Event(Protocol):
         """Whether everything before it is over."""
 
     def precede(self) -> None:
-        """What this thread computes from now on comes after it. Raises what its work raised, where that is known."""
+        """Puts what this thread computes from now on behind it. Raises what its work raised, where that is known."""
 
     def wait(self) -> None:
         """Blocks until it is done. Raises what its work raised."""
 
 
 class _Past:
-    """A moment that is over."""
+    """An event that is over."""
 
     done = True
 
@@ -61,7 +61,7 @@ PAST = _Past()
 
 @dataclass(frozen=True)
 class Copy:
-    """What a piece of work moves, for the books."""
+    """Names what a piece of work moves, for the books."""
 
     edge: str
     nbytes: int
@@ -82,7 +82,7 @@ class Device:
         self.kernels_refusal = "the processor has its own"
 
     def put(self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), freight: Copy | None = None) -> Event:
-        """Runs ``work`` in ``queue``, behind what is in it and behind the given moments."""
+        """Runs ``work`` in ``queue``, behind what is in it and behind the given events."""
         if freight is None:
             work()
         else:
@@ -96,11 +96,11 @@ class Device:
 
     @property
     def stream_handle(self) -> int:
-        """Of the stream that runs now, for the kernels."""
+        """Handle of the stream that runs now, for the kernels."""
         return 0
 
-    def ticket(self, moments: Iterable[Event]) -> native.Ticket | None:
-        """What work of the core can be put behind: finishes with ``moments``. None when they are over."""
+    def ticket(self, events: Iterable[Event]) -> native.Ticket | None:
+        """Makes a ticket that work of the core can be put behind: it finishes with ``events``. None when they are over."""
         return None
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int, *, behind: Event = PAST) -> None:

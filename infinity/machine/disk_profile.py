@@ -109,7 +109,7 @@ def _file() -> Path:
 
 
 def _read_kept() -> dict[str, DiskProfile]:
-    """What the file holds; nothing when it is not there or is not one of ours."""
+    """Reads what the file holds; nothing when it is not there or is not one of ours."""
     try:
         return {key: _checked(DiskProfile(**entry)) for key, entry in json.loads(_file().read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
@@ -175,7 +175,7 @@ def _rates(path: str, memory: native.Region, kind: str, block_nbytes: int, depth
         return engine.write(*place(offset), checksum=False)
 
     def rate(first, second) -> float:
-        """Of moving the first half one way and the second half another, in turns."""
+        """Times moving the first half one way and the second half another, in turns."""
         start = time.perf_counter()
         offsets = range(0, half, PROBE_REQUEST_NBYTES)
         for ticket in [ticket for offset in offsets for ticket in (first(offset), second(half + offset))]:
@@ -193,7 +193,7 @@ def rates(folders: Sequence[str]) -> tuple[float, float, float]:
 
 
 def seconds(folders: Sequence[str], read: float, written: float) -> float:
-    """What the disks need at least for so many bytes in both directions at once."""
+    """Returns the seconds that the disks need at least for so many bytes in both directions at once."""
     read_rate, write_rate, mixed_rate = rates(folders)
     return max(read / read_rate, written / write_rate, (read + written) / mixed_rate)
 

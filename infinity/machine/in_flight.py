@@ -19,17 +19,17 @@ class InFlight:
         self._nbytes = 0
 
     def emptied(self) -> InFlight:
-        """The same without tensors: nothing is read any more."""
+        """Returns a new one with the same limit: nothing is read any more."""
         return InFlight(self._limit)
 
-    def keep(self, tensor: torch.Tensor, moment: Event, then: Callable[[], None] = lambda: None) -> None:
-        """Keeps ``tensor`` until ``moment``, and calls ``then``."""
-        if moment is PAST:
+    def keep(self, tensor: torch.Tensor, event: Event, then: Callable[[], None] = lambda: None) -> None:
+        """Keeps ``tensor`` until ``event``, and calls ``then``."""
+        if event is PAST:
             return
-        self._held.append((moment, tensor, then))
+        self._held.append((event, tensor, then))
         self._nbytes += tensor.nbytes
         while self._held and (self._nbytes > self._limit or self._held[0][0].done):
-            moment, tensor, then = self._held.popleft()
-            moment.precede()
+            event, tensor, then = self._held.popleft()
+            event.precede()
             self._nbytes -= tensor.nbytes
             then()

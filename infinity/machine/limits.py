@@ -20,7 +20,7 @@ def memory_left(root: Path = cgroups.ROOT, own: Path = cgroups.OWN) -> int:
 
 
 def for_the_engine(left: int) -> int:
-    """What of ``left`` bytes the engine plans with. The rest is for what it does not hold: activations, what torch needs to
+    """Returns how many of ``left`` bytes the engine plans with. The rest is for what it does not hold: activations, what torch needs to
     compute, gradients on their way. A third of a small machine, a tenth of a large one."""
     return int(left - max(left * LEAST_SHARE_LEFT, min(left * SHARE_LEFT, LARGEST_LEFT)))
 

@@ -27,7 +27,7 @@ class Rates:
 
     @classmethod
     def measure(cls, nvme_paths: Sequence[str]) -> Rates:
-        """Of this machine; the disk's from its profile, which is kept."""
+        """Measures this machine; the disk's rates come from its profile, which is kept."""
         found = disk_profile.rates(nvme_paths) if nvme_paths else (None, None, None)
         return cls(memory_rate(), checksum_rate(), *found)
 

@@ -40,19 +40,19 @@ def steps_on_device(shard: ParamShard) -> bool:
 class DeviceUpdate:
     """A submitted step, of which the processor may do a part."""
 
-    moment: Event
+    event: Event
     on_device: bool  # whether everything lies there, so that nobody has to stand still for it
     ticket: native.Ticket | None = None
 
     @property
     def done(self) -> bool:
-        return self.moment.done and (self.ticket is None or self.ticket.done)
+        return self.event.done and (self.ticket is None or self.ticket.done)
 
     def wait(self) -> None:
-        """What is computed or read from now on comes after the step."""
+        """Puts what is computed or read from now on behind the step."""
         if self.ticket is not None:
             self.ticket.wait()
-        self.moment.precede() if self.on_device else self.moment.wait()
+        self.event.precede() if self.on_device else self.event.wait()
 
 
 @dataclass
@@ -72,7 +72,7 @@ class DeviceStepper:
         self.share = 0.0  # of the elements of state on the host
 
     def choose_share(self, processor_rate: float, shard_bytes: float) -> None:
-        """So that this and the processor are done at the same time. ``processor_rate``: its elements a second;
+        """Splits the update so that device and processor finish together. ``processor_rate``: its elements a second;
         ``shard_bytes``: what passes over the busier direction, per element."""
         edge = self._traffic.edges["host->device"]
         if self._slots and processor_rate and edge.busy_seconds and shard_bytes:
@@ -91,12 +91,12 @@ class DeviceStepper:
         """Steps ``spans`` of a shard, after what has been computed and ``behind``."""
         names = passing(shard)
         behind = [self._device.now(), *behind]
-        moment: Event = PAST
+        event: Event = PAST
         for begin, end, part in _chunks(spans, self._chunk(shard, names) if names else shard.slice_numel):
-            moment = self._step_chunk(shard, layout, names, begin, end, part, behind)
+            event = self._step_chunk(shard, layout, names, begin, end, part, behind)
         for array in shard.arrays.values():
             array.extent.version = version
-        return DeviceUpdate(moment, on_device=not names)
+        return DeviceUpdate(event, on_device=not names)
 
     def _chunk(self, shard: ParamShard, names: list[str]) -> int:
         """Elements that fit a slot."""

@@ -44,7 +44,7 @@ def _unit_landed(optimizer: weakref.ref[InfinityOptimizer], unit: ParamUnit) -> 
 
 
 class InfinityOptimizer(torch.optim.Optimizer):
-    """What :func:`infinity.wrap_model` gives back. Shares the wrapped optimizer's ``param_groups``."""
+    """Steps the state at home of a wrapped optimizer. Shares the wrapped optimizer's ``param_groups``."""
 
     def __init__(self, engine: StepTarget, wrapped: torch.optim.Optimizer, rule: native.Rule):
         self._engine, self.wrapped, self._rule = engine, wrapped, rule
@@ -138,7 +138,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         engine.steps.tell()  # the caller is told by the return
 
     def _clip_factor(self) -> float:
-        """What ``max_grad_norm`` multiplies every gradient by: as torch.nn.utils.clip_grad_norm_ does, but nothing is changed, so
+        """Computes what ``max_grad_norm`` multiplies every gradient by, as torch.nn.utils.clip_grad_norm_ does; but nothing is changed, so
         that a step that is cut short can be made again."""
         grads = [grad for group in self.param_groups for param in group["params"] if (grad := param.grad) is not None]
         total = torch.nn.utils.get_total_norm(grads)
@@ -220,7 +220,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         return (shard for unit in self._engine.units for shard in unit.shards)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's: gradients become None, or zeros which the next step applies."""
+        """Makes gradients None, or zeros which the next step applies, as torch does."""
         with self._engine.using():
             for group in self.param_groups:
                 for param in group["params"]:
@@ -232,13 +232,13 @@ class InfinityOptimizer(torch.optim.Optimizer):
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """As the wrapped optimizer's: plain torch loads it. Moments are full tensors, in fp32 or their dtype at rest. The entry of a
+        """Returns a state dict that plain torch loads, too. Moments are full tensors, in fp32 or their dtype at rest. The entry of a
         16-bit parameter with an fp32 master has that too, as ``master``: the model's state dict shows its upper half only."""
         with self._engine.using():
             return self._state.read(masters=True)
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """The same without masters, which a plain optimizer has no use for."""
+        """Returns the state dict without masters, which a plain optimizer has no use for."""
         return self._state.read(masters=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from .step_target import StepTarget
 
 @dataclass(eq=False)
 class ShardStep:
-    """What a step does with one shard."""
+    """Holds what a step does with one shard."""
 
     shard: ParamShard
     landed: list[tuple[ParamHandle, int]]  # whose gradients it applies, and the number of that step of theirs
@@ -51,7 +51,7 @@ class Stepper:
         self._target, self._rule, self._groups = target, rule, groups
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[ShardStep]:
-        """What a step does with ``unit``: gradients that have landed go home, nothing else is changed."""
+        """Plans what a step does with ``unit``. Gradients that have landed go home; nothing else is changed."""
         target = self._target
         landed = [shard for shard in unit.shards if shard.spec.stepped and self._has_landed(unit, shard)]
         if landed:

@@ -19,7 +19,7 @@ SHARED = (Tier.DEVICE, Tier.HOST)  # one memory, where the processor computes
 
 
 class Budgets:
-    """What the tiers may be charged. Where the processor computes, device and host are one memory: what is not given of them is
+    """Says what the tiers may be charged. Where the processor computes, device and host are one memory: what is not given of them is
     shared, or what the given one leaves."""
 
     def __init__(self, config: Config, free: Mapping[Tier, int] | None, device: Device):
@@ -49,7 +49,7 @@ class Budgets:
         return len(over), sum(over.values())
 
     def left(self, plan: MemoryPlan) -> dict[Tier, int]:
-        """What ``plan`` leaves of every tier. Of a memory that two tiers share each has all of it."""
+        """Returns what ``plan`` leaves of every tier. Of a memory that two tiers share each has all of it."""
         left = {tier: self._of[tier] - plan.planned_nbytes(tier) for tier in Tier}
         if self.shared is not None:
             left |= dict.fromkeys(SHARED, self.shared - sum(plan.planned_nbytes(tier) for tier in SHARED))

@@ -98,7 +98,7 @@ class MemoryTerms:
         return service
 
     def _add_ranks(self) -> None:
-        """What only several ranks need."""
+        """Adds what only several ranks need."""
         shards = self._shards
         if node_size := max((shard.node_size for shard in shards), default=0):
             self._add(Tier.DEVICE, "second slices", sum(shard.whole_nbytes("weight") for shard in shards) // node_size)

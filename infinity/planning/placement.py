@@ -21,7 +21,7 @@ TOGETHER = {"weights": ("weight",), "optimizer state": ("master", "exp_avg", "ex
 
 
 def use_what_is_left(plan: MemoryPlan, units: Sequence[UnitSize], config: Config, budgets: Budgets, device: Device) -> MemoryPlan:
-    """What the budgets have left holds second copies of state, where updates are made ahead, and units of a slower home: for good where the home is "auto", as a cache where it is
+    """Spends leftover budget: second copies of state for updates made ahead first, then units promoted to a faster tier, for good where the home is "auto", as a cache where it is
     NVMe by name. It is always the same part, so it is there at every step."""
     filling = Placement(plan, units, budgets)
     if not device.is_host:

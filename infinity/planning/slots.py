@@ -12,7 +12,7 @@ from .unit_sizes import ShardSize, UnitSize
 
 
 def needed_device_slot_nbytes(units: Sequence[UnitSize]) -> int:
-    """Of the largest shard that may pass through a device; 0 when nothing is stepped."""
+    """Returns bytes for a slot of the largest shard that may pass through a device; 0 when nothing is stepped."""
     stepped = [shard for unit in units for shard in unit.shards if shard.spec.stepped]
     return max((device_slot_nbytes(sum(shard.spec.nbytes_per_element().values()), shard.numel) for shard in stepped), default=0)
 

@@ -16,7 +16,7 @@ CHECKSUMMED = 5  # arrays of a shard that can be on disk, each with a last block
 
 @dataclass(frozen=True)
 class ShardSize:
-    """What a plan needs to know of one shard."""
+    """Holds the sizes of one shard."""
 
     spec: ShardSpec
     numel: int
@@ -36,14 +36,14 @@ class ShardSize:
 
     @cached_property
     def _slice_nbytes(self) -> dict[str, int]:
-        """Of every array, an equal part for each rank."""
+        """Returns bytes of every array's equal part for one rank."""
         sizes = self.spec.nbytes_per_element()
         return {name: round_up(int(self.numel // self.slices * size), native.BLOCK_NBYTES) for name, size in sizes.items()}
 
 
 @dataclass(frozen=True)
 class UnitSize:
-    """What a plan needs to know of one unit."""
+    """Holds the sizes of one unit."""
 
     name: str
     shards: tuple[ShardSize, ...]
@@ -51,12 +51,12 @@ class UnitSize:
 
     @property
     def weight_nbytes(self) -> int:
-        """Of the whole weights, as they lie on the device."""
+        """Bytes of the whole weights, as they lie on the device."""
         return sum(shard.whole_nbytes("weight") for shard in self.shards)
 
     @property
     def slice_nbytes(self) -> int:
-        """Of the weights at home on one rank."""
+        """Bytes of the weights at home on one rank."""
         return sum(shard.nbytes("weight") for shard in self.shards)
 
     @property

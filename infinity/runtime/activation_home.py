@@ -48,7 +48,7 @@ class ActivationHome:
         self._order: list[weakref.ref[Saved]] = []  # as they were saved: the backward needs the last ones first
 
     def rebuild(self) -> None:
-        """What nobody refers to any more is free, whatever an exception left of the books. Only while nothing is in flight."""
+        """Frees every place that nobody refers to any more, whatever an exception left of the books. Only while nothing is in flight."""
         self._order = [ref for ref in self._order if ref() is not None]
         self._in_flight, self._in_use, self._last = self._in_flight.emptied(), {}, {}
         for ref in self._order:
@@ -79,8 +79,8 @@ class ActivationHome:
             return array
         except CapacityError as error:
             if self._free:  # of other sizes: given up for one of this
-                for moment in self._last.values():
-                    moment.wait()
+                for event in self._last.values():
+                    event.wait()
                 while self._free:
                     array = self._free.pop()
                     self._arrays.remove(array)
@@ -114,11 +114,11 @@ class ActivationHome:
             behind = [self._device.now(), self._in_use.pop(array.extent.address, PAST)]
             freight = Copy("device->host", saved.nbytes, "activations")
             target = array.flat[: saved.nbytes]
-            moment = self._device.put("out", lambda: target.copy_(source, non_blocking=True), behind=behind, freight=freight)
-            saved.sent = self._last["out"] = moment
-            if moment is not PAST:
+            event = self._device.put("out", lambda: target.copy_(source, non_blocking=True), behind=behind, freight=freight)
+            saved.sent = self._last["out"] = event
+            if event is not PAST:
                 saved.source = tensor.detach(), tensor._version
-                self._in_flight.keep(source, moment, partial(release_saved, weakref.ref(saved)))
+                self._in_flight.keep(source, event, partial(release_saved, weakref.ref(saved)))
             return
         if not self._device.is_host:  # checksums are the processor's: it has to have the bytes
             with self._store.traffic.copying("device->host", saved.nbytes, "activations"):
@@ -152,13 +152,13 @@ class ActivationHome:
         saved.check_source()
         if saved.coming is None:
             self._set_out(saved)
-        storage, moment = saved.coming
+        storage, event = saved.coming
         saved.coming = None
         if self._device.overlaps:
             for other in self._before(saved):
                 if other.coming is None and other.bytes_on_device() is None and not other.was_changed():
                     self._set_out(other)
-        moment.precede()
+        event.precede()
         return storage
 
     def _set_out(self, saved: Saved) -> None:
@@ -166,13 +166,13 @@ class ActivationHome:
         target, source = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._device.where), saved.place.flat[: saved.nbytes]
         freight = Copy("host->device", saved.nbytes, "activations")
         behind = [self._device.now(), saved.sent]
-        moment = self._device.put("in", lambda: target.copy_(source, non_blocking=True), behind=behind, freight=freight)
-        self._in_flight.keep(target, moment)  # should nobody want it in the end, it is written all the same
-        self._in_use[saved.place.extent.address] = self._last["in"] = moment
-        saved.coming = target.untyped_storage(), moment
+        event = self._device.put("in", lambda: target.copy_(source, non_blocking=True), behind=behind, freight=freight)
+        self._in_flight.keep(target, event)  # should nobody want it in the end, it is written all the same
+        self._in_use[saved.place.extent.address] = self._last["in"] = event
+        saved.coming = target.untyped_storage(), event
 
     def _before(self, saved: Saved) -> Iterator[Saved]:
-        """What was saved just before ``saved``, as far as it is still wanted: the backward asks for it next."""
+        """Yields what was saved just before ``saved``, as far as it is still wanted: the backward asks for it next."""
         while self._order and self._order[-1]() is None:
             self._order.pop()
         index = next((i for i in range(len(self._order) - 1, -1, -1) if self._order[i]() is saved), 0)

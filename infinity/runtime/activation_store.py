@@ -110,7 +110,7 @@ class ActivationStore(ActivationHome):
         return self._kept.charged_nbytes
 
     def rebuild(self) -> None:
-        """What nobody refers to any more is free, whatever an exception left of the books. Only while nothing is in flight."""
+        """Frees every place that nobody refers to any more, whatever an exception left of the books. Only while nothing is in flight."""
         self._block, self._known = None, {}
         super().rebuild()
 
@@ -123,7 +123,7 @@ class ActivationStore(ActivationHome):
         return storage.nbytes() >= SMALLEST_NBYTES and storage._cdata not in self._stays
 
     def _pack(self, tensor: torch.Tensor) -> View | None:
-        """What stands for ``tensor``; None where it stays: there is room for it, or none at home and none is needed."""
+        """Returns what stands for ``tensor``; None where it stays: there is room for it, or none at home and none is needed."""
         storage = tensor.untyped_storage()
         begin, nbytes = storage_span(tensor, storage.nbytes())
         saved = self._known_bytes(tensor)

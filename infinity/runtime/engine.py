@@ -157,7 +157,7 @@ class Engine:
     # --- every use of the engine ---
 
     def using(self, *, repairing: bool = False) -> native.Scope:
-        """What every use of the engine by its user runs in. When it is not part of another use, what an exception left of the
+        """Opens the scope that every use of the engine runs in. When it is not part of another use, what an exception left of the
         last one is put right first. ``repairing``: it sets all state anew.
 
         Raises UsageError when that state is lost, for every use but a repairing one.
@@ -268,7 +268,7 @@ class Engine:
             self.prefetcher.release_idle()
 
     def count_backwards(self, count: int) -> None:
-        """So many backwards have ended since the last step."""
+        """Sets how many backwards have ended since the last step."""
         self.steps.count_backwards(count)
         self.collectives.note_progress(steps=self.steps.index, backwards=count)
 

@@ -15,7 +15,7 @@ RECORD = "_infinity"  # the attribute of a wrapped model that holds its record: 
 
 
 class Wrapped:
-    """What is known of one wrapped model: its engine, and how to take the hooks off again."""
+    """Holds what is known of one wrapped model: its engine, and how to take the hooks off again."""
 
     def __init__(self, engine: Engine, removers: list, optimizer: InfinityOptimizer | None, came_from: dict):
         self.engine, self.removers = engine, removers

@@ -19,7 +19,7 @@ DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 
 class ParamHandle:
-    """What a parameter knows of the engine. The engine is held weakly: parameters must not keep it alive."""
+    """Links a parameter to its unit, shard and engine. The engine is held weakly: parameters must not keep it alive."""
 
     __slots__ = ("names", "unit", "shard", "index", "grad", "step", "version", "has_loaded_master", "lent", "_engine")
 
@@ -71,7 +71,7 @@ def own_bytes(param: torch.Tensor) -> torch.Tensor:
 
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """What autograd accumulated into ``param.grad`` itself."""
+    """Returns what autograd accumulated into ``param.grad`` itself."""
     with DisableTorchFunction():
         return torch.Tensor.grad.__get__(param)
 

@@ -52,7 +52,7 @@ class _Lend(torch.autograd.Function):
 
 
 def lent_to(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What a parameter at rest stands for just now; None outside a block of full_params and while its model computes."""
+    """Returns what a parameter at rest stands for just now; None outside a block of full_params and while its model computes."""
     handle = handle_of(tensor)
     lent = handle.lent() if handle is not None and handle.lent is not None else None
     if lent is None or handle.engine.computing or handle.version != lent.version:  # a step has changed it since

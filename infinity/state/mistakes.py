@@ -44,7 +44,7 @@ DEEPEST = 60  # frames that are looked at
 
 
 def advice() -> str:
-    """What to do instead, by who is calling; empty where nobody known is."""
+    """Says what to do instead, by who is calling; empty where nobody known is."""
     frame = sys._getframe(1)
     for _ in range(DEEPEST):
         if frame is None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GradStandIns(Protocol):
-    """What ``p.grad`` of a parameter at home reads and sets."""
+    """Gives and takes ``p.grad`` of a parameter at home."""
 
     def get(self, handle: ParamHandle) -> torch.Tensor | None:
         """Returns what stands for the gradient, None where there is none."""

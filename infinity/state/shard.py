@@ -44,7 +44,7 @@ class ParamShard(ShardArrays):
         self.write_flattened(store, index, self.flattened(value, index), version=version, fresh=fresh)
 
     def write_flattened(self, store: ArrayIO, index: int, flat: torch.Tensor, *, version: int, fresh: bool = False) -> None:
-        """The same of a value as :meth:`flattened` gives it. Doing it twice is doing it once."""
+        """Sets parameter ``index`` from a value as :meth:`flattened` gives it. Doing it twice is doing it once."""
         self.wait_idle()
         self._write_encoded(store, self.layout.placements[index].offset, flat, version, fresh)
 
@@ -78,7 +78,7 @@ class ParamShard(ShardArrays):
     def changes(
         self, store: ArrayIO, index: int, weight: torch.Tensor, *, before: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """What the arrays' parts of parameter ``index`` are to be so that its elements whose compute-dtype value differs from
+        """Computes the arrays' parts of parameter ``index`` so that its elements whose compute-dtype value differs from
         ``before`` (None: from the one at home) become ``weight``'s. The masters of the others keep the bits below the weight's
         precision. Empty where nothing differs. Nothing is written: see :meth:`write_changes`."""
         self.wait_idle()

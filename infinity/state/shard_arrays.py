@@ -272,7 +272,7 @@ class ShardArrays:
         return out
 
     def read_own_part(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
-        """What of :meth:`read_part` is at home here."""
+        """Reads what of :meth:`read_part` is at home here."""
         begin, end = self.own_part(name, index)
         if begin == end:
             return torch.empty(0, dtype=self.arrays[name].dtype, device="cpu")

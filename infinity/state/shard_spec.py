@@ -19,7 +19,7 @@ MASTER_DTYPES = {native.Master.SPLIT: torch.int16, native.Master.FLOAT32: torch.
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What the parameters of one shard have in common: it decides which arrays they need."""
+    """Describes what the parameters of one shard have in common: it decides which arrays they need."""
 
     wrapped_dtype: torch.dtype  # when the model was wrapped: what state_dict gives back
     dtype: torch.dtype  # what the model computes with

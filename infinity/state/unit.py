@@ -165,7 +165,7 @@ class ParamUnit(UnitBuffers):
         flat[first : first + source.numel()].copy_(source, non_blocking=True)
 
     def _gather_in(self, offered: int) -> None:
-        """What the others have follows what is here in the same queue."""
+        """Gathers what the others have, behind what is here, in the same queue."""
         gather = self._collectives.gather_in_node if self.has_second_slice else self._collectives.gather
         for i, flat in enumerate(self.flats):
             pending = gather(flat, f"{self.name} ({i})", offered=offered)

@@ -32,7 +32,7 @@ class StateArray:
 
 
 class ArrayIO(Protocol):
-    """What a shard needs to reach its arrays."""
+    """Reads and writes the arrays of a shard."""
 
     def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
         """See :meth:`ShardStore.read`."""

@@ -48,7 +48,7 @@ class ShardStore(ArrayAllocator):
         self._returning: deque[tuple[Event, list[native.Lease]]] = deque()  # slots that the device still copies from
 
     def rebuild(self) -> None:
-        """What nobody has any more is free, whatever an exception left of the books. Only while nothing is in flight."""
+        """Frees what nobody has any more, whatever an exception left of the books. Only while nothing is in flight."""
         for pool in (self._service, self.staging):
             if pool is not None:
                 self.drain(pool)
@@ -59,18 +59,18 @@ class ShardStore(ArrayAllocator):
 
     # --- staging slots ---
 
-    def take_back(self, slots: list[native.Lease], moment: Event) -> None:
-        """Gives ``slots`` back to the staging pool once ``moment`` has come."""
-        self._returning.append((moment, slots))
+    def take_back(self, slots: list[native.Lease], event: Event) -> None:
+        """Gives ``slots`` back to the staging pool once ``event`` has come."""
+        self._returning.append((event, slots))
         self.collect()
 
     def collect(self, *, wait: bool = False) -> bool:
         """Gives back the slots that nothing copies from any more; with ``wait``, at least the oldest. Whether there were any."""
         found = False
         while self._returning and (self._returning[0][0].done or (wait and not found)):
-            moment, slots = self._returning.popleft()
+            event, slots = self._returning.popleft()
             try:
-                moment.wait()
+                event.wait()
             except (InfinityError, RuntimeError):
                 pass  # that copy failed: it is raised where its bytes are waited for, not where another unit wants a slot
             for slot in slots:
@@ -252,7 +252,7 @@ class ShardStore(ArrayAllocator):
 
 
 def _between(whole: tuple[int, int, int], taken: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """What of the space ``whole`` is not ``taken``; both are (file, offset, bytes), ``taken`` is in order."""
+    """Yields what of the space ``whole`` is not ``taken``; both are (file, offset, bytes), ``taken`` is in order."""
     file, at, size = whole
     end = at + size
     for other, offset, nbytes in taken:

@@ -54,15 +54,15 @@ class WriteBehind:
         self._under_way: list[OpenPart] = []
 
     def guarding(self) -> AbstractContextManager[None]:
-        """As the store's."""
+        """Enters the store's guard."""
         return self._store.guarding()
 
     def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
-        """As the store's: what was written is read."""
+        """Reads as the store does: what was written is read."""
         return self._store.read(array, begin, end)
 
     def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
-        """As the store's. Raises UsageError for more than the array has room for."""
+        """Writes as the store does, behind the caller. Raises UsageError for more than the array has room for."""
         if array.tier is not Tier.NVME or not self._count:
             self._store.write(array, begin, source, version=version)
             return

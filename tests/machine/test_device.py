@@ -17,6 +17,7 @@ import threading
 import time
 
 import pytest
+import threaded_device
 import torch
 from gpu_stand_in import build_stand_in
 from marks import few
@@ -27,7 +28,7 @@ import infinity
 from infinity import native
 from infinity.errors import CapacityError, ConfigError, CorruptionError, StorageError
 from infinity.gradients import bank as banks
-from infinity.machine import accelerator, in_flight, threaded_device
+from infinity.machine import accelerator, in_flight
 from infinity.machine import device as devices
 from infinity.machine.traffic import Traffic
 from infinity.runtime.registry import wrapped

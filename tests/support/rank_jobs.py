@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import threaded_device
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,7 +30,7 @@ from gpu_stand_in import load_stand_in
 from ranks import Failed
 
 import infinity
-from infinity.machine import accelerator, device, threaded_device
+from infinity.machine import accelerator, device
 from infinity.optim.device_step import DeviceStepper
 from infinity.runtime.registry import wrapped
 

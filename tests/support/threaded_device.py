@@ -9,9 +9,9 @@ from queue import SimpleQueue
 
 import torch
 
-from .. import native
-from .device import QUEUES, Copy, Device, Event
-from .traffic import Traffic
+from infinity import native
+from infinity.machine.device import QUEUES, Copy, Device, Event
+from infinity.machine.traffic import Traffic
 
 
 class _ThreadEvent:
@@ -65,7 +65,7 @@ class ThreadedDevice(Device):
             thread.start()
 
     def put(self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), freight: Copy | None = None) -> Event:
-        moment, behind = _ThreadEvent(), list(behind)
+        event, behind = _ThreadEvent(), list(behind)
 
         def run() -> None:
             try:
@@ -76,15 +76,15 @@ class ThreadedDevice(Device):
                 if freight is not None:
                     self.traffic.copied(freight.edge, freight.nbytes, freight.what, start, time.perf_counter())
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-                moment.end(error)
+                event.end(error)
             else:
-                moment.end(None)
+                event.end(None)
 
         self._queues[queue].put(run)
-        return moment
+        return event
 
-    def ticket(self, moments: Iterable[Event]) -> native.Ticket | None:
-        return _ticket_of([moment for moment in moments if not moment.done])
+    def ticket(self, events: Iterable[Event]) -> native.Ticket | None:
+        return _ticket_of([event for event in events if not event.done])
 
     @property
     def is_own_thread(self) -> bool:
@@ -108,10 +108,10 @@ def _serve(queue: SimpleQueue) -> None:
         work()
 
 
-def _ticket_of(moments: list[_ThreadEvent]) -> native.Ticket | None:
-    if not moments:
+def _ticket_of(events: list[_ThreadEvent]) -> native.Ticket | None:
+    if not events:
         return None
-    ticket = native.Ticket(len(moments))
-    for moment in moments:
-        moment.on_done(ticket.part_done)
+    ticket = native.Ticket(len(events))
+    for event in events:
+        event.on_done(ticket.part_done)
     return ticket
