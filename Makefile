@@ -42,6 +42,7 @@ docs: setup $(VENV)/.test-ready
 # A sample of mutants of the engine's rooms, each against the tests beside it: about an hour. Results in bench/results.
 mutants: setup $(VENV)/.test-ready
 	mkdir -p build
+	$(BIN)/pip install -q cosmic-ray
 	$(BIN)/python tools/mutants.py $(ARGS)
 
 # The native core alone, under AddressSanitizer with UBSan, then under ThreadSanitizer.

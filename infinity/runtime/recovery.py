@@ -22,6 +22,8 @@ def recover(engine: Engine) -> None:
     if engine.reducer is not None:
         engine.reducer.abandon()
     engine.prefetcher.rebuild()
+    if not engine.ranks.alone:
+        engine.schedule.forget()  # what is gathered ahead has to be the same on all of them
     engine.ledger.forget_passing()
     for handle in engine.group_of:
         set_raw_grad(handle.param, None)

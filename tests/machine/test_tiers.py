@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from infinity.config.config import Config
 from infinity.errors import CapacityError, ConfigError
 from infinity.machine.ledger import Ledger
-from infinity.machine.sizes import format_nbytes, parse_nbytes
+from infinity.machine.sizes import format_nbytes, parse_nbytes, round_up
 from infinity.machine.tiers import Tier
 
 GIB = 1024**3
@@ -165,3 +165,10 @@ def test_a_refusal_says_what_how_much_and_which_setting(tier):
         assert size in message
     named = message.split("Config(")[1].split("=")[0]
     assert named in {field.name for field in dataclasses.fields(Config)}
+
+
+def test_sizes_are_rounded_up_to_a_multiple():
+    """Against a search, for every small value and multiple."""
+    for multiple in range(1, 12):
+        for value in range(40):
+            assert round_up(value, multiple) == next(n for n in range(value, value + multiple) if n % multiple == 0)

@@ -1,0 +1,140 @@
+"""Runs a sample of mutants of the engine's rooms, each against the tests beside it, and says which survive.
+
+    python tools/mutants.py [--count 12] [--seed 1] [--json bench/results/mutants_<date>.json] [room ...]
+
+cosmic-ray makes the mutants, in a copy of the tree below build/; ``--count`` of each file's are drawn. A mutant that no test notices
+is a survivor: it is equivalent, or a test is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+COPY = ROOT / "build" / "mutants"
+TIMEOUT_SECONDS = 150  # of one mutant's tests: many hang instead of failing
+
+# file below infinity/ -> the tests beside it, below tests/
+TARGETS = {
+    "planning/memory_terms.py": "planning/test_plan.py",
+    "planning/budgets.py": "planning/test_plan.py planning/test_placement.py",
+    "planning/placement.py": "planning/test_placement.py",
+    "planning/step_traffic.py": "planning/test_placement.py",
+    "planning/lookahead.py": "planning/test_lookahead.py",
+    "planning/schedule.py": "planning/test_schedule.py",
+    "config/config.py": "config/test_config.py",
+    "machine/sizes.py": "machine/test_tiers.py",
+    "machine/limits.py": "machine/test_limits.py",
+    "machine/cgroups.py": "machine/test_limits.py",
+    "state/shard.py": "api/test_round_trips.py training/test_split_master.py",
+    "state/shard_arrays.py": "state/test_unit.py planning/test_speculation.py",
+    "state/unit.py": "state/test_unit.py",
+    "state/forward_edits.py": "api/test_at_rest.py",
+    "state/partition.py": "planning/test_plan.py training/test_unusual_models.py",
+    "gradients/record.py": "api/test_grad_stand_ins.py",
+    "gradients/bank.py": "api/test_grad_stand_ins.py training/test_steps_and_gradients.py",
+    "gradients/values.py": "api/test_grad_stand_ins.py gradients/test_norms.py",
+    "gradients/homes.py": "training/test_homes_change_no_bit.py",
+    "gradients/reducer.py": "distributed/test_ranks.py",
+    "distributed/collectives.py": "distributed/test_ranks.py",
+    "optim/stepper.py": "training/test_equals_torch.py planning/test_speculation.py",
+    "optim/rules.py": "optim/test_rules.py",
+    "runtime/prefetch.py": "training/test_homes_change_no_bit.py state/test_unit.py",
+    "runtime/passes.py": "training/test_ordinary_loops.py",
+}
+
+
+def copy_tree() -> None:
+    """Makes the tree in which files are mutated."""
+    shutil.rmtree(COPY, ignore_errors=True)
+    for folder in ("infinity", "tests"):
+        shutil.copytree(ROOT / folder, COPY / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", COPY)
+
+
+def draw(session: Path, count: int, seed: int) -> int:
+    """Leaves ``count`` of the session's mutants, drawn by ``seed``. Returns how many there were."""
+    with sqlite3.connect(session) as database:
+        found = database.execute("SELECT job_id, operator_name FROM mutation_specs ORDER BY job_id").fetchall()
+        jobs = [job for job, _ in found]
+        real = [job for job, operator in found if "BitOr_" not in operator]  # those are nearly all in annotations
+        drawn = set(random.Random(seed).sample(real, min(count, len(real))))
+        for job in jobs:
+            if job not in drawn:
+                database.execute("DELETE FROM mutation_specs WHERE job_id = ?", (job,))
+                database.execute("DELETE FROM work_items WHERE job_id = ?", (job,))
+    return len(jobs)
+
+
+def cosmic_ray(*words: str | Path) -> str:
+    """Runs cosmic-ray in the copy. Returns what it prints."""
+    command = [sys.executable, "-m", "cosmic_ray.cli", *map(str, words)]
+    return subprocess.run(command, cwd=COPY, capture_output=True, text=True, check=True).stdout
+
+
+def mutate(path: str, tests: str, count: int, seed: int) -> Iterator[dict]:
+    """Tries mutants of one file. Yields what became of each."""
+    session, config = COPY / "session.sqlite", COPY / "session.toml"
+    session.unlink(missing_ok=True)
+    paths = " ".join(f"tests/{test}" for test in tests.split())
+    command = f"env PYTHONPATH={COPY} OMP_NUM_THREADS=1 {sys.executable} -m pytest -q -x -m 'not slow' -p no:cacheprovider --basetemp=pt {paths}"
+    config.write_text(
+        "[cosmic-ray]\n"
+        f'module-path = "infinity/{path}"\n'
+        f"timeout = {TIMEOUT_SECONDS}.0\n"
+        "excluded-modules = []\n"
+        f"test-command = {json.dumps(command)}\n"
+        '[cosmic-ray.distributor]\nname = "local"\n'
+    )
+    cosmic_ray("init", config, session)
+    total = draw(session, count, seed)
+    cosmic_ray("exec", config, session)
+    for line in cosmic_ray("dump", session).splitlines():
+        item, result = json.loads(line)
+        mutation = item["mutations"][0]
+        yield {
+            "file": path,
+            "of": total,
+            "line": mutation["start_pos"][0],
+            "operator": mutation["operator_name"].removeprefix("core/"),
+            "outcome": (result or {}).get("test_outcome") or (result or {}).get("worker_outcome") or "none",
+            "diff": (result or {}).get("diff") or "",
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rooms", nargs="*", help="files whose path begins like this (default: all)")
+    parser.add_argument("--count", type=int, default=12, metavar="N", help="mutants of each file (default 12)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the draw (default 1)")
+    parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / f"mutants_{date.today()}.json", metavar="FILE")
+    args = parser.parse_args()
+    copy_tree()
+    found: list[dict] = []
+    for path, tests in TARGETS.items():
+        if args.rooms and not path.startswith(tuple(args.rooms)):
+            continue
+        of_file = list(mutate(path, tests, args.count, args.seed))
+        found += of_file
+        killed = sum(one["outcome"] != "survived" for one in of_file)
+        print(f"{path}: {killed} of {len(of_file)} found ({of_file[0]['of'] if of_file else 0} in all)", flush=True)
+        survivors = [one for one in found if one["outcome"] == "survived"]
+        summary = {"mutants": len(found), "found": len(found) - len(survivors), "seed": args.seed, "survivors": survivors}
+        args.json.write_text(json.dumps(summary, indent=1) + "\n")
+    for one in found:
+        if one["outcome"] == "survived":
+            print(f"\nsurvived: infinity/{one['file']}:{one['line']} {one['operator']}\n{one['diff']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
