@@ -274,6 +274,8 @@ def test_dropping_model_and_optimizer_frees_everything(after, io_engine, tmp_pat
     if io_engine == "uring" and native.uring_refusal():
         pytest.skip(native.uring_refusal())
 
+    gc.collect()  # a child has the descriptors of everything that is not collected yet
+
     def work():
         with environment(INFINITY_IO=io_engine):
             model, optimizer = wrapped("nvme", tmp_path)  # what a process allocates once

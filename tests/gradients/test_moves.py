@@ -1,0 +1,85 @@
+"""States move along their tables only: gradients, shards, units."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from infinity import native
+from infinity.errors import InternalError
+from infinity.gradients.record import MOVES, GradRecord, GradState
+from infinity.state import shard_arrays
+from infinity.state.shard import ParamShard
+from infinity.state.shard_arrays import Activity, Shadow
+from infinity.state.shard_spec import ShardSpec
+
+
+@pytest.mark.parametrize("start, to", itertools.product(GradState, GradState), ids=lambda state: state.name)
+def test_a_gradient_moves_along_its_table(start, to):
+    """Method: every pair of states; what is not in the table raises, and changes nothing."""
+    record = GradRecord(start)
+    if to in MOVES[start]:
+        record.move(to)
+        assert record.state is to
+    else:
+        with pytest.raises(InternalError, match=start.name):
+            record.move(to)
+        assert record.state is start
+
+
+class Over:
+    """An update that is over."""
+
+    done, ticket = True, None
+
+    def wait(self) -> None:
+        pass
+
+
+def a_shard() -> ParamShard:
+    spec = ShardSpec(torch.float32, torch.float32, native.Master.OWN, torch.float32, torch.float32, 2, True)
+    return ParamShard(spec, [torch.nn.Parameter(torch.zeros(4))])
+
+
+def in_state(activity: Activity) -> ParamShard:
+    shard = a_shard()
+    if activity is Activity.STEPPING:
+        shard.submit(Over())
+    elif activity is Activity.SHADOWED:
+        shard.cast_shadow(Shadow(Over(), None))
+    assert shard.activity is activity
+    return shard
+
+
+VERBS = {
+    "submit": (Activity.STEPPING, lambda shard: shard.submit(Over())),
+    "cast_shadow": (Activity.SHADOWED, lambda shard: shard.cast_shadow(Shadow(Over(), None))),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("start", Activity, ids=lambda activity: activity.name)
+def test_a_shard_moves_along_its_table(start, verb):
+    """Method: every verb in every state; what is not in the table raises, and changes nothing."""
+    shard, (to, act) = in_state(start), VERBS[verb]
+    if to in shard_arrays.MOVES[start]:
+        act(shard)
+        assert shard.activity is to
+    else:
+        with pytest.raises(InternalError, match=start.name):
+            act(shard)
+        assert shard.activity is start
+
+
+def test_a_shard_that_is_waited_for_is_at_home():
+    """From every state, and the same update may be submitted twice."""
+    for activity in Activity:
+        shard = in_state(activity)
+        shard.wait_idle()
+        assert shard.activity is Activity.AT_HOME
+    shard, update = a_shard(), Over()
+    shard.submit(update)
+    shard.submit(update)
+    assert shard.activity is Activity.STEPPING
