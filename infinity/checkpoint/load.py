@@ -74,9 +74,7 @@ class _Checked:
 def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
     checked = _check(manifest, data, engine, model, optimizer)
     engine.collectives.rendezvous(f"loading {manifest['data']}, which every rank can")
-    engine.wait_idle()
-    engine.prefetcher.release_all(engine.units)
-    engine.halt("loading a checkpoint was cut short")  # until all of it is there
+    engine.begin_repair("loading a checkpoint was cut short")  # until all of it is there
     engine.steps.resume(manifest["step_index"])
     _load_units(manifest, data, engine)
     if optimizer is not None and checked.groups is not None:

@@ -27,7 +27,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike) -> None:
     and the first one writes. Raises StorageError.
     """
     engine = engine_of(model)
-    with engine.collectives.together("save_pretrained"):
+    with engine.using(), engine.collectives.together("save_pretrained"):
         _save_model(model, engine, Path(folder))
 
 

@@ -164,9 +164,7 @@ class Engine:
         """
         self.store.check_process()
         if not self.scopes.running and torch._C._current_graph_task_id() == -1:
-            if repairing:
-                self.journal.forget()
-            self.recover()
+            self.recover(finishing=not repairing)
             if self._halted is not None and not repairing:
                 error = self._halted()
                 self.store.on_failure(error)  # other ranks are not to wait for this one
@@ -178,10 +176,25 @@ class Engine:
         """Whether the homes are there: until unwrap_model, or the end."""
         return self._finalizer.alive
 
-    def recover(self) -> None:
-        """Puts right what an exception left, if there was one. Asked while no other use is running."""
+    def recover(self, *, finishing: bool = True) -> None:
+        """Puts right what an exception left, if there was one. Asked while no other use is running. ``finishing``: what had to be whole
+        is carried to its end; else that waits for the next use, unless all state is set anew meanwhile."""
         if self.is_open and (self.scopes.interrupted or self.passes.is_cut_short or not self.journal.is_clear):
-            recover(self)
+            recover(self, finishing=finishing)
+
+    def begin_repair(self, why: str) -> None:
+        """Gives the old state up, for all of it is about to be set anew. ``why`` is what every use is told until :meth:`go_on`.
+
+        Raises StorageError when an update that is under way fails.
+        """
+        try:
+            self.journal.finish()  # so that updates which were submitted are known, and waited for, before anything is written
+        except Exception:  # noqa: BLE001 - what cannot be carried to its end is what all is set anew for
+            self.halt(why)
+            self.journal.forget()
+        self.wait_idle()
+        self.prefetcher.release_all(self.units)
+        self.halt(why)
 
     def halt(self, why: str) -> InfinityError:
         """Refuses everything from here on but loading a checkpoint. Returns the error that says so."""

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
-def recover(engine: Engine) -> None:
-    """Gives up what only a running pass needs, takes it anew from what is at home, and carries to its end what had to be whole.
+def recover(engine: Engine, *, finishing: bool) -> None:
+    """Gives up what only a running pass needs, and takes it anew from what is at home. ``finishing``: carries to its end what had to be
+    whole; without it the journal stays as it is, for the next use.
 
     Cut short, all of it is done again by the next use.
     """
@@ -28,7 +29,7 @@ def recover(engine: Engine) -> None:
     for handle in engine.group_of:
         set_raw_grad(handle.param, None)
     if engine.store.failure is None:  # else nothing more goes to or comes from the disk
-        _rebuild_homes(engine)
+        _rebuild_homes(engine, finishing=finishing)
     if engine.steps.streaming:
         if any(handle.grad.state is GradState.CONSUMED for handle in engine.group_of):
             engine.halt("an exception inside step_in_backward left part of a step done")
@@ -36,12 +37,14 @@ def recover(engine: Engine) -> None:
     engine.scopes.interrupted = False  # the last thing
 
 
-def _rebuild_homes(engine: Engine) -> None:
+def _rebuild_homes(engine: Engine, *, finishing: bool) -> None:
     with engine.store.guarding():
         engine.gradients.rebuild()
         if engine.activations is not None:
             engine.activations.rebuild()
         engine.store.rebuild()
+        if not finishing:
+            return
         engine.journal.finish()  # a step may make shadows the state
         for unit in engine.units:
             for shard in unit.shards:

@@ -21,6 +21,7 @@ from torch import nn
 
 import infinity
 from infinity.runtime.engine import Engine
+from infinity.state.shard import ParamShard
 from infinity.state.journal import Journal
 
 CAMPAIGN = Path(campaign.__file__)
@@ -101,9 +102,9 @@ def test_the_campaign_tells_what_is_wrong(what, tmp_path, monkeypatch):
     operation = campaign.load_after_forward
     if what == "steps are not carried on":
         operation = campaign.step
-        monkeypatch.setattr(Engine, "recover", lambda self: self.journal.forget())
+        monkeypatch.setattr(Engine, "recover", lambda self, **how: self.journal.forget())
     else:
-        monkeypatch.setattr(Engine, "recover", lambda self: None)
+        monkeypatch.setattr(Engine, "recover", lambda self, **how: None)
     outcomes = set()
     for n in range(20, 900, 70):
         user = campaign.User("host", tmp_path, None).wrap()
@@ -277,6 +278,62 @@ def test_a_load_that_is_cut_short_stops_everything_until_it_is_done(tmp_path, mo
     assert differing(model.state_dict(), expected) == []
     backward(model)
     optimizer.step()
+
+
+def cut_after_submit(optimizer, monkeypatch) -> None:
+    """Strikes a step when its updates are under way, and not yet in the books."""
+    with monkeypatch.context() as patch:
+        patch.setattr("infinity.state.shard_arrays.ShardArrays.submit", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("home", ["host", "nvme"])
+@pytest.mark.parametrize("then", ["a load that is refused", "a load"])
+def test_a_load_after_a_step_that_was_cut_short(then, home, tmp_path, monkeypatch):
+    """Method: a load is refused, so the step that was cut short is carried to its end all the same; or it is done, and what was under
+    way does not come through."""
+    model, optimizer = small(tmp_path, params=home, optimizer=home)
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    infinity.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    backward(model, 1)
+    cut_after_submit(optimizer, monkeypatch)
+    if then == "a load":
+        infinity.load_checkpoint(tmp_path / "checkpoint", model, optimizer)
+        assert differing(model.state_dict(), saved) == []
+        return
+    with pytest.raises(infinity.InfinityError):
+        infinity.load_checkpoint(tmp_path / "none", model, optimizer)
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    infinity.load_checkpoint(tmp_path / "checkpoint", model, optimizer)
+    backward(model, 1)
+    optimizer.step()
+    assert differing(model.state_dict(), found) == [] and differing(found, saved)
+
+
+def test_edits_that_were_cut_short_are_whole_in_what_is_saved(tmp_path, monkeypatch):
+    """Method: Ctrl-C between two edits of full_params; save_pretrained writes all of them."""
+    from safetensors.torch import load_file
+
+    model, _ = small(tmp_path)
+    count = []
+
+    def struck(self, *args, write=ParamShard.write_changes, **how):
+        count.append(0)
+        if len(count) == 2:
+            raise KeyboardInterrupt
+        return write(self, *args, **how)
+
+    monkeypatch.setattr(ParamShard, "write_changes", struck)
+    with pytest.raises(KeyboardInterrupt):
+        with infinity.full_params(model, writeback=True) as params:
+            for value in params.values():
+                value.fill_(3.0)
+    infinity.save_pretrained(model, tmp_path / "saved")
+    assert all(bool((value == 3).all()) for value in load_file(tmp_path / "saved" / "model.safetensors").values())
 
 
 def test_an_unwrap_that_is_cut_short_is_carried_on(tmp_path, monkeypatch):
