@@ -28,13 +28,13 @@ test-all: setup $(VENV)/.test-ready
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --basetemp=build/pytest $(ARGS)
 
-# The form of the code: ruff's formatter and checks over everything, mypy over the public API and the pure rooms.
+# The form of the code: ruff's formatter and checks over everything, mypy over the configuration, the planning and the files that pyproject.toml names.
 lint: setup $(VENV)/.lint-ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# The documents: links, fields, and every command in them, run.
+# The documents: links, fields, every Python block and every `infinity` command but the benchmarks, run.
 docs: setup $(VENV)/.test-ready
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/repository/test_docs.py --basetemp=build/pytest $(ARGS)

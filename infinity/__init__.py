@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from .errors import CapacityError, ConfigError, CorruptionError, InfinityError, StorageError, UsageError
+from .errors import CapacityError, ConfigError, CorruptionError, InfinityError, InternalError, PeerError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from .api.full_params import full_params
@@ -30,6 +30,8 @@ __all__ = [
     "ConfigError",
     "CorruptionError",
     "InfinityError",
+    "InternalError",
+    "PeerError",
     "Stats",
     "StorageError",
     "UsageError",

@@ -17,10 +17,11 @@ from ..runtime.registry import RECORD, Wrapped, wrapped
 def unwrap_model(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Gives plain torch objects back: parameters with their bytes in memory, in the dtypes they were wrapped with, and
-    the optimizer that was wrapped, with its state. The homes are closed and removed.
+    """Gives plain torch objects back: parameters with their bytes on the device they came from, in the dtypes they were wrapped with,
+    and the optimizer that was wrapped, with its state. The homes are closed and removed. Without ``optimizer`` the one that was
+    wrapped with the model is taken, while it is alive.
 
-    Raises UsageError when ``model`` is not wrapped, or its optimizer is not given.
+    Raises UsageError when ``model`` is not wrapped, or ``optimizer`` is not the one that wrap_model returned with it.
     """
     if isinstance(optimizer, InfinityOptimizer) and optimizer.is_unwrapped and RECORD not in model.__dict__:
         return model, optimizer.wrapped  # an exception struck, and the unwrap came to its end all the same

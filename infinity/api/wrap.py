@@ -1,7 +1,7 @@
 """wrap_model: gives a model's parameters and its optimizer's state their homes.
 
 A wrap checks everything first, then takes all memory and disk space, then copies every value home, and only then
-changes the model: whatever fails before leaves model and optimizer as they were.
+hooks it: whatever fails, at any point, model and optimizer are put back as they were.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def wrap_model(
     """Gives ``model``'s parameters and ``optimizer``'s state their homes, and returns both, ready for a usual loop.
 
     model
-        Any module on the CPU or on ``meta``. The same object comes back, hooked.
+        Any module, its parameters on one device or on ``meta``; it computes there unless ``Config(device=...)`` says otherwise. The
+        same object comes back, hooked.
     optimizer
         ``torch.optim`` AdamW, Adam, SGD, or a Lion; its groups, hyperparameters and state are taken over. None: the
         weights stream and nothing is updated.
@@ -69,7 +70,8 @@ def wrap_model(
         ``dp_shard``. None: the default process group, where there is one. Every rank has to call, with the same model and
         configuration; values of the first rank count.
 
-    Raises ConfigError, CapacityError or StorageError with model and optimizer as they were, on all ranks.
+    Raises ConfigError, CapacityError, StorageError or UsageError with model and optimizer as they were, on all ranks; PeerError where
+    another rank is gone.
     """
     ranks, traffic = data_ranks(mesh), Traffic()
     collectives = Collectives(ranks, traffic)

@@ -3,7 +3,7 @@
 progress   how many steps and backwards a rank has done: part of what is said at every rendezvous
 offered    reductions that a rank could start by now; said at a gather's rendezvous, whose least is known to all
 
-All collectives of a row begin with a rendezvous on one channel, whatever group their bytes take, so that no two ranks can wait
+Every collective of a row comes behind a rendezvous on one channel (a reduction's is :meth:`Collectives.agree`), whatever group its bytes take, so that no two ranks can wait
 for each other in different places. Bytes travel in the dtype they have, or as 8-bit codes where weights are compressed; sums are
 taken in fp32, in the order of the ranks, and rounded once. The transport never adds, so that the result does not depend on its
 algorithm.

@@ -33,7 +33,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, value: Any, depth: int = 0) -> Snapshot:
-        """Raises _Untold."""
+        """Raises NoSnapshot."""
         if depth > DEEPEST_COMPARED:
             raise NoSnapshot
         if isinstance(value, torch.Tensor):

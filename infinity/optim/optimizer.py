@@ -170,8 +170,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
         backward goes on; ``step()`` does the rest. The arithmetic is the same.
 
         What has been stepped cannot be clipped, unscaled or changed any more: that raises UsageError, as does clipping
-        by the engine itself (``max_grad_norm``) here. An exception inside leaves part of the step done, and the job can
-        then only go on from a checkpoint.
+        by the engine itself (``max_grad_norm``) here. An exception after the first unit was stepped leaves part of the
+        step done, and the job can then only go on from a checkpoint.
         """
         engine = self._engine
         engine.check_alive()

@@ -1,1 +1,1 @@
-"""Decides what lies where and when it moves. Pure: no I/O, nothing is allocated."""
+"""Decides what lies where and when it moves. Nothing is allocated or moved; of the machine only what is free is asked."""

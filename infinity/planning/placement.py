@@ -1,4 +1,4 @@
-"""Placement: spends what the budgets have left: shadow copies for updates made ahead, then units promoted to a faster tier."""
+"""Placement: spends what the budgets have left: units promoted to a faster tier, then room for shadows."""
 
 from __future__ import annotations
 

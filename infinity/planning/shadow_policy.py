@@ -1,4 +1,4 @@
-"""Speculation: updates made during the backward, before it is known whether clipping changes the gradients.
+"""ShadowPolicy: says when updates are made in the backward, before it is known whether clipping changes the gradients.
 
 shadow   a unit's update with its results beside the state, which stays as it was. ``step()`` keeps it when the step turns out
         to be that one, bit for bit; otherwise it is dropped and the update made as if there had been no shadow

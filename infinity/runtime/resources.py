@@ -1,4 +1,4 @@
-"""Resources: takes every byte that a plan names, and the disk space, before anything is moved."""
+"""Resources: takes the memory and disk space that stay for the whole job: homes, staging, slots."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A change is a function that may be called again from the start, however far it came before: it sets things to what they are to
 be, and never by how much. Whatever interrupts one (Ctrl-C at any line, memory that runs out), the next use of the engine
-carries it out to its end before it does anything else (:mod:`infinity.recovery`).
+carries it out to its end before it does anything else (:mod:`infinity.runtime.recovery`).
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class ParamUnit(UnitBuffers):
         self._empty(self._charge)
 
     def release(self) -> None:
-        """RESIDENT -> STORED. The home still has the bytes: weights change only in the optimizer's step."""
+        """RESIDENT -> STORED. The home has the bytes: what a forward edited was sent there when its hold was taken off."""
         if self.residency is not Residency.RESIDENT or self.stays:
             raise self._illegal("be released")
         self._move(Residency.STORED)

@@ -21,8 +21,8 @@ from torch import nn
 
 import infinity
 from infinity.runtime.engine import Engine
-from infinity.state.shard import ParamShard
 from infinity.state.journal import Journal
+from infinity.state.shard import ParamShard
 
 CAMPAIGN = Path(campaign.__file__)
 SHORT = 12  # points of each operation
