@@ -20,7 +20,7 @@ from . import farewell
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 SAID_NBYTES = 448  # what a rank is about to do, or why it failed
 FAILED = "failed: "
-HEARING_SECONDS = 5.0  # that a failed rank waits for another one to come to a meeting
+HEARING_SECONDS = 5.0  # that a failed rank waits for another one to come to a rendezvous
 
 
 @dataclass(eq=False)
@@ -111,7 +111,7 @@ class Channel:
         return error
 
     def fail(self, error: BaseException) -> None:
-        """Comes to the next meeting with ``error`` instead: all others raise it there."""
+        """Comes to the next rendezvous with ``error`` instead: all others raise it there."""
         if getattr(error, "heard_on", None) is not self and not self._ended:
             try:
                 self._exchange(_failure(error), ())
@@ -134,7 +134,7 @@ class Channel:
 
     @property
     def was_heard(self) -> bool:
-        """Whether the others have come to the meeting at which this rank told that it failed, or are gone."""
+        """Whether the others have come to the rendezvous at which this rank told that it failed, or are gone."""
         return self._unheard is None or self._unheard[0].is_completed()
 
     def lost(self, what: str, error: RuntimeError) -> PeerError:

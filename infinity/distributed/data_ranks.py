@@ -56,7 +56,7 @@ class DataRanks:
 
     @property
     def data_rank(self) -> int:
-        """This rank among all data ranks, in the order of :meth:`collect`."""
+        """This rank among all data ranks, in the order of :meth:`Collectives.collect`."""
         return self.rank + (self.size * self.replicas.rank if self.replicas is not None else 0)
 
     @property

@@ -64,8 +64,8 @@ class GradientBank(GradValues):
             self.collectives.same(f"setting the gradient of {handle.name}", value)
             self.clear(handle)
             self.average()
-            handle.grad.move(GradState.LANDED)
             handle.grad.averaged = not self.ranks.alone
+            handle.grad.move(GradState.LANDED)
             with self._store.guarding():
                 handle.shard.wait()
                 self.put(handle, value)
@@ -152,8 +152,8 @@ class GradientBank(GradValues):
         else:
             self._land_here(handle, partial(self._slice, handle, write=True), average, self._slice_norm, adds=adds)
         record.stand_in_norm = None
-        record.move(GradState.LANDED)
         record.averaged = True
+        record.move(GradState.LANDED)
 
     def _land_here(
         self, handle: ParamHandle, home: Callable[[], torch.Tensor], value: torch.Tensor, take_norm: Callable, *, adds: bool
@@ -269,8 +269,8 @@ class GradientBank(GradValues):
         (self._view(handle, write=True) if whole else self._slice(handle, write=True)).zero_()
         record.factors.clear()
         record.norm = None
-        record.move(GradState.LANDED)
         record.averaged = False
+        record.move(GradState.LANDED)
 
     def scale(self, handle: ParamHandle, factor: float) -> None:
         """Multiplies the gradient: noted, and done by the step's kernel."""

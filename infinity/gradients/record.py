@@ -31,12 +31,13 @@ class GradState(Enum):
     TORN = auto()
 
 
-# Back to ABSENT nothing moves: a gradient that is cleared, or torn, gets a new record.
+# Back to ABSENT nothing moves: a gradient that is cleared, or torn, gets a new record. A step that stands in the journal is carried
+# to its end whatever became of its gradients meanwhile, so CONSUMED is reached from everywhere.
 MOVES = {
-    GradState.ABSENT: {GradState.LANDED},
+    GradState.ABSENT: {GradState.LANDED, GradState.CONSUMED},
     GradState.LANDED: {GradState.LANDED, GradState.CONSUMED},
-    GradState.CONSUMED: {GradState.LANDED, GradState.CONSUMED},  # another model's loss adds to it; a step that is carried on
-    GradState.TORN: set(),
+    GradState.CONSUMED: {GradState.LANDED, GradState.CONSUMED},  # another model's loss adds to it
+    GradState.TORN: {GradState.CONSUMED},
 }
 
 

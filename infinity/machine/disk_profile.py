@@ -133,13 +133,13 @@ def _keep(profiles: dict[str, DiskProfile]) -> None:
     if not path.is_absolute():
         return  # no home folder, and the current one is not ours
     content = json.dumps({key: dataclasses.asdict(profile) for key, profile in profiles.items()}, indent=1)
-    shadow = path.with_name(f"{path.name}.{os.getpid()}")
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        shadow.write_text(content + "\n")
-        os.replace(shadow, path)
+        partial.write_text(content + "\n")
+        os.replace(partial, path)
     except OSError:
-        shadow.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def _measure(folder: str, kind: str) -> DiskProfile:

@@ -154,15 +154,13 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def _digest(self, clip: float) -> str:
         """Digests the step's inputs: ranks that differ raise."""
-        inputs: list = [clip, self._engine.schedule.take_trained()]
+        inputs: list = [clip]
         inputs += [{key: _plainly(value) for key, value in group.items() if key != "params"} for group in self.param_groups]
         for handle in self._engine.group_of:
             inputs.append((handle.step, handle.grad.state.name, handle.grad.factors))
         digest = hashlib.blake2b(repr(inputs).encode(), digest_size=8).hexdigest()
         rates = ", ".join(f"{float(group['lr']):g}" for group in self.param_groups)
-        return (
-            f"a step ({digest} stands for all settings, clipping, gradients and the modules that ran) with learning rates {rates}"
-        )
+        return f"a step ({digest} stands for all settings, clipping and gradients) with learning rates {rates}"
 
     @contextmanager
     def step_in_backward(self) -> Iterator[None]:

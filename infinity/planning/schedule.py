@@ -9,7 +9,6 @@ costs on-demand fetches, finds its place again where it can, and is the next pas
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
 RESYNC_DISTANCE = 64  # how far ahead of the expected place a unit is looked for
@@ -23,27 +22,12 @@ class Schedule:
         self._kind = ""
         self._current: list[int] = []
         self._position = 0  # in the expected trace: the next use
-        self._trained = b""  # digest of the ways that backwards since the last step have gone
 
     def begin(self, kind: str) -> None:
         """A new pass of ``kind`` ("train" or "infer") starts; the one before becomes its kind's trace."""
         if self._current:
             self._traces[self._kind] = self._current
         self._kind, self._current, self._position = kind, [], 0
-
-    def end_backward(self) -> None:
-        """The pass that runs has been trained on: the way it went is part of what :meth:`take_trained` tells."""
-        way = repr(list(dict.fromkeys(self._current))).encode()
-        self._trained = hashlib.blake2b(self._trained + way, digest_size=8).digest()
-
-    def take_trained(self) -> str:
-        """Returns a digest of the ways that all backwards since the last call have gone: ranks that part have others."""
-        trained, self._trained = self._trained, b""
-        return trained.hex()
-
-    def forget(self) -> None:
-        """Expects nothing any more: other ranks may have gone another way."""
-        self._traces, self._current, self._position, self._trained = {}, [], 0, b""
 
     def use(self, unit: int) -> None:
         """Records that ``unit`` is used now."""

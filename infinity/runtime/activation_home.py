@@ -10,7 +10,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,9 +21,6 @@ from ..machine.tiers import Tier
 from ..storage.arrays import StateArray, bytes_of
 from ..storage.store import ShardStore
 from .saved_tensor import Saved, blocks, raw_bytes, release_saved
-
-if TYPE_CHECKING:
-    pass
 
 IN_FLIGHT_NBYTES = 256 * 1024 * 1024  # of activations that are on their way home; more wait
 READ_AHEAD = 2  # storages that are read before the backward asks for them

@@ -275,7 +275,6 @@ class Engine:
             with self.store.guarding():
                 self.reducer.end_backward()
         self.count_backwards(self.steps.backwards + 1)
-        self.schedule.end_backward()
         self.gradients.end_backward()
         self.gradients.close_all([shard for unit in self.units for shard in unit.shards])
         if not self.passes.frames:

@@ -15,21 +15,22 @@ def recover(engine: Engine, *, finishing: bool) -> None:
     """Gives up what only a running pass needs, and takes it anew from what is at home. ``finishing``: carries to its end what had to be
     whole; without it the journal stays as it is, for the next use.
 
-    Cut short, all of it is done again by the next use.
+    Cut short, or not finished, all of it is done again by the next use.
     """
+    engine.scopes.interrupted = True  # what asks for this is cleared on the way: cut short, all of it is done again
     engine.store.check_process()
     engine.device.drain()
     engine.passes.rebuild()
     if engine.reducer is not None:
         engine.reducer.abandon()
     engine.prefetcher.rebuild()
-    if not engine.ranks.alone:
-        engine.schedule.forget()  # what is gathered ahead has to be the same on all of them
     engine.ledger.forget_passing()
     for handle in engine.group_of:
         set_raw_grad(handle.param, None)
     if engine.store.failure is None:  # else nothing more goes to or comes from the disk
         _rebuild_homes(engine, finishing=finishing)
+    if not finishing:
+        return  # still marked: the next use does the rest
     if engine.steps.streaming:
         if any(handle.grad.state is GradState.CONSUMED for handle in engine.group_of):
             engine.halt("an exception inside step_in_backward left part of a step done")

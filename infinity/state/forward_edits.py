@@ -37,13 +37,18 @@ class ForwardEdits:
         if param not in self._watched:
             self._watched[param] = None if can_be_compared else data.clone()
 
-    def write(self, store: ShardStore, journal: Journal, collectives: Collectives, *, compresses: bool, stays: bool) -> bool:
-        """Sends every change home. Returns whether there was any.
+    @property
+    def are_possible(self) -> bool:
+        """Whether any parameter was changed, or handed out so that it may have been."""
+        params = [param for shard in self._shards for param in shard.params]
+        return any(param._version != counted or param in self._watched for param, counted in zip(params, self._versions))
+
+    def write(self, store: ShardStore, journal: Journal, collectives: Collectives, *, compresses: bool, stays: bool) -> None:
+        """Sends every change home.
 
         ``compresses``: gathered weights are not what is at home. ``stays``: the device's bytes are what is at home. Raises UsageError
         where a change cannot be told from the value before.
         """
-        found = False
         params = [(shard, i, param) for shard in self._shards for i, param in enumerate(shard.params)]
         for (shard, index, param), counted in zip(params, self._versions):
             if param._version == counted and param not in self._watched:
@@ -66,5 +71,3 @@ class ForwardEdits:
             parts = shard.changes(store, index, own_bytes(param), before=before)
             version = shard.weight.extent.version
             journal.carry_out(partial(shard.write_changes, store, index, parts, version=version))
-            found = True
-        return found

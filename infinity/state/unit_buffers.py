@@ -131,8 +131,9 @@ class UnitBuffers:
 
         Raises UsageError where the change cannot be told from the value before.
         """
-        if self._edits.write(store, journal, self._collectives, compresses=self._ranks.compresses, stays=self.stays):
-            self._second_version = -1
+        if self._edits.are_possible:
+            self._second_version = -1  # before anything goes home: a change may be refused after others have gone
+            self._edits.write(store, journal, self._collectives, compresses=self._ranks.compresses, stays=self.stays)
 
     def share(self) -> None:
         """Several modules use the unit, so that its gradients may come long after each other."""

@@ -213,8 +213,6 @@ class ArrayAllocator:
         self._added.append((file, 0, size))
         self._spaces.append((file, 0, size))
 
-    # --- after an exception ---
-
 
 def _joined(spaces: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """``spaces`` (file, offset, bytes) in order, those that touch made one."""

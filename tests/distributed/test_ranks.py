@@ -81,7 +81,6 @@ def two(tmp_path_factory) -> dict[str, list[Any]]:
     jobs["running_statistics"] = {"path": str(folder / "statistics")}
     jobs["overflow"] = {}
     jobs["diverging"] = {}
-    jobs |= {f"diverging_once:{mode}": {"shard": mode} for mode in MODES}
     jobs["generate"] = {}
     jobs["on_meta:drawn"] = {"weights": None}
     weights = folder / "model.safetensors"
@@ -517,19 +516,6 @@ def test_what_is_too_long_to_be_said_still_differs():
     one, other = "x" * SAID_NBYTES + "a", "x" * SAID_NBYTES + "b"
     assert _cut(one) != _cut(other) and max(len(_cut(text).encode()) for text in (one, "\u00e9" * 999)) <= SAID_NBYTES
     assert _cut("short") == "short"
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_branch_that_differs_is_refused_in_its_own_step(two, mode):
-    """In the third of five steps one rank leaves a block out: both are told then, nothing is changed, and the next steps are made."""
-    ranks = two[f"diverging_once:{mode}"]
-    for found in ranks:
-        assert [bool(text) for text in found["said"]] == [False, False, True, False, False], found["said"]
-        assert found["said"][2].startswith("UsageError: rank")
-        assert not models.differing(found["weights"][2], found["weights"][1])
-        assert models.differing(found["weights"][3], found["weights"][2]) and not models.differing(
-            found["weights"][4], ranks[0]["weights"][4]
-        )
 
 
 def test_ranks_that_take_other_branches_are_told_both(two):

@@ -16,7 +16,7 @@ from infinity.state.shard_arrays import Activity, Shadow
 from infinity.state.shard_spec import ShardSpec
 
 
-@pytest.mark.parametrize("start, to", itertools.product(GradState, GradState), ids=lambda state: state.name)
+@pytest.mark.parametrize("start, to", list(itertools.product(GradState, GradState)), ids=lambda state: state.name)
 def test_a_gradient_moves_along_its_table(start, to):
     """Method: every pair of states; what is not in the table raises, and changes nothing."""
     record = GradRecord(start)

@@ -20,6 +20,7 @@ from runs import adamw
 from torch import nn
 
 import infinity
+from infinity.gradients.record import GradRecord, GradState
 from infinity.runtime.engine import Engine
 from infinity.state.journal import Journal
 from infinity.state.shard import ParamShard
@@ -278,6 +279,54 @@ def test_a_load_that_is_cut_short_stops_everything_until_it_is_done(tmp_path, mo
     assert differing(model.state_dict(), expected) == []
     backward(model)
     optimizer.step()
+
+
+@pytest.mark.parametrize("at", ["prefetcher", "gradients", "store"])
+def test_a_recovery_that_is_cut_short_is_done_again(at, tmp_path, monkeypatch):
+    """Method: an error of the user's ends a second backward half-way; the recovery that follows is struck in one of its parts. The
+    gradients are half done still, and a step says so."""
+    model, optimizer = small(tmp_path)
+    backward(model)
+    engine = model._infinity.engine
+    hook = next(iter(model.parameters())).register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(model, 1)
+    hook.remove()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(getattr(engine, at)), "rebuild", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    with pytest.raises(infinity.UsageError, match="half done"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+
+
+def test_a_step_in_the_backward_that_is_cut_short_asks_for_a_checkpoint(tmp_path, monkeypatch):
+    """Method: struck while a unit's update enters the books; every use says what to do, and that is enough."""
+    model, optimizer = small(tmp_path)
+    infinity.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr("infinity.gradients.record.GradRecord.move", struck_when_consumed(GradRecord.move))
+        with pytest.raises(KeyboardInterrupt):
+            with optimizer.step_in_backward():
+                backward(model)
+    for use in (optimizer.step, optimizer.zero_grad, lambda: backward(model), model.state_dict):
+        with pytest.raises(infinity.UsageError, match="Load a checkpoint"):
+            use()
+    infinity.load_checkpoint(tmp_path / "checkpoint", model, optimizer)
+    backward(model)
+    optimizer.step()
+
+
+def struck_when_consumed(move):
+    def struck(self, to):
+        if to is GradState.CONSUMED:
+            raise KeyboardInterrupt
+        return move(self, to)
+
+    return struck
 
 
 def cut_after_submit(optimizer, monkeypatch) -> None:

@@ -580,7 +580,7 @@ def play(operation: Operation, user: User, known: Known, striker: Striker, n: in
         del work, result
         if not striker.place:
             return "end", ""
-        typed = isinstance(error, infinity.InfinityError)
+        typed = isinstance(error, infinity.InfinityError) and not isinstance(error, infinity.InternalError)  # ours is no answer
         failed = error is not None
         if failed:  # a user does not keep tracebacks; what they hold would be held as long
             traceback.clear_frames(error.__traceback__)

@@ -263,30 +263,6 @@ def diverging() -> str:
     return said
 
 
-def diverging_once(shard: str) -> dict[str, list]:
-    """In its third step one rank goes another way: what each step says, and the weights after the refused one and the next."""
-    torch.manual_seed(0)
-    blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-    root = nn.Module()
-    root.blocks = blocks
-    root.forward = lambda x, skipped: [x := block(x) for i, block in enumerate(blocks) if i != skipped][-1].sum()
-    config = {"params": "host", "optimizer": "host", "shard": shard, "units": ["Linear"]}
-    root, optimizer = infinity.wrap_model(root, adamw(root), config)
-    said, weights = [], []
-    for step in range(5):
-        x = torch.full((2, 64), step + dist.get_rank() / 2)
-        try:
-            root(x, 1 if step == 2 and dist.get_rank() == 1 else None).backward()
-            optimizer.step()
-            said.append("")
-        except infinity.InfinityError as error:
-            said.append(f"{type(error).__name__}: {error}")
-        optimizer.zero_grad()
-        weights.append(cloned(root.state_dict()))
-    infinity.unwrap_model(root, optimizer)
-    return {"said": said, "weights": weights}
-
-
 class Restless(nn.Module):
     """Blocks that change or look at their own weights in the forward, and a parameter that is used first and last."""
 
