@@ -595,6 +595,8 @@ def play(operation: Operation, user: User, known: Known, striker: Striker, n: in
         if left := left_behind(user, known):
             return "leak", ", ".join(left)
         return ("typed", str(error)) if typed else ("same", "")
+    except infinity.InternalError as said:
+        return "untyped", str(said)
     except infinity.InfinityError as said:
         return "typed", str(said)
     except AssertionError as said:
