@@ -75,7 +75,7 @@ class Channel:
         self.reductions = reductions or group  # for gradients, whose bytes do not wait for a gather's
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)  # in the world
-        self.flags_nbytes = 1  # what a rendezvous has room for: the same on all ranks
+        self.flags_nbytes = 8  # what a rendezvous has room for: the same on all ranks
         self._ended = False  # the ranks are no longer at the same place, or some are gone
         self._unheard: tuple | None = None  # the transport still reads it
 

@@ -2,6 +2,7 @@
 
 progress   how many steps and backwards a rank has done: part of what is said at every rendezvous
 offered    reductions that a rank could start by now; said at a gather's rendezvous, whose least is known to all
+trace      the units that a rank expects to use in this pass; its digest is said at every gather's rendezvous
 
 Every collective of a row comes behind a rendezvous on one channel (a reduction's is :meth:`Collectives.agree`), whatever group its bytes take, so that no two ranks can wait
 for each other in different places. Bytes travel in the dtype they have, or as 8-bit codes where weights are compressed; sums are
@@ -14,10 +15,11 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -29,6 +31,7 @@ from .quantize import decode_blocks, encode_blocks
 
 MOST_OFFERED = 254  # what fits a byte beside BACKWARD_OVER; the rest is offered at the next rendezvous
 BACKWARD_OVER = 255
+DIGEST_NBYTES = 4  # of a trace, among the flags of a gather's rendezvous
 
 
 class Collectives:
@@ -41,16 +44,31 @@ class Collectives:
         self.ranks = ranks if ranks is not None else DataRanks()
         self.traffic = traffic if traffic is not None else Traffic()
         self._progress = ""
+        self._trace = bytes(DIGEST_NBYTES)
+        self._traces_agree = False
         self._is_closed = False
 
     def note_progress(self, *, steps: int, backwards: int) -> None:
         """Sets what this rank says at every rendezvous of how far it is."""
         self._progress = f"(after {steps} steps and {backwards} backwards)"
 
+    def note_trace(self, trace: Iterable[int]) -> None:
+        """Sets which units this rank expects to use, in their order, in the pass that begins."""
+        digest = hashlib.blake2b(np.fromiter(trace, np.int64).tobytes(), digest_size=DIGEST_NBYTES)
+        self._trace, self._traces_agree = digest.digest(), False
+
+    @property
+    def traces_agree(self) -> bool:
+        """Whether a gather of this pass found that all ranks of the row expect to use the same units.
+
+        The same on all these ranks, whatever each of them went through before.
+        """
+        return self._traces_agree
+
     def allow_flags(self, count: int) -> None:
         """Makes room at each rendezvous for ``count`` flags, which must be the same number on every rank."""
         for channel in self.ranks.channels:
-            channel.flags_nbytes = max(1, count)
+            channel.flags_nbytes = max(channel.flags_nbytes, count)
 
     # --- weights ---
 
@@ -86,7 +104,8 @@ class Collectives:
         offered: int,
         then: Callable[[], None] | None = None,
     ) -> Pending:
-        met = self.ranks.row.rendezvous(f"{what} {self._progress}", [min(offered, MOST_OFFERED)])
+        flags = self.ranks.row.rendezvous(f"{what} {self._progress}", [min(offered, MOST_OFFERED), *self._trace])
+        self._traces_agree = bool((flags[:, 1:] == flags[0, 1:]).all())
         start = time.perf_counter()
         work = self._do(lambda: all_gather(whole, mine, group=channel.bulk, async_op=True), what)
 
@@ -99,7 +118,7 @@ class Collectives:
                     if tensor.device.type != "cpu":
                         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
-        return Pending([work], what, finish, met=int(met.min()))
+        return Pending([work], what, finish, met=int(flags[:, 0].min()))
 
     # --- gradients ---
 

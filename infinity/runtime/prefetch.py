@@ -52,7 +52,7 @@ class Prefetcher:
         # Beside a device that computes by itself the host does not see how long that takes.
         self.look_ahead = LookAhead(units_ahead, is_fixed=device.overlaps)
         self._computing: tuple[int, float] | None = None  # the unit that was asked for last, and since when it is there
-        self._ranks, self._device = collectives.ranks, device
+        self._collectives, self._ranks, self._device = collectives, collectives.ranks, device
         self._give_way = give_way  # asks the backward to let a unit go; False when it cannot
         self._resident: dict[ParamUnit, None] = {}  # least recently used first
         self._holds: Counter[ParamUnit] = Counter()
@@ -150,6 +150,8 @@ class Prefetcher:
         """A root forward starts: the schedule knows what is expected."""
         self._computing = None
         self.look_ahead.begin_pass(self.schedule.expected())
+        if self._ranks.size > 1:
+            self._collectives.note_trace(self.schedule.expected())
 
     def _note_compute(self) -> None:
         if self._computing is not None:
@@ -160,10 +162,13 @@ class Prefetcher:
         """Starts gathering the next unit while this one computes. Returns what all ranks offered, None where it does not start.
 
         What decides must be the same on every rank, so nothing here goes by what has arrived: a unit that is still being
-        read is waited for.
+        read is waited for. Ranks whose last passes went different ways, or were cut short, expect different units:
+        until a pass's traces agree nothing is gathered before it is used.
         """
         unit = self.units[index] if index is not None else None
-        if unit is None or unit.residency in (Residency.RESIDENT, Residency.GATHERING):
+        if unit is None or not self._collectives.traces_agree:
+            return None
+        if unit.residency in (Residency.RESIDENT, Residency.GATHERING):
             return None
         if unit.is_staged_from_disk and unit.residency is Residency.STORED:
             return None

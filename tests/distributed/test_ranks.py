@@ -64,6 +64,7 @@ def two(tmp_path_factory) -> dict[str, list[Any]]:
         jobs[f"parity:micro-{mode}"] = {"config": {"params": "host", "optimizer": "host", "shard": mode}, "micro": 3}
         jobs[f"uneven:{mode}"] = {"shard": mode, "home": "host", "folder": str(folder / "swap")}
         jobs[f"retried:{mode}"] = {"shard": mode}
+        jobs |= {f"left_out:{mode}-{at}": {"shard": mode, "at": at} for at in (0, 2)}
         jobs[f"restless:{mode}"] = {
             "config": {"params": "host", "optimizer": "host", "shard": mode}, "path": str(folder / f"restless-{mode}"),
         }  # fmt: skip
@@ -522,6 +523,16 @@ def test_ranks_that_take_other_branches_are_told_both(two):
     for rank, said in enumerate(two["diverging"]):
         assert said.startswith("UsageError") and "blocks.1" in said and "blocks.2" in said, said
         assert f"rank {rank} is at" in said
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_module_left_out_on_one_rank_is_refused_in_that_step_or_never(two, mode, at):
+    """Promise: where ranks part in one step, that step is the one of plain torch or is refused, and the next ones run."""
+    for rank, found in enumerate(two[f"left_out:{mode}-{at}"]):
+        assert [step for step, _ in found["said"]] in ([], [at]), found["said"]
+        assert all(f"rank {rank} is at" in said and "blocks.1" in said for _, said in found["said"])
+        assert found["off"] < 1e-6
 
 
 def test_generation_with_weights_in_slices(two):

@@ -263,6 +263,46 @@ def diverging() -> str:
     return said
 
 
+def left_out(shard: str, at: int) -> dict[str, Any]:
+    """Rank 1 leaves a block out in step ``at``, whose every block is a unit; one process beside it, given both batches."""
+    world = dist.get_world_size()
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        root = nn.Module()
+        root.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        root.forward = lambda x, skipped: [x := block(x) for i, block in enumerate(root.blocks) if i != skipped][-1].square().sum()
+        return root
+
+    def loss(model: nn.Module, step: int, of_rank: int) -> torch.Tensor:
+        x = torch.randn(2, 64, generator=torch.Generator().manual_seed(10 * step + of_rank))
+        return model(x, 1 if step == at and of_rank == 1 else None) / world
+
+    model = make()
+    config = {"params": "host", "optimizer": "host", "shard": shard, "units": ["Linear"]}
+    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.01), config)
+    plain = make()
+    single = torch.optim.SGD(plain.parameters(), lr=0.01)
+    said = []
+    for step in range(5):
+        try:
+            (loss(model, step, dist.get_rank()) * world).backward()
+        except infinity.UsageError as error:
+            said.append((step, str(error)))
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        for of_rank in range(world):
+            loss(plain, step, of_rank).backward()
+        single.step()
+        single.zero_grad()
+    weights = cloned(model.state_dict())
+    infinity.unwrap_model(model, optimizer)
+    expected = cloned(plain.state_dict())
+    return {"said": said, "off": max(float((weights[n] - expected[n]).abs().max()) for n in expected)}
+
+
 class Restless(nn.Module):
     """Blocks that change or look at their own weights in the forward, and a parameter that is used first and last."""
 
