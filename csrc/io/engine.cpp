@@ -435,7 +435,7 @@ void IoEngine::serve(Finished& finished) {
       const auto now = std::chrono::steady_clock::now();
       clock_ += std::min(2 * tick(), std::chrono::duration<double>(now - last).count());
       last = now;
-      for (const PieceResult& result : results) settle(result, finished);
+      for (const PieceResult& result : results) complete(result, finished);
       give_up_on_the_hung(finished);
       start_waiting(finished);
       if (stopping_) return;
@@ -453,7 +453,7 @@ void IoEngine::serve(Finished& finished) {
 }
 
 // Reads one result. Either the piece is over (then its ticket goes to `finished`) or its rest starts again.
-void IoEngine::settle(const PieceResult& result, Finished& finished) {
+void IoEngine::complete(const PieceResult& result, Finished& finished) {
   InFlight& entry = slots_[result.id];
   if (entry.given_up) {  // it did answer, too late
     --given_up_;

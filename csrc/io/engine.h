@@ -133,7 +133,7 @@ class IoEngine {
   void tell(Finished& finished);
   void fail_the_waiting(Finished& finished);
   void break_down(const std::exception_ptr& error, Finished& finished);
-  void settle(const PieceResult& result, Finished& finished);
+  void complete(const PieceResult& result, Finished& finished);
   void give_up_on_the_hung(Finished& finished);
   void give_up(std::uint32_t id, std::exception_ptr error, Finished& finished);
   double tick() const { return std::min(5.0, options_.timeout_seconds / 8); }  // between looks for hung devices

@@ -74,7 +74,7 @@ def lay_out_groups(
     device: Device,
     free: Mapping[Tier, int] | None = None,
 ) -> tuple[list[Group], list[list[ParamShard]], MemoryPlan]:
-    """Groups, their shards and the plan. Where the device's budget is below what one moment holds, large layers run in
+    """Groups, their shards and the plan. Where the device's budget is below what is held at once, large layers run in
     tiles, of the largest size that fits."""
     refused: CapacityError | None = None
     for limit in (None, *_tile_limits(config)):

@@ -1,6 +1,6 @@
-"""adam: the optimizer kernels over memory, beside a loop that only moves their bytes, and beside the peers' whole job.
+"""adam: the optimizer kernels over memory, beside a loop that only moves their bytes, and beside the rivals' whole job.
 
-whole job   bf16 gradients in, unscaled and clipped, an fp32 master stepped, bf16 weights out. Ours is one pass; peers
+whole job   bf16 gradients in, unscaled and clipped, an fp32 master stepped, bf16 weights out. Ours is one pass; rivals
             take passes of their own for the casts and the scaling
 """
 
@@ -89,7 +89,7 @@ class Ours:
 
 
 def measure(settings: Settings) -> Measured:
-    """Rows adam.split, adam.int8, adam.fp32, on all threads and on one; and notes on absent peers."""
+    """Rows adam.split, adam.int8, adam.fp32, on all threads and on one; and notes on absent rivals."""
     count = settings.scaled(PARAMETERS, 64 * 1024)
     found = Measured([])
     for variant in VARIANTS:
@@ -136,13 +136,13 @@ def _measure(variant: Variant, count: int, threads: int, settings: Settings) -> 
     ours = Ours(variant, count, threads)
     jobs = {"ours": ours.step, "moving": ours.move}
     notes = []
-    if settings.peers:
-        for peer in rivals.OPTIMIZER_PEERS:
-            found = peer.find(count, whole_job=variant.name != "fp32", factor=GRAD_FACTOR)
+    if settings.rivals:
+        for rival in rivals.OPTIMIZER_RIVALS:
+            found = rival.find(count, whole_job=variant.name != "fp32", factor=GRAD_FACTOR)
             if isinstance(found, str):
-                notes.append(f"{peer.NAME}: {found}")
+                notes.append(f"{rival.NAME}: {found}")
             else:
-                jobs[peer.NAME] = found
+                jobs[rival.NAME] = found
     with rivals.openmp_threads(threads):
         times = alternate(jobs, settings.rounds)
     rates = {who: [count / seconds / 1e9 for seconds in of_one.wall] for who, of_one in times.items()}

@@ -67,7 +67,7 @@ def main() -> None:
     if first:
         print(json.dumps({"tokens_per_second": tokens / seconds, "peak_nbytes": peak} | told))
     sys.stdout.flush()
-    os._exit(0)  # a peer's threads may not end
+    os._exit(0)  # a rival's threads may not end
 
 
 def run(system: str, options: list[str], *, ranks: int = 1, timeout: float = 900) -> dict | str:
@@ -149,7 +149,7 @@ def turns(
     """The rows of ``systems``, which take turns, one process each. Their ceiling is the slower of the compute alone and,
     where the state is on disk, of the disk alone. ``.peak``: memory of the process; ``.held``: what of it the system keeps
     (weights and gradients of the compute alone; everything that the engine's budgets count)."""
-    chosen = [system for system in systems if settings.peers or system.startswith(("compute", "plain", "infinity"))]
+    chosen = [system for system in systems if settings.rivals or system.startswith(("compute", "plain", "infinity"))]
     found: dict[str, list[dict]] = {system: [] for system in chosen}
     notes = []
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
@@ -165,9 +165,9 @@ def turns(
     for system, results in found.items():
         speeds, ratios, ceiling = _speeds(results), {}, None
         if system.startswith("infinity"):
-            for peer, theirs in found.items():
-                if not peer.startswith(("infinity", "compute")):
-                    ratios[peer] = statistics.median(our / their for our, their in zip(speeds, _speeds(theirs)))
+            for rival, theirs in found.items():
+                if not rival.startswith(("infinity", "compute")):
+                    ratios[rival] = statistics.median(our / their for our, their in zip(speeds, _speeds(theirs)))
             if "compute" in found:
                 pairs = zip(results, _speeds(found["compute"]))
                 limits = [min(limit, result.get("disk_tokens_per_second", limit)) for result, limit in pairs]

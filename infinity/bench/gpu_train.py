@@ -79,7 +79,7 @@ def ours(args: argparse.Namespace) -> tuple[Step, dict]:
 
 def deepspeed(args: argparse.Namespace) -> tuple[Step, dict]:
     """ZeRO-3 with weights and optimizer on the host."""
-    import deepspeed as peer
+    import deepspeed as rival
 
     _one_process()
     offload = {"device": "cpu", "pin_memory": True}
@@ -89,7 +89,7 @@ def deepspeed(args: argparse.Namespace) -> tuple[Step, dict]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, **({"gradient_clipping": 1.0} if args.clip else {}),
     }  # fmt: skip
     model = _real_model(args, device="cpu")
-    engine, *_ = peer.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = rival.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step() -> torch.Tensor:
         loss = engine(_batch(args))
@@ -181,7 +181,7 @@ def main() -> None:
         told = _run(args)
     print(json.dumps(told))
     sys.stdout.flush()
-    os._exit(0)  # a peer's threads may not end
+    os._exit(0)  # a rival's threads may not end
 
 
 def _run(args: argparse.Namespace) -> dict:
@@ -279,7 +279,7 @@ def measure(settings: Settings) -> Measured:
     deadline = time.monotonic() + float(os.environ.get("INFINITY_BENCH_SECONDS", 1e9))
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
         for name, system, options in _jobs(folder, tiny):
-            if system in ("deepspeed", "fsdp2") and not settings.peers:
+            if system in ("deepspeed", "fsdp2") and not settings.rivals:
                 continue
             if time.monotonic() > deadline:
                 notes.append(f"gpu_train.{name}: no time left")
@@ -309,8 +309,8 @@ def _ratios(name: str, told: dict, found: dict) -> dict[str, float]:
     stem, _, own = name.rpartition(".")
     if own in ("plain", "deepspeed", "fsdp2", "waited"):
         return {}
-    others = {peer: found.get(f"{stem}.{peer}") for peer in ("plain", "deepspeed", "fsdp2", "waited")}
-    return {peer: told["tokens_per_second"] / other["tokens_per_second"] for peer, other in others.items() if other}
+    others = {rival: found.get(f"{stem}.{rival}") for rival in ("plain", "deepspeed", "fsdp2", "waited")}
+    return {rival: told["tokens_per_second"] / other["tokens_per_second"] for rival, other in others.items() if other}
 
 
 def _note(name: str, told: dict) -> str:

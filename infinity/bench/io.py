@@ -70,7 +70,7 @@ class Ours:
                 yield (self.engine.read if direction == "read" else self._write), offset
 
     def _write(self, extent, offset: int, address: int, nbytes: int) -> native.Ticket:
-        return self.engine.write(extent, offset, address, nbytes, checksum=False)  # peers take none
+        return self.engine.write(extent, offset, address, nbytes, checksum=False)  # rivals take none
 
     def _run(self, requests: list) -> None:
         pending: list[native.Ticket | None] = [None] * REQUESTS_AHEAD
@@ -110,7 +110,7 @@ class Raw:
 
 
 def measure(settings: Settings) -> Measured:
-    """Rows io.read, io.write, io.mixed, io.read.cpu, io.threads.read; and notes on absent peers."""
+    """Rows io.read, io.write, io.mixed, io.read.cpu, io.threads.read; and notes on absent rivals."""
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder, ExitStack() as stack:
         file = _make_file(folder, settings.scaled(FILE_NBYTES, RAW_THREADS * RAW_BLOCK))
         ours, threads = (_as_used(file, kind, folder) for kind in ("auto", "threads"))
@@ -118,13 +118,13 @@ def measure(settings: Settings) -> Measured:
         stack.callback(raw.close)
         systems = {"ours": ours.run, "raw disk": raw.run}
         notes = []
-        if settings.peers:
-            for peer in rivals.DISK_PEERS:
-                found = peer.find(file.path, file.nbytes)
-                notes += [f"{peer.NAME}: {found}"] if isinstance(found, str) else []
+        if settings.rivals:
+            for rival in rivals.DISK_RIVALS:
+                found = rival.find(file.path, file.nbytes)
+                notes += [f"{rival.NAME}: {found}"] if isinstance(found, str) else []
                 if not isinstance(found, str):
                     stack.callback(found.close)
-                    systems[peer.NAME] = found.run
+                    systems[rival.NAME] = found.run
         jobs = {(who, way): (lambda run=run, way=way: run(way)) for way in DIRECTIONS for who, run in systems.items()}
         jobs["threads", "read"] = lambda: threads.run("read")
         times = alternate(jobs, settings.rounds)

@@ -79,13 +79,13 @@ def _section(found: dict) -> str:
 
 
 def _table(rows: Sequence[dict]) -> str:
-    peers = list(dict.fromkeys(peer for row in rows for peer in row["ratios"]))
-    head = ["", "median", "low", "high", "unit", "of the ceiling", *(f"x {peer}" for peer in peers)]
+    rivals = list(dict.fromkeys(rival for row in rows for rival in row["ratios"]))
+    head = ["", "median", "low", "high", "unit", "of the ceiling", *(f"x {rival}" for rival in rivals)]
     lines = []
     for row in rows:
         share = row.get("share_of_ceiling")
         of_ceiling = f"{100 * share:.0f} % of {html.escape(row['ceiling']['name'])}" if share else ""
-        ratios = [f"{row['ratios'][peer]:.2f}" if peer in row["ratios"] else "" for peer in peers]
+        ratios = [f"{row['ratios'][rival]:.2f}" if rival in row["ratios"] else "" for rival in rivals]
         numbers = [f"<td class='number'>{row[name]:.3f}</td>" for name in ("median", "low", "high")]
         rest = "".join(f"<td>{cell}</td>" for cell in [html.escape(row["unit"]), of_ceiling, *ratios])
         lines.append(f"<tr><td>{html.escape(row['name'])}</td>{''.join(numbers)}{rest}</tr>")

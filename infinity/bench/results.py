@@ -1,6 +1,6 @@
 """Results: rows, their table, and result files, one per theme, machine and day, in ``bench/results``.
 
-row       one figure: median of several runs with the lowest and highest, its ceiling, and its ratios to peers
+row       one figure: median of several runs with the lowest and highest, its ceiling, and its ratios to rivals
 ceiling   what the hardware allowed in the same run
 """
 
@@ -98,7 +98,7 @@ def save(found: dict, folder: Path) -> Path:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text: median, spread, share of the ceiling, ratio to each peer."""
+    """The rows as text: median, spread, share of the ceiling, ratio to each rival."""
     lines = [f"{'':<24}{'median':>10}  {'low - high':^19}  unit"]
     for entry in rows:
         share = f"   {100 * entry.share_of_ceiling:.0f} % of {entry.ceiling['name']}" if entry.ceiling else ""

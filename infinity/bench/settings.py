@@ -13,7 +13,7 @@ class Settings:
     folder: str = "."  # files for io, update and step are made in it, and removed
     rounds: int = 5
     scale: float = 1.0
-    peers: bool = True
+    rivals: bool = True
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 
     def scaled(self, nbytes: int, multiple: int) -> int:

@@ -94,14 +94,14 @@ def measure(settings: Settings) -> Measured:
                 jobs[f"{home}.{use}"] = lambda asked=[shape, home, use, str(weights), str(swap)]: _in_process(asked)
         times = alternate(jobs, min(3, settings.rounds))
         written = nbytes / disk_profile.seconds([str(swap)], nbytes, nbytes) / 1e9
-    peers = {name: times.pop(name).wall for name in ("raw", "safetensors")}
-    read = [nbytes / seconds / 1e9 for seconds in peers["raw"]]
+    rivals = {name: times.pop(name).wall for name in ("raw", "safetensors")}
+    read = [nbytes / seconds / 1e9 for seconds in rivals["raw"]]
     rows = []
     for name, found in times.items():
         # To be at home on a disk the weights are also written.
         limit = ("reading", read) if name.startswith("host") else ("reading and writing", [min(rate, written) for rate in read])
         rates = [nbytes / seconds / 1e9 for seconds in found.wall]
-        ratios = {peer: paired(found.wall, theirs) for peer, theirs in peers.items()}
+        ratios = {rival: paired(found.wall, theirs) for rival, theirs in rivals.items()}
         rows.append(row(f"startup.{name}", "GB/s", rates, ceiling=limit, ratios=ratios))
     return Measured(rows)
 

@@ -60,7 +60,7 @@ class Running:
     """A system at work on a job."""
 
     step: Callable[[], None]
-    settle: Callable[[], None] = lambda: None  # returns when the last update is at home
+    wait_idle: Callable[[], None] = lambda: None  # returns when the last update is at home
     told: Callable[[], dict] = dict  # what it knows of itself, for the JSON
 
 
@@ -132,7 +132,7 @@ def ours(job: Job) -> Running:
 
     moved = [_moved(model)]
 
-    def settle() -> None:
+    def wait_idle() -> None:
         wrapped(model).engine.wait_idle()
         moved.append(_moved(model))
 
@@ -146,7 +146,7 @@ def ours(job: Job) -> Running:
             "disk_seconds": disk_profile.seconds([job.args.folder], read, written) if home == "nvme" else 0.0,
         }
 
-    return Running(step, settle, told)
+    return Running(step, wait_idle, told)
 
 
 def _moved(model: torch.nn.Module) -> tuple[int, int]:
@@ -159,7 +159,7 @@ def _moved(model: torch.nn.Module) -> tuple[int, int]:
 
 def deepspeed(job: Job) -> Running:
     """ZeRO-3 with parameters and optimizer on the CPU, or on NVMe at its defaults or at better settings."""
-    import deepspeed as peer
+    import deepspeed as rival
 
     _one_process()
     kind = job.args.system.removeprefix("deepspeed_")
@@ -184,7 +184,7 @@ def deepspeed(job: Job) -> Running:
     if job.args.clip:
         config["gradient_clipping"] = 1.0
     model = make_model(job.args.size)
-    engine, *_ = peer.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = rival.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step() -> None:
         for batch in job.micro_batches():

@@ -1,4 +1,4 @@
-"""`infinity bench`: every loop of the engine beside its ceiling and beside the peers that are installed.
+"""`infinity bench`: every loop of the engine beside its ceiling and beside the rivals that are installed.
 
 `infinity bench report` turns result files into a page with plots.
 """
@@ -36,14 +36,14 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Registers the command."""
-    parser = subparsers.add_parser("bench", help="measure the engine beside its ceilings and its peers")
+    parser = subparsers.add_parser("bench", help="measure the engine beside its ceilings and its rivals")
     parser.add_argument("theme", choices=(*MODULES, *APART, "all", "report"), help="what to measure, or a page of what was")
     parser.add_argument("--json", metavar="PATH", help="the result as one JSON object: a file, a folder, or - for stdout")
     parser.add_argument("--folder", default=".", metavar="DIR", help="on the disk to measure (default: here)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of which the median is given (default 5)")
     parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="times the usual sizes (default 1)")
     parser.add_argument("--threads", type=int, metavar="N", help="for the optimizer's kernels (default: all processors)")
-    parser.add_argument("--no-peers", action="store_true", help="measure ours and the ceilings only")
+    parser.add_argument("--no-rivals", action="store_true", help="measure ours and the ceilings only")
     parser.add_argument("--results", type=Path, default=Path("bench/results"), metavar="DIR", help="for report: the files")
     parser.add_argument("--out", type=Path, default=Path("bench-report.html"), metavar="FILE", help="for report: the page")
     parser.add_argument("--svg", type=Path, metavar="DIR", help="for report: every plot as a file of its own, too")
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _stdout_for(target: str | None) -> Iterator[None]:
-    """With `--json -` standard output is the object's alone: our table, and whatever a peer prints from any language,
+    """With `--json -` standard output is the object's alone: our table, and whatever a rival prints from any language,
     goes to standard error."""
     if target != "-":
         yield
@@ -113,4 +113,4 @@ def _settings(args: argparse.Namespace):
     if args.json not in (None, "-") and not Path(args.json).parent.is_dir():
         raise ConfigError(f"--json {args.json}: there is no folder {Path(args.json).parent}")
     chosen = {"threads": args.threads} if args.threads else {}
-    return Settings(folder=args.folder, rounds=args.rounds, scale=args.scale, peers=not args.no_peers, **chosen)
+    return Settings(folder=args.folder, rounds=args.rounds, scale=args.scale, rivals=not args.no_rivals, **chosen)

@@ -31,7 +31,7 @@ class Pending:
     what: str
     finish: Callable[[], None] | None = None
     release: Callable[[], None] = lambda: None  # of its memory, once nothing moves any more
-    met: int = 0  # reductions that all ranks of the row offered to start, at its rendezvous
+    least_offered: int = 0  # reductions that all ranks of the row offered to start, at its rendezvous
 
     def wait(self) -> None:
         try:

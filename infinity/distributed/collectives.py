@@ -75,7 +75,7 @@ class Collectives:
     def gather(self, flat: torch.Tensor, what: str, *, offered: int = 0) -> Pending | None:
         """Fills ``flat``, of which this rank's slice is filled already, with every rank's. None: nothing to wait for.
 
-        ``offered``: reductions that this rank could start; the least of all ranks is the result's ``met``.
+        ``offered``: reductions that this rank could start; the least of all ranks is the result's ``least_offered``.
         """
         if self.ranks.size == 1:
             return None
@@ -118,7 +118,7 @@ class Collectives:
                     if tensor.device.type != "cpu":
                         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
-        return Pending([work], what, finish, met=int(flags[:, 0].min()))
+        return Pending([work], what, finish, least_offered=int(flags[:, 0].min()))
 
     # --- gradients ---
 
@@ -128,8 +128,8 @@ class Collectives:
         ``count``: of this rank; None when its backward is over. The result is None when that of every rank is.
         """
         flag = BACKWARD_OVER if count is None else min(count, MOST_OFFERED)
-        met = int(self.ranks.row.rendezvous(f"in a backward {self._progress}", [flag]).min())
-        return None if met == BACKWARD_OVER else met
+        least = int(self.ranks.row.rendezvous(f"in a backward {self._progress}", [flag]).min())
+        return None if least == BACKWARD_OVER else least
 
     def agree(self, flags: Sequence[int], what: str) -> list[bool]:
         """Which of ``flags`` any rank has set."""

@@ -66,7 +66,7 @@ class TiledLinear(torch.autograd.Function):
 
 class TiledCrossEntropy(torch.autograd.Function):
     """The cross-entropy of every row of ``x @ weight.T + bias`` (computed in x's dtype or autocast's, then fp32) against
-    ``target``; 0 for rows to be ignored. The logits of a tile are there for one moment, and again in the backward."""
+    ``target``; 0 for rows to be ignored. The logits of a tile exist only while it is computed, and again in the backward."""
 
     @staticmethod
     def forward(ctx, x, bias, target, param, ignore_index: int, tiles: Tiles):

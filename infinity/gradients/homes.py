@@ -56,7 +56,7 @@ class GradHomes:
 
     def _send(self, shard: ParamShard, send: Callable[[], None], nbytes: int, what: str, *read: torch.Tensor) -> Event:
         """Runs ``send`` in the queue to the host, which reads the tensors ``read``. Returns when it is done."""
-        landing = self.device.put("out", send, behind=[self.device.now()], freight=Copy("device->host", nbytes, what))
+        landing = self.device.put("out", send, behind=[self.device.now()], transfer=Copy("device->host", nbytes, what))
         self._landing[shard] = landing
         for tensor in read:
             self._in_flight.keep(tensor, landing)

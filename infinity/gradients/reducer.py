@@ -88,16 +88,16 @@ class Reducer:
         """How many reductions this rank offers to start, where ranks meet for a gather in mid-backward."""
         return self.count_ready() if self.waits_elsewhere else 0
 
-    def come_to_unit(self, met: int | None) -> None:
-        """Starts what all ranks can, as the backward comes to a unit. ``met``: what they offered at its gather; None where it needed
+    def come_to_unit(self, least: int | None) -> None:
+        """Starts what all ranks can, as the backward comes to a unit. ``least``: what they offered at its gather; None where it needed
         none, and they meet in passing. Ranks that come to fewer units are met at their backward's end."""
         if self.waits_elsewhere:
-            self._start_more(self._collectives.offer(self.count_ready()) if met is None else met)
+            self._start_more(self._collectives.offer(self.count_ready()) if least is None else least)
 
-    def start_met(self, met: int | None) -> None:
+    def start_offered(self, least: int | None) -> None:
         """Starts what all ranks offered at a gather, if they met for one."""
-        if self.waits_elsewhere and met is not None:
-            self._start_more(met)
+        if self.waits_elsewhere and least is not None:
+            self._start_more(least)
 
     def count_ready(self) -> int:
         """How many more units of the order this rank could start by now."""
@@ -124,8 +124,8 @@ class Reducer:
         if self._ranks.keeps_gradients:
             self._unread = True
             return
-        while self.waits_elsewhere and (met := self._collectives.offer(None)) is not None:
-            self._start_more(met)  # another rank is still in its backward
+        while self.waits_elsewhere and (least := self._collectives.offer(None)) is not None:
+            self._start_more(least)  # another rank is still in its backward
         self._start_more(len(self._units))
         # A gradient that came after its unit's turn (a second use, a nested backward) takes another round.
         while any(self._collectives.agree([any(self._got.values())], "the end of a backward")):

@@ -35,7 +35,7 @@ class GradValues(GradHomes):
 
     def apply_factors(self, handle: ParamHandle) -> None:
         """Does the multiplications that were asked for."""
-        self._apply_factors(handle, self._settled_slice(handle))
+        self._apply_factors(handle, self._arrived_slice(handle))
 
     def _apply_factors(self, handle: ParamHandle, home: torch.Tensor) -> None:
         factors = handle.grad.factors
@@ -134,7 +134,7 @@ class GradValues(GradHomes):
         if not self._is_remote(handle):
             change(self.own(handle))
             return
-        self._settled_slice(handle)
+        self._arrived_slice(handle)
         home = self._slice(handle, write=True)
         there = torch.empty_like(home, device=self.device.where).copy_(home)
         change(there)
@@ -145,11 +145,11 @@ class GradValues(GradHomes):
         """This rank's elements of the gradient, to be changed in place."""
         if self.ranks.size == 1:
             return self.value(handle, write=True)
-        home = self._settled_slice(handle)
+        home = self._arrived_slice(handle)
         handle.grad.norm = None
         return self._slice(handle, write=True) if handle.grad.state is GradState.LANDED else home
 
-    def _settled_slice(self, handle: ParamHandle) -> torch.Tensor:
+    def _arrived_slice(self, handle: ParamHandle) -> torch.Tensor:
         """The same, up to date, for reading."""
         record = handle.grad
         with self._store.guarding():
@@ -168,7 +168,7 @@ class GradValues(GradHomes):
         spans = [shard.slice_part(handle.index, rank) for rank in range(self.ranks.size)]
         pieces = [(begin - place.offset, end - place.offset) for begin, end in spans]
         begin, end = pieces[self.ranks.rank]
-        out[begin:end] = self._settled_slice(handle)
+        out[begin:end] = self._arrived_slice(handle)
         self.collectives.assemble(out, pieces, f"reading the gradient of {handle.name}")
         return out.to(self.device.where).as_strided(place.shape, place.stride)
 
@@ -187,7 +187,7 @@ class GradValues(GradHomes):
     def _own_norm(self, handle: ParamHandle, order: float) -> torch.Tensor:
         record = handle.grad
         if record.norm is None or record.norm[0] != order:
-            record.norm = order, self._slice_norm(self._settled_slice(handle).to(self.device.where), order)
+            record.norm = order, self._slice_norm(self._arrived_slice(handle).to(self.device.where), order)
         record.landing.precede()
         return record.norm[1]
 

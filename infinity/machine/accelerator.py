@@ -95,14 +95,14 @@ class Accelerator(Device):
             with torch.cuda.device(where):
                 self.kernels, self.kernels_refusal = native.gpu_kernels()
 
-    def put(self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), freight: Copy | None = None) -> Event:
+    def put(self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), transfer: Copy | None = None) -> Event:
         stream = self._queues[queue]
         for event in behind:
             if isinstance(event, _DeviceEvent):
                 stream.wait_event(event.event)
             else:
                 event.wait()
-        start, end = (self._streams.event(timing=freight is not None) for _ in range(2))
+        start, end = (self._streams.event(timing=transfer is not None) for _ in range(2))
         start.record(stream)
         try:
             with self._streams.running(stream):
@@ -110,12 +110,12 @@ class Accelerator(Device):
         except BaseException as error:
             stream.synchronize()  # nobody is told of what was begun
             if isinstance(error, torch.OutOfMemoryError):
-                raise self._no_room(freight.what if freight is not None else "the engine", error) from error
+                raise self._no_room(transfer.what if transfer is not None else "the engine", error) from error
             raise
         end.record(stream)
-        if freight is not None:
-            self.traffic.edges[freight.edge].nbytes += freight.nbytes
-            self._uncounted.append((start, end, freight))
+        if transfer is not None:
+            self.traffic.edges[transfer.edge].nbytes += transfer.nbytes
+            self._uncounted.append((start, end, transfer))
             self._count()
         return _DeviceEvent(end, self._streams)
 
@@ -136,9 +136,9 @@ class Accelerator(Device):
     def _count(self) -> None:
         """Enters into the books how long what is over has taken."""
         while self._uncounted and self._uncounted[0][1].query():
-            start, end, freight = self._uncounted.popleft()
+            start, end, transfer = self._uncounted.popleft()
             began = self._began + self._origin.elapsed_time(start) / 1000
-            self.traffic.copied(freight.edge, 0, freight.what, began, began + start.elapsed_time(end) / 1000)
+            self.traffic.copied(transfer.edge, 0, transfer.what, began, began + start.elapsed_time(end) / 1000)
             if time.perf_counter() - self._began > ORIGIN_SECONDS:  # times are floats: a far origin makes them coarse
                 self._origin, self._began = end, began + start.elapsed_time(end) / 1000
 

@@ -81,12 +81,12 @@ class Device:
         self.kernels: Any = None  # of the optimizer, where the processor's do not reach
         self.kernels_refusal = "the processor has its own"
 
-    def put(self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), freight: Copy | None = None) -> Event:
+    def put(self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), transfer: Copy | None = None) -> Event:
         """Runs ``work`` in ``queue``, behind what is in it and behind the given events."""
-        if freight is None:
+        if transfer is None:
             work()
         else:
-            with self.traffic.copying(freight.edge, freight.nbytes, freight.what):
+            with self.traffic.copying(transfer.edge, transfer.nbytes, transfer.what):
                 work()
         return PAST
 

@@ -133,10 +133,10 @@ class DeviceStepper:
                     part(name).copy_(source, non_blocking=True)
 
         nbytes = sum(target.nbytes for target in there.values())
-        arrived = self._device.put("in", come, behind=[slot.free, *behind], freight=Copy("host->device", nbytes, label))
+        arrived = self._device.put("in", come, behind=[slot.free, *behind], transfer=Copy("host->device", nbytes, label))
         stepped = self._device.put("step", partial(self._kernel, layout, parts, begin, runs), behind=[arrived])
         nbytes -= there["grad"].nbytes if "grad" in there else 0
-        slot.free = self._device.put("out", leave, behind=[stepped], freight=Copy("device->host", nbytes, label))
+        slot.free = self._device.put("out", leave, behind=[stepped], transfer=Copy("device->host", nbytes, label))
         return slot.free
 
     def _kernel(self, layout: native.Layout, parts: dict[str, torch.Tensor], begin: int, runs: list[native.Run]) -> None:

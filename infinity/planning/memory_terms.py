@@ -33,7 +33,7 @@ class MemoryTerms:
         held_nbytes: int,
         device: Device,
     ):
-        """``homes``: of weights, optimizer state and gradients. ``held_nbytes``: the most weights that one moment of a forward holds."""
+        """``homes``: of weights, optimizer state and gradients. ``held_nbytes``: the most weight bytes that a forward holds at once."""
         self._units, self._config, self._rung, self._held, self._device = units, config, rung, held_nbytes, device
         self._params, self._optimizer, self._grad = homes
         self._shards = [shard for unit in units for shard in unit.shards]
@@ -50,7 +50,7 @@ class MemoryTerms:
         slot, service = self._slot(), self._service()
         self._add_ranks()
         window = self._window()
-        borrowed, device_slot = self._device_step()
+        landing, device_slot = self._device_step()
         return MemoryPlan(
             tiers=self.tiers,
             units_ahead=self._rung.units_ahead,
@@ -61,7 +61,7 @@ class MemoryTerms:
             slot_nbytes=slot,
             service_nbytes=service,
             device_window_nbytes=window,
-            borrowed_nbytes=borrowed,
+            landing_nbytes=landing,
             device_slot_nbytes=device_slot,
             terms=self.terms,
         )
@@ -114,7 +114,7 @@ class MemoryTerms:
             self._add(Tier.DEVICE, "gradients of other ranks", 2 * whole + own)
 
     def _window(self) -> int:
-        """Weights gathered at once: what one moment holds, and one unit more, for in backward the next unit arrives while the last
+        """Weights gathered at once: the most that is held, and one unit more, for in backward the next unit arrives while the last
         one's gradients are still landing."""
         config, window = self._config, 0
         tile = max((unit.tile_nbytes for unit in self._units), default=0)
@@ -135,11 +135,11 @@ class MemoryTerms:
 
     def _device_step(self) -> tuple[int, int]:
         """Gradients that a device which the processor cannot reach still reads, and a slot for state that passes through it."""
-        borrowed = device_slot = 0
+        landing = device_slot = 0
         if not self._device.is_host and self._stepped:
-            borrowed = max(shard.nbytes("grad") for shard in self._shards)
-            self._add(Tier.DEVICE, "gradients on their way", GRADS_IN_FLIGHT * borrowed)
+            landing = max(shard.nbytes("grad") for shard in self._shards)
+            self._add(Tier.DEVICE, "gradients on their way", GRADS_IN_FLIGHT * landing)
             if self._params is not self._optimizer and Tier.DEVICE in (self._params, self._optimizer):
                 device_slot = needed_device_slot_nbytes(self._units)
                 self._add(Tier.DEVICE, "optimizer slots", DEVICE_SLOTS * device_slot)
-        return borrowed, device_slot
+        return landing, device_slot

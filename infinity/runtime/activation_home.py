@@ -108,9 +108,9 @@ class ActivationHome:
         array = saved.place
         if array.tier is not Tier.NVME:
             behind = [self._device.now(), self._in_use.pop(array.extent.address, PAST)]
-            freight = Copy("device->host", saved.nbytes, "activations")
+            transfer = Copy("device->host", saved.nbytes, "activations")
             target = array.flat[: saved.nbytes]
-            event = self._device.put("out", lambda: target.copy_(source, non_blocking=True), behind=behind, freight=freight)
+            event = self._device.put("out", lambda: target.copy_(source, non_blocking=True), behind=behind, transfer=transfer)
             saved.sent = self._last["out"] = event
             if event is not PAST:
                 saved.source = tensor.detach(), tensor._version
@@ -160,9 +160,9 @@ class ActivationHome:
     def _set_out(self, saved: Saved) -> None:
         """Starts copying to the device. The memory is the compute's: the copy comes after what it did with it before."""
         target, source = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._device.where), saved.place.flat[: saved.nbytes]
-        freight = Copy("host->device", saved.nbytes, "activations")
+        transfer = Copy("host->device", saved.nbytes, "activations")
         behind = [self._device.now(), saved.sent]
-        event = self._device.put("in", lambda: target.copy_(source, non_blocking=True), behind=behind, freight=freight)
+        event = self._device.put("in", lambda: target.copy_(source, non_blocking=True), behind=behind, transfer=transfer)
         self._in_flight.keep(target, event)  # should nobody want it in the end, it is written all the same
         self._in_use[saved.place.extent.address] = self._last["in"] = event
         saved.coming = target.untyped_storage(), event

@@ -104,7 +104,7 @@ class Engine:
     def _put_together(self, stepping: bool) -> None:
         """Makes the parts that run while the model runs."""
         self.passes = Passes(self)
-        staging, in_flight = self._resources.grad_staging, self.plan.borrowed_nbytes
+        staging, in_flight = self._resources.grad_staging, self.plan.landing_nbytes
         self.gradients = GradientBank(self.store, staging, self.collectives, in_flight_nbytes=in_flight)
         self.reducer: Reducer | None = None
         if stepping and not self.ranks.alone:

@@ -97,10 +97,10 @@ class Passes:
         try:
             with self.engine.store.guarding():
                 for unit in units:
-                    met = self._hold(unit, backward=in_backward)
+                    least = self._hold(unit, backward=in_backward)
                     held.append(unit)
                     if in_backward and self.engine.reducer is not None:
-                        self.engine.reducer.start_met(met)
+                        self.engine.reducer.start_offered(least)
         except BaseException:
             for unit in held:
                 self.engine.prefetcher.unhold(unit)
@@ -232,9 +232,9 @@ class Passes:
         trained = zip(unit.handles, (param for shard in unit.shards for param in shard.params))
         expected = {h for h, p in trained if h.grad is not None and p.requires_grad} - self.engine.without_grad.get(unit, set())
         with self.engine.store.guarding():
-            met = self._hold(unit, backward=True)
+            least = self._hold(unit, backward=True)
             if self.engine.reducer is not None:
-                self.engine.reducer.come_to_unit(met)
+                self.engine.reducer.come_to_unit(least)
         self.awaited[unit] = expected
         if self.in_lockstep:
             self.expected.setdefault(unit, expected)

@@ -64,13 +64,13 @@ class Prefetcher:
         """Makes ``unit`` resident and keeps it so until :meth:`unhold`. Returns what :meth:`ensure` does."""
         self._holds[unit] += 1
         try:
-            met = self.ensure(unit, backward=backward, offered=offered)
+            least = self.ensure(unit, backward=backward, offered=offered)
         except BaseException:
             self.unhold(unit)
             raise
         if self._holds[unit] == 1:
             unit.expose()
-        return met
+        return least
 
     def unhold(self, unit: ParamUnit) -> None:
         """Takes one hold off; without any the unit is idle."""
@@ -120,12 +120,12 @@ class Prefetcher:
         ``offered``: reductions of gradients that this rank could start. Returns the least number that any rank of the row offered,
         None where the ranks did not meet for a gather.
         """
-        met = None
+        least = None
         self._note_compute()
         if unit.residency is Residency.GATHERING:
             self._finish(unit)
         if unit.residency is not Residency.RESIDENT:
-            met = self._bring(unit, offered)
+            least = self._bring(unit, offered)
         else:
             unit.arriving.precede()  # this may be another stream than the one that waited for it
             if unit in self._resident:
@@ -141,10 +141,10 @@ class Prefetcher:
         self.fetch_ahead(self.schedule.upcoming(backward=backward))
         if self._ranks.size > 1:
             ahead = self._gather_ahead(next(iter(self.schedule.upcoming(backward=backward)), None), offered)
-            met = met if ahead is None else ahead
+            least = least if ahead is None else ahead
         elif self._device.overlaps:
             self._copy_ahead(islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD))
-        return met
+        return least
 
     def begin_pass(self) -> None:
         """A root forward starts: the schedule knows what is expected."""
@@ -180,9 +180,9 @@ class Prefetcher:
         if self._resident_nbytes() + unit.weight_nbytes > self._window_nbytes:
             return None
         self._stage(unit)
-        met = unit.start_gather(self._store, self._ledger, offered=offered)
+        least = unit.start_gather(self._store, self._ledger, offered=offered)
         self._resident[unit] = None
-        return met
+        return least
 
     def _copy_ahead(self, upcoming: Iterable[int]) -> None:
         """Starts copying the next units to the device while this one computes: those that are ready at home, as far as the
@@ -225,10 +225,10 @@ class Prefetcher:
     def _bring(self, unit: ParamUnit, offered: int) -> int | None:
         self._stage(unit)
         self._make_room(unit)
-        met = unit.start_gather(self._store, self._ledger, offered=offered)
+        least = unit.start_gather(self._store, self._ledger, offered=offered)
         self._resident[unit] = None
         self._finish(unit)
-        return met
+        return least
 
     def _stage(self, unit: ParamUnit) -> None:
         """Has the unit's bytes in memory here."""

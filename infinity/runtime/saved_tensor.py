@@ -111,11 +111,6 @@ class Saved:
         """``storage`` has the bytes."""
         self._there = StorageWeakRef(storage)
 
-    def settle(self) -> None:
-        """Waits until the bytes are at home."""
-        for write in self.writes:
-            write.wait()
-
 
 @dataclass(frozen=True)
 class View:

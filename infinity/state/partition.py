@@ -120,7 +120,7 @@ def _add_outside_owners(model: nn.Module, groups: list[Group]) -> None:
 
 
 def held_nbytes(model: nn.Module, groups: list[Group], nbytes_of: dict[int, int]) -> int:
-    """The most weight bytes that one moment of a forward or backward holds. ``nbytes_of``: id(group) -> bytes.
+    """Counts the most weight bytes that a forward or backward holds at once. ``nbytes_of``: id(group) -> bytes.
 
     Nested forwards hold the units of all of them, and a backward holds a unit of several owners (tied weights, small
     ones that share a unit) from its first use to its last.

@@ -44,7 +44,7 @@ class ParamUnit(UnitBuffers):
         self._pending: list[Pending] = []  # gathers under way
         self.arriving: Event = PAST  # the end of the copy to the device
         self._read_times: tuple[float, float] | None = None  # of the last read: when it was asked for, and when it was there
-        self._met: int | None = None  # reductions that every rank offered at the rendezvous of the last gather
+        self._least_offered: int | None = None  # reductions that every rank offered at the rendezvous of the last gather
 
     @property
     def copies_while_fetching(self) -> bool:
@@ -109,7 +109,7 @@ class ParamUnit(UnitBuffers):
 
         ``offered``: see :meth:`Collectives.gather`. Returns what all ranks offered, None where they did not meet.
         """
-        self._met = None
+        self._least_offered = None
         from_disk = self.is_staged_from_disk
         fetching = self.residency is Residency.FETCHING and self.copies_while_fetching
         if not fetching and self.residency is not (Residency.STAGED if from_disk else Residency.STORED):
@@ -118,11 +118,11 @@ class ParamUnit(UnitBuffers):
         self._move(Residency.GATHERING)
         self._charge = charge
         try:
-            freight = Copy("host->device", sum(shard.slice_nbytes for shard in self.shards), self.name)
+            transfer = Copy("host->device", sum(shard.slice_nbytes for shard in self.shards), self.name)
             # Weights at home on the device itself were stepped there, by a queue that only the compute waited for.
             there = any(shard.weight.tier is Tier.DEVICE for shard in self.shards)
             copy = partial(self._copy_in, store, self._slots if from_disk else (), self._pieces)
-            self.arriving = self._device.put("in", copy, behind=[self._device.now()] if there else (), freight=freight)
+            self.arriving = self._device.put("in", copy, behind=[self._device.now()] if there else (), transfer=transfer)
             if self._ranks.size > 1:
                 self.arriving = self._device.put("in", partial(self._gather_in, offered))
             for shard in self.shards:
@@ -132,7 +132,7 @@ class ParamUnit(UnitBuffers):
             raise
         store.take_back(self._slots, self.arriving)
         self._slots, self._pieces = [], []
-        return self._met
+        return self._least_offered
 
     def _copy_in(self, store: ShardStore, slots: Sequence[native.Lease], pieces: Sequence[ReadPiece]) -> None:
         """This rank's bytes, from staging ``slots`` (verified) or a memory home to the device."""
@@ -171,7 +171,7 @@ class ParamUnit(UnitBuffers):
             pending = gather(flat, f"{self.name} ({i})", offered=offered)
             if pending is not None:
                 self._pending.append(pending)
-                self._met = pending.met
+                self._least_offered = pending.least_offered
 
     def finish_gather(self, store: ShardStore) -> None:
         """GATHERING -> RESIDENT: what is computed from now on comes after the bytes are there."""

@@ -34,7 +34,7 @@ def bench(*arguments: str, folder, timeout: float = 200) -> subprocess.Completed
 def test_a_theme_prints_one_object_with_its_rows(theme, tmp_path):
     """Method: a tiny run with `--json -`; standard output is one object with the fields and rows of the contract, every
     figure is positive, and the folder is as empty as before."""
-    done = bench(theme, "--json", "-", "--scale", "0.02", "--rounds", "1", "--no-peers", folder=tmp_path)
+    done = bench(theme, "--json", "-", "--scale", "0.02", "--rounds", "1", "--no-rivals", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {"theme", "hardware", "date", "commit", "rows"} <= found.keys() and found["theme"] == theme
@@ -72,7 +72,7 @@ def test_every_plot_is_drawn(name):
 def test_jobs_of_a_gpu_run_without_one(tmp_path):
     """Method: the jobs of `gpu_train` on the processor, with a model of a few thousand parameters: every home of ours runs,
     and all of them have the same losses."""
-    done = bench("gpu_train", "--json", "-", "--scale", "0.01", "--no-peers", folder=tmp_path, timeout=500)
+    done = bench("gpu_train", "--json", "-", "--scale", "0.01", "--no-rivals", folder=tmp_path, timeout=500)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     names = {row["name"] for row in found["rows"]}
@@ -90,8 +90,8 @@ def test_jobs_of_a_gpu_run_without_one(tmp_path):
     ("startup", {"startup.host.inference", "startup.nvme.training"}),
 ])  # fmt: skip
 def test_end_to_end_themes_run_with_small_models(tmp_path, theme, expected):
-    """Method: the whole theme with a model of a few thousand parameters, without peers."""
-    done = bench(theme, "--json", "-", "--scale", "0.05", "--rounds", "1", "--no-peers", folder=tmp_path, timeout=500)
+    """Method: the whole theme with a model of a few thousand parameters, without rivals."""
+    done = bench(theme, "--json", "-", "--scale", "0.05", "--rounds", "1", "--no-rivals", folder=tmp_path, timeout=500)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert expected <= {row["name"] for row in found["rows"]}
@@ -102,7 +102,7 @@ def test_end_to_end_themes_run_with_small_models(tmp_path, theme, expected):
 
 def test_results_are_written_where_they_are_asked_for(tmp_path, capsys):
     """Method: `--json` with a file, then with a folder; both hold the same theme."""
-    quick = ["--scale", "0.02", "--rounds", "1", "--no-peers", "--folder", str(tmp_path)]
+    quick = ["--scale", "0.02", "--rounds", "1", "--no-rivals", "--folder", str(tmp_path)]
     assert main(["bench", "pool", "--json", str(tmp_path / "one.json"), *quick]) == 0
     (tmp_path / "results").mkdir()
     assert main(["bench", "pool", "--json", str(tmp_path / "results"), *quick]) == 0
@@ -146,7 +146,7 @@ def test_a_ratio_is_of_pairs():
 def a_result() -> dict:
     measured = results.Measured(
         [results.row("io.read", "GB/s", [1.0, 2.0, 3.0], ceiling=("raw <disk>", [4.0, 4.0, 4.0]), ratios={"fio": 1.5})],
-        ["a peer was absent"],
+        ["a rival was absent"],
         {
             "io.sweep": [{"block_nbytes": 4096 * n, "depth": d, "GB/s": n / d} for n in (1, 2) for d in (4, 16)],
             "adam.threads": [{"threads": 1, "split": 1.0, "moving": 1.2}, {"threads": 2, "split": 1.5, "moving": 1.6}],
@@ -160,7 +160,7 @@ def test_the_report_has_every_figure_and_plot(tmp_path):
     """Method: one made-up result; the page names its figures, draws its three plots, and escapes what it shows."""
     results.save(a_result(), tmp_path)
     page = report.write(tmp_path, tmp_path / "page.html").read_text()
-    for text in ("io.read", "2.000", "50 % of raw &lt;disk&gt;", "x fio", "1.50", "a peer was absent"):
+    for text in ("io.read", "2.000", "50 % of raw &lt;disk&gt;", "x fio", "1.50", "a rival was absent"):
         assert text in page, text
     assert page.count("<svg") == 3 and "<disk>" not in page
 

@@ -99,7 +99,7 @@ class RaceDetector(device.Device):
     def join(self, line: str, clock: Clock) -> None:
         self.clocks[line] = merged(self.clocks[line], clock)
 
-    def put(self, queue, work, *, behind: Iterable = (), freight=None):
+    def put(self, queue, work, *, behind: Iterable = (), transfer=None):
         self.tick(queue)
         self.join(queue, self.clocks["host"])
         for moment in behind:
@@ -110,8 +110,8 @@ class RaceDetector(device.Device):
             work()
         finally:
             self.line = before
-        if freight is not None:
-            self.traffic.copied(freight.edge, freight.nbytes, freight.what, 0.0, 1.0)
+        if transfer is not None:
+            self.traffic.copied(transfer.edge, transfer.nbytes, transfer.what, 0.0, 1.0)
         return DetectedMoment(self, dict(self.clocks[queue]))
 
     def now(self):

@@ -137,7 +137,7 @@ class _Elsewhere(threaded_device.ThreadedDevice):
         if queue == "in":
             for moment in more.get("behind", ()):
                 moment.wait()
-            return device.Device.put(self, queue, work, freight=more.get("freight"))
+            return device.Device.put(self, queue, work, transfer=more.get("transfer"))
 
         def late() -> None:
             time.sleep(random.choice([0, 0.0005, 0.002]))

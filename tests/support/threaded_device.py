@@ -64,7 +64,7 @@ class ThreadedDevice(Device):
         for thread in self._threads:
             thread.start()
 
-    def put(self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), freight: Copy | None = None) -> Event:
+    def put(self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), transfer: Copy | None = None) -> Event:
         event, behind = _ThreadEvent(), list(behind)
 
         def run() -> None:
@@ -73,8 +73,8 @@ class ThreadedDevice(Device):
                     before.wait()
                 start = time.perf_counter()
                 work()
-                if freight is not None:
-                    self.traffic.copied(freight.edge, freight.nbytes, freight.what, start, time.perf_counter())
+                if transfer is not None:
+                    self.traffic.copied(transfer.edge, transfer.nbytes, transfer.what, start, time.perf_counter())
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
                 event.end(error)
             else:

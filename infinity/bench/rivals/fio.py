@@ -30,7 +30,7 @@ class Fio:
 
     def _run(self, direction: str, block: str, depth: int) -> Times:
         command = [
-            "fio", "--name=peer", f"--filename={self.path}", f"--rw={WAYS[direction]}", f"--bs={block}",
+            "fio", "--name=rival", f"--filename={self.path}", f"--rw={WAYS[direction]}", f"--bs={block}",
             f"--iodepth={depth}", f"--size={self.nbytes}", "--ioengine=io_uring", "--fixedbufs=1", "--direct=1",
             "--output-format=json",
         ]  # fmt: skip
@@ -45,10 +45,10 @@ def find(path: str, nbytes: int) -> Fio | str:
     """A runner, or why there is none."""
     if shutil.which("fio") is None:
         return "not installed (apt install fio)"
-    peer = Fio(path, nbytes)
+    rival = Fio(path, nbytes)
     try:
-        peer._run("read", *SETTINGS[0])
+        rival._run("read", *SETTINGS[0])
     except (subprocess.CalledProcessError, KeyError, ValueError) as error:
         said = getattr(error, "stderr", None) or str(error)
         return f"does not run io_uring here ({said.strip()[:100]!r})"
-    return peer
+    return rival

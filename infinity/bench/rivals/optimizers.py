@@ -1,4 +1,4 @@
-"""The peers' AdamW over fp32 masters: the fused step alone, or the whole job with the casts and the scaling."""
+"""The rivals' AdamW over fp32 masters: the fused step alone, or the whole job with the casts and the scaling."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _find_deepspeed(count: int, *, whole_job: bool, factor: float) -> AdamWJob |
         return f"its CPU Adam does not build here ({str(error)[:100]!r})"
 
 
-OPTIMIZER_PEERS = (
+OPTIMIZER_RIVALS = (
     SimpleNamespace(NAME="deepspeed", find=_find_deepspeed),
     SimpleNamespace(NAME="torch", find=_find_torch),
 )
