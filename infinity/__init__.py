@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .checkpoint.pretrained import save_pretrained
     from .checkpoint.save import save_checkpoint
     from .config.config import Config
+    from .optim.clipping import clip_grad_norm_
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "Stats",
     "StorageError",
     "UsageError",
+    "clip_grad_norm_",
     "full_params",
     "load_checkpoint",
     "save_checkpoint",
@@ -48,6 +50,7 @@ __all__ = [
 _HOMES = {
     "Config": "config.config",
     "Stats": "api.stats",
+    "clip_grad_norm_": "optim.clipping",
     "full_params": "api.full_params",
     "load_checkpoint": "checkpoint.load",
     "save_checkpoint": "checkpoint.save",

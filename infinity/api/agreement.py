@@ -17,6 +17,7 @@ from ..machine.device import Device
 from ..machine.tiers import Tier
 from ..planning.budgets import measured_free
 from ..planning.plan import check_folders
+from ..state.dtensors import describe_placements, local_of
 from ..state.handle import raw_grad
 from ..state.partition import is_managed
 from ..state.tensors import overwrite
@@ -32,7 +33,9 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
     names_of = {param: name for name, param in model.named_parameters()}
     given = {param for group in (optimizer.param_groups if optimizer is not None else []) for param in group["params"]}
     for name, param in model.named_parameters(remove_duplicate=False):
-        inputs[f"parameter {name}"] = f"{tuple(param.shape)} {param.dtype} {'trained' if param.requires_grad else 'frozen'}"
+        inputs[f"parameter {name}"] = (
+            f"{tuple(param.shape)}{describe_placements(param)} {param.dtype} {'trained' if param.requires_grad else 'frozen'}"
+        )
         if raw_grad(param) is not None:
             inputs[f"the gradient of {name}"] = "present"
         if state := optimizer.state.get(param) if optimizer is not None else None:
@@ -55,15 +58,16 @@ SAMPLED = 64  # elements of a parameter that are compared over the ranks
 
 def tell_of_other_values(model: nn.Module, collectives: Collectives) -> None:
     """Says where the ranks have been given other values: of replicas the first one's count, but stages of a pipeline are none."""
-    if collectives.ranks.alone:
+    if collectives.ranks.data_size == 1:
         return
     mine = {}
     with collectives.together("comparing the values"):
         for name, param in model.named_parameters():
-            if is_managed(param) and not param.is_meta and param.numel():
-                sample = param.detach().reshape(-1)[:: max(1, param.numel() // SAMPLED)].cpu().contiguous()
+            local = local_of(param)
+            if is_managed(param) and not param.is_meta and local.numel():
+                sample = local.detach().reshape(-1)[:: max(1, local.numel() // SAMPLED)].cpu().contiguous()
                 mine[name] = hashlib.blake2b(sample.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
-    everyones = collectives.collect(mine, "samples of the values")
+    everyones = collectives.collect(mine, "samples of the values", among_data=True)
     others = sorted({name for theirs in everyones for name, digest in theirs.items() if digest != everyones[0].get(name)})
     if others and collectives.ranks.is_first:
         logger.warning(
@@ -77,7 +81,7 @@ def broadcast_rest(model: nn.Module, collectives: Collectives) -> None:
     """Buffers and parameters that the engine does not move are the first rank's from here on."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if (
-            not collectives.ranks.alone
+            collectives.ranks.data_size > 1
             and tensor.layout is torch.strided
             and not (isinstance(tensor, nn.Parameter) and is_managed(tensor))
         ):

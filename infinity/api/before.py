@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..state.dtensors import local_of, set_bytes
 from ..state.partition import is_managed
 from .meta_init import Materialized
 
@@ -64,7 +65,7 @@ class _ParamBefore:
     """One parameter as it was."""
 
     def __init__(self, param: nn.Parameter):
-        self._param, self._class, self._data, self._grad = param, param.__class__, param.data, param.grad
+        self._param, self._class, self._data, self._grad = param, param.__class__, local_of(param).data, param.grad
         self._wanted = param.requires_grad
         self._has_data = param.layout is torch.strided and not param.is_meta
         hooks = param._post_accumulate_grad_hooks
@@ -79,8 +80,9 @@ class _ParamBefore:
                 del param.__dict__[name]
         if param._post_accumulate_grad_hooks is not None:
             param._post_accumulate_grad_hooks = self._hooks
-        if self._has_data and not param.is_meta and param.untyped_storage()._cdata != self._data.untyped_storage()._cdata:
-            param.data = self._data
+        there = local_of(param)
+        if self._has_data and not param.is_meta and there.untyped_storage()._cdata != self._data.untyped_storage()._cdata:
+            set_bytes(param, self._data)
         if param.grad is not self._grad:
             param.grad = self._grad
         param.requires_grad_(self._wanted)

@@ -17,6 +17,7 @@ from ..config.config import Config
 from ..errors import ConfigError, UsageError
 from ..machine.sizes import format_nbytes
 from ..optim.optimizer import InfinityOptimizer
+from ..state.dtensors import check_placements, local_of
 from ..state.handle import handle_of
 from ..state.partition import is_managed, parameter_names
 
@@ -49,6 +50,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
             raise UsageError(f"this model is wrapped already (parameter {param_names[0]} is managed): unwrap_model it first")
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ConfigError(f"parameter {param_names[0]} is not initialised yet: run one forward before wrap_model")
+        check_placements(param_names[0], param)
         if hasattr(param, "ds_id"):
             raise ConfigError(
                 f"parameter {param_names[0]} is a placeholder that DeepSpeed fills: build the model outside zero.Init"
@@ -76,15 +78,17 @@ def _check_owners(model: nn.Module) -> None:
 
 def _check_storages(names: dict[torch.Tensor, list[str]]) -> None:
     """Two Parameters over the same bytes would part when each gets a home of its own."""
-    managed = [param for param in names if is_managed(param)]  # what others are made of is their own business
+    managed = [
+        (local_of(param), its[0]) for param, its in names.items() if is_managed(param)
+    ]  # what others are made of is their own business
     on_meta: dict[int, str] = {}
-    for param in managed:
-        if param.is_meta and (other := on_meta.setdefault(param.untyped_storage()._cdata, names[param][0])) != names[param][0]:
-            raise _share_memory(other, names[param][0])
+    for local, name in managed:
+        if local.is_meta and (other := on_meta.setdefault(local.untyped_storage()._cdata, name)) != name:
+            raise _share_memory(other, name)
     spans = sorted(
-        (param.data_ptr(), param.data_ptr() + param.untyped_storage().nbytes() - param.storage_offset() * param.itemsize
-         if not param.is_contiguous() else param.data_ptr() + param.nbytes, names[param][0])
-        for param in managed if not param.is_meta and param.numel()
+        (local.data_ptr(), local.data_ptr() + local.untyped_storage().nbytes() - local.storage_offset() * local.itemsize
+         if not local.is_contiguous() else local.data_ptr() + local.nbytes, name)
+        for local, name in managed if not local.is_meta and local.numel()
     )  # fmt: skip
     for (_, end, name), (begin, _, other) in zip(spans, spans[1:]):
         if begin < end:

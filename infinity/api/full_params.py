@@ -56,7 +56,7 @@ def full_params(
             )
         for copy in edited.values():
             copy.check_unchanged_at_home()
-        if writeback and not engine.ranks.alone:
+        if writeback and engine.ranks.data_size > 1:
             engine.collectives.same(f"leaving full_params with {len(edited)} edited", *(copy.tensor for copy in edited.values()))
         engine.edits.write_changes([(copy.handle, copy.tensor) for copy in dict.fromkeys(edited.values())])
 

@@ -9,6 +9,7 @@ from ..distributed.collectives import Collectives
 from ..errors import ConfigError
 from ..optim.rules import moment_names
 from ..runtime.engine import Engine
+from ..state.dtensors import local_of
 from ..state.handle import raw_grad
 from ..state.shard import ParamShard
 from ..storage.arrays import ArrayIO
@@ -53,7 +54,7 @@ def send_shard_home(
 ) -> None:
     """Copies values (but of those that are ``done``), moments and gradients to the shard's homes."""
     for index, param in enumerate(shard.params):
-        if not param.numel():
+        if not local_of(param).numel():
             continue
         if param not in done:
             shard.write_value(store, index, _of_first_rank(collectives, param, "a parameter"), version=0, fresh=True)
@@ -65,15 +66,14 @@ def send_shard_home(
                 moment = _of_first_rank(collectives, state[name], "the optimizer's state")
                 shard.write_moment(store, array, index, moment, version=0)
         if (grad := raw_grad(param)) is not None:
-            if not collectives.ranks.alone:
+            if collectives.ranks.data_size > 1:
                 raise ConfigError("a parameter has a gradient already, of one rank's batch: call zero_grad() before wrap_model")
-            shard.write_flat(store, "grad", index, grad, version=0)
+            shard.write_flat(store, "grad", index, local_of(grad), version=0)
 
 
 def _of_first_rank(collectives: Collectives, tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """The first rank's ``tensor``."""
-    return (
-        tensor
-        if collectives.ranks.alone
-        else collectives.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), what)
-    )
+    """Returns the local part of the first data rank's ``tensor``."""
+    local = local_of(tensor)
+    if collectives.ranks.data_size == 1:
+        return local
+    return collectives.broadcast(local.detach().clone(memory_format=torch.contiguous_format), what)

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import UsageError
 from ..runtime.engine import Engine
+from ..state.dtensors import like
 from ..state.handle import handle_of
 
 
@@ -42,7 +43,7 @@ def _full_value(engine: Engine, handle, state: dict) -> torch.Tensor:
     known = engine.tied_copies.get(handle, lambda: None)()
     if known is not None and any(value is known for value in state.values()):
         return known
-    value = handle.shard.read_value(engine.store, handle.index)
+    value = like(handle.param, handle.shard.read_value(engine.store, handle.index))
     if len(handle.names) > 1:
         engine.tied_copies[handle] = weakref.ref(value)
     return value

@@ -11,6 +11,7 @@ from .. import native
 from ..errors import UsageError
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.registry import RECORD, Wrapped, wrapped
+from ..state.dtensors import plain_class, set_bytes
 
 
 @torch.no_grad()
@@ -63,9 +64,10 @@ def _plan_unwrap(model: nn.Module, record: Wrapped, managed: InfinityOptimizer |
         for remover in reversed(record.removers):  # a forward may have been replaced twice
             remover.remove()
         for param, (value, grad) in values.items():
-            param.__class__ = nn.Parameter
+            param.__class__ = plain_class(param)
             param.__dict__.pop("_infinity", None)
-            param.data, param.grad = value, grad
+            set_bytes(param, value)
+            param.grad = grad
         if managed is not None:
             managed.wrapped.load_state_dict(state)
         engine.shut_down()

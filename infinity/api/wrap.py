@@ -114,7 +114,7 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
     engine = None
     before = Before(model, optimizer)
     try:
-        if not collectives.ranks.alone and (device.backend is not None or device.where.type != "cpu"):
+        if collectives.ranks.data_size > 1 and (device.backend is not None or device.where.type != "cpu"):
             join_device(collectives.ranks, mesh, device.backend)
         with collectives.together("allocating"):
             if config.micro_batch is not None:

@@ -173,15 +173,18 @@ class Collectives:
 
     # --- everything else ---
 
-    def exchange(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """``values`` (of one shape) of every rank that has a slice: [size, ...]."""
-        if self.ranks.size == 1:
-            return values.unsqueeze(0)
-        self.ranks.row.rendezvous(f"{what} {self._progress}")
-        raw = _bytes_of(values.contiguous().reshape(-1)).cpu()
-        everyones = raw.new_empty(self.ranks.size * raw.numel())
-        self._do(lambda: all_gather(everyones, raw, group=self.ranks.row.group), what)
-        return everyones.view(values.dtype).view(self.ranks.size, *values.shape).to(values.device)
+    def exchange(self, values: torch.Tensor, what: str, *, over_tensors: bool = False) -> torch.Tensor:
+        """Collects ``values`` (of one shape) of every rank that has a slice: [size, ...]. ``over_tensors``: of those that have other parts
+        of the tensors, too: [parts * size, ...], on every rank in the same order."""
+        found = values.unsqueeze(0)
+        for channel in (self.ranks.row, self.ranks.tensor if over_tensors else None):
+            if channel is not None:
+                channel.rendezvous(f"{what} {self._progress}")
+                raw = _bytes_of(found.contiguous().reshape(-1)).cpu()
+                everyones = raw.new_empty(channel.size * raw.numel())
+                self._do(lambda c=channel, e=everyones, r=raw: all_gather(e, r, group=c.group), what)
+                found = everyones.view(values.dtype).view(-1, *values.shape).to(values.device)
+        return found
 
     def least(self, values: Sequence[int], what: str) -> list[int]:
         """The smallest of each of ``values`` over all ranks."""
@@ -205,8 +208,8 @@ class Collectives:
                 self._do(lambda raw=raw, source=source: dist.broadcast(raw, source, group=self.ranks.row.group), what)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        """The first rank's ``tensor``, in place; contiguous."""
-        if not self.ranks.alone:
+        """Makes ``tensor`` the first data rank's, in place; contiguous."""
+        if self.ranks.data_size > 1:
             raw = _bytes_of(tensor.view(-1))
             sent = raw.cpu()
             for channel in (self.ranks.replicas, self.ranks.row):  # to the first rank of each row, then along the rows
@@ -217,10 +220,11 @@ class Collectives:
                 raw.copy_(sent)
         return tensor
 
-    def collect(self, mine: Any, what: str) -> list[Any]:
-        """Every rank's ``mine``, anything that can be pickled, in the order of slices; then the next replica's."""
+    def collect(self, mine: Any, what: str, *, among_data: bool = False) -> list[Any]:
+        """Collects every rank's ``mine``, anything that can be pickled, in the order of slices; then the next replica's; then that of
+        the next part of the tensors. ``among_data``: of the data ranks only."""
         found = [mine]
-        for channel in self.ranks.channels:
+        for channel in self.ranks.data_channels if among_data else self.ranks.channels:
             channel.rendezvous(what)
             everyones: list = [None] * channel.size
             self._do(lambda c=channel, e=everyones, f=found: dist.all_gather_object(e, f, group=c.group), what)
@@ -248,16 +252,14 @@ class Collectives:
         try:
             yield
         except BaseException as error:
-            for channel in (self.ranks.row, self.ranks.replicas):
-                if channel is not None:
-                    channel.fail(error)
+            for channel in self.ranks.channels:
+                channel.fail(error)
             raise
-        for channel, other in ((self.ranks.row, self.ranks.replicas), (self.ranks.replicas, None)):
+        for number, channel in enumerate(self.ranks.channels):
             try:
-                if channel is not None:
-                    channel.rendezvous(what)
+                channel.rendezvous(what)
             except InfinityError as error:
-                if other is not None:
+                for other in self.ranks.channels[number + 1 :]:
                     other.fail(error)
                 raise
 
@@ -267,14 +269,15 @@ class Collectives:
             channel.rendezvous(f"{what} {self._progress}")
 
     def same(self, what: str, *tensors: torch.Tensor) -> None:
-        """Raises UsageError where the ranks do not have the same ``tensors``."""
-        if not self.ranks.alone:
+        """Raises UsageError where the data ranks do not have the same ``tensors``."""
+        if self.ranks.data_size > 1:
             digest = hashlib.blake2b(digest_size=8)
             for tensor in tensors:
                 # Of a copy: NumPy would make the storage one that cannot be resized any more.
                 copied = tensor.detach().clone(memory_format=torch.contiguous_format)
                 digest.update(_bytes_of(copied.view(-1)).cpu().numpy())
-            self.rendezvous(f"{what}, to values of digest {digest.hexdigest()},")
+            for channel in self.ranks.data_channels:
+                channel.rendezvous(f"{what}, to values of digest {digest.hexdigest()}, {self._progress}")
 
     def tell(self, error: BaseException) -> None:
         """Lets the others know that this rank cannot go on. Gives them a moment to hear it: this process may end next."""

@@ -3,6 +3,7 @@
 slice      a rank's equal part of every flat array
 replica    a rank elsewhere that holds the same slice (hybrid sharding)
 row        the ranks that have the other slices
+tensor     the ranks that have the other parts of the same tensors (tensor parallelism), and the same batch
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class DataRanks:
     compresses: bool = False  # whether gathered weights pass as 8-bit codes
     row: Channel | None = None  # the ranks that have the other slices
     replicas: Channel | None = None
+    tensor: Channel | None = None  # the ranks that have the other parts of each tensor
     node: Channel | None = None  # this machine's ranks, where gathered weights are shared out among them too
     nodes: tuple[tuple[int, ...], ...] = ()  # ranks of each machine of each row, where weights are shared out
     allowed_processors: frozenset[int] | None = None  # before this rank was bound to a NUMA node
@@ -37,7 +39,7 @@ class DataRanks:
     @property
     def alone(self) -> bool:
         """Whether there is no other rank at all."""
-        return self.data_size == 1
+        return self.data_size == 1 and self.tensor is None
 
     @property
     def world_rank(self) -> int:
@@ -47,7 +49,7 @@ class DataRanks:
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks for all: it writes what there is one of."""
-        return self.rank == 0 and (self.replicas is None or self.replicas.rank == 0)
+        return self.rank == 0 and self.writes and (self.tensor is None or self.tensor.rank == 0)
 
     @property
     def writes(self) -> bool:
@@ -76,5 +78,10 @@ class DataRanks:
 
     @property
     def channels(self) -> list[Channel]:
-        """On which this rank comes together with all others: its row's, then its replicas'."""
+        """On which this rank comes together with all others: its row's, then its replicas', then that of its tensors' other parts."""
+        return [*self.data_channels, *([self.tensor] if self.tensor is not None else [])]
+
+    @property
+    def data_channels(self) -> list[Channel]:
+        """On which it comes together with the other data ranks, which have the same part of every tensor."""
         return [channel for channel in (self.row, self.replicas) if channel is not None]

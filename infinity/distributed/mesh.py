@@ -1,8 +1,10 @@
 """Mesh: which ranks train together, read off a DeviceMesh or the default process group.
 
 dp              the data axis: every rank has another part of the batch and a slice of every array
-dp_shard        the same, of a job that has replicas
+dp_shard, fsdp  the same, of a job that has replicas
+cp, sp          ranks with other parts of the same sequences: data ranks, too
 dp_replicate    ranks with the same slice; only gradients pass between them
+tp              ranks with other parts of the same tensors, and the same batch: they have rows of data ranks of their own
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from . import farewell
 from .channel import Channel
 from .data_ranks import DataRanks
 
-DATA_AXES = ("dp", "dp_replicate", "dp_shard")
+SLICE_AXES = ("dp", "dp_shard", "fsdp", "cp", "sp")  # of these only one of the first three may be larger than 1
+DATA_AXES = ("dp_replicate", *SLICE_AXES)
 OTHER_AXES = ("tp", "pp")
 
 
@@ -40,26 +43,29 @@ def data_ranks(mesh: Any) -> DataRanks:
                 "wrap_model or, where the ranks are meant to be apart, remove WORLD_SIZE from the environment."
             )
         return DataRanks()
-    rows = rank_rows(mesh)  # [replicas, slices]
+    rows = rank_rows(mesh)  # [parts, replicas, slices]
     if rows.numel() == 1:
         return DataRanks()
     farewell.join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
     me, local_size, own_groups = dist.get_rank(), _local_size(), []
     allowed = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), local_size)
-    rank, size, of_row, of_replicas = 0, 1, None, None
-    for row in rows.tolist() if rows.size(1) > 1 else []:
+    part, replica, rank = (int(at) for at in (rows == me).nonzero()[0])
+    row, column, others = (line.tolist() for line in (rows[part, replica], rows[part, :, rank], rows[:, replica, rank]))
+    of_row = of_replicas = of_tensor = None
+    # Each rank makes its own groups only: no collective of the whole job for each.
+    if len(row) > 1:
         # Two groups over the same ranks: a reduction's bytes do not wait for a gather's.
         groups = [_gloo_group(row) for _ in range(2)]
-        if me in row:
-            own_groups += groups
-            rank, size, of_row = row.index(me), len(row), Channel(groups[0], reductions=groups[1])
-    for column in rows.T.tolist() if rows.size(0) > 1 else []:
-        group = _gloo_group(column)
-        if me in column:
-            own_groups.append(group)
-            of_replicas = Channel(group)
+        own_groups += groups
+        of_row = Channel(groups[0], reductions=groups[1])
+    if len(column) > 1:
+        own_groups.append(_gloo_group(column))
+        of_replicas = Channel(own_groups[-1])
+    if len(others) > 1:
+        own_groups.append(_gloo_group(others))
+        of_tensor = Channel(own_groups[-1])
     return DataRanks(
-        rank=rank, size=size, local_size=local_size, row=of_row, replicas=of_replicas,
+        rank=rank, size=len(row), local_size=local_size, row=of_row, replicas=of_replicas, tensor=of_tensor,
         allowed_processors=frozenset(allowed) if allowed is not None else None, own_groups=own_groups,
     )  # fmt: skip
 
@@ -72,7 +78,7 @@ def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
     if ranks.size == 1:
         return ranks
     me, nodes_of_rows, node_channel = dist.get_rank(), [], None
-    for row in rank_rows(mesh).tolist():
+    for row in rank_rows(mesh).flatten(0, 1).tolist():
         nodes: dict[int, list[int]] = {}
         for rank in row:
             nodes.setdefault(rank // ranks.local_size, []).append(rank)  # torchrun numbers them machine by machine
@@ -80,23 +86,31 @@ def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
             continue
         for members in nodes.values():
             nodes_of_rows.append(tuple(members))
-            group = _gloo_group(members)
             if me in members:
-                ranks.own_groups.append(group)
-                node_channel = Channel(group)
+                ranks.own_groups.append(_gloo_group(members))
+                node_channel = Channel(ranks.own_groups[-1])
     return dataclasses.replace(ranks, nodes=tuple(nodes_of_rows), node=node_channel)
 
 
 def _gloo_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A group for what the host says. Where the default group is bound to a device, torch would have the ranks outside take
-    part in a split of its communicator, for which the ones inside never come."""
+    """Makes a group for what the host says; only ``ranks`` call.
+
+    Where the default group is bound to a device, torch would have the ranks outside take part in a split of its communicator, for
+    which the ones inside never come. And torch names such a group by its ranks: the addresses of one that was made and ended before
+    would be read for the new one's, so each generation has a part of the store of its own.
+    """
+    world = dist.distributed_c10d._world
     default = dist.distributed_c10d._get_default_group()
+    backend, store = world.pg_map[default]
+    generation = (store.add(f"infinity/groups/{'_'.join(map(str, ranks))}", 1) - 1) // len(ranks)
     bound = getattr(default, "bound_device_id", None)
     if bound is not None:
         default.bound_device_id = None
+    world.pg_map[default] = backend, dist.PrefixStore(f"infinity/{generation}", store)
     try:
-        return dist.new_group(ranks, timeout=_timeout(), backend="gloo")
+        return dist.new_group(ranks, timeout=_timeout(), backend="gloo", use_local_synchronization=True)
     finally:
+        world.pg_map[default] = backend, store
         if bound is not None:
             default.bound_device_id = bound
 
@@ -118,45 +132,49 @@ def join_device(ranks: DataRanks, mesh: Any, backend: str | None) -> None:
         ranks.own_groups.append(group)
         return group
 
-    rows = rank_rows(mesh)
-    for row in rows.tolist() if rows.size(1) > 1 else []:
-        gathers, reductions = group_of(row), group_of(row)
-        if gathers is not None:
-            ranks.row.carry(gathers, reductions)
-    for column in rows.T.tolist() if rows.size(0) > 1 else []:
-        if (group := group_of(column)) is not None:
-            ranks.replicas.carry(group)
+    for rows in rank_rows(mesh):
+        for row in rows.tolist() if rows.size(1) > 1 else []:
+            gathers, reductions = group_of(row), group_of(row)
+            if gathers is not None:
+                ranks.row.carry(gathers, reductions)
+        for column in rows.T.tolist() if rows.size(0) > 1 else []:
+            if (group := group_of(column)) is not None:
+                ranks.replicas.carry(group)
     for members in ranks.nodes:
         if (group := group_of(members)) is not None:
             ranks.node.carry(group)
 
 
 def rank_rows(mesh: Any) -> torch.Tensor:
-    """Global ranks, [replicas, slices]. Raises ConfigError naming the axes that do not fit."""
+    """Returns the global ranks, [parts, replicas, slices]; a part is one coordinate of the tp axis. Raises ConfigError naming the
+    axes that do not fit."""
     world = dist.get_world_size()
     if mesh is None:
-        return torch.arange(world).unsqueeze(0)
+        return torch.arange(world).reshape(1, 1, -1)
     if not isinstance(mesh, dist.device_mesh.DeviceMesh):
         raise ConfigError(f"mesh is a {type(mesh).__name__}: give a torch.distributed.device_mesh.DeviceMesh, or None")
     names = mesh.mesh_dim_names or (("dp",) if mesh.ndim == 1 else ())
-    if mesh.ndim == 1 and names[0] not in OTHER_AXES:
+    if mesh.ndim == 1 and names[0] not in (*DATA_AXES, *OTHER_AXES):
         names = ("dp",)
     sizes = dict(zip(names, mesh.mesh.shape))
     axes = ", ".join(f"{name}={size}" for name, size in sizes.items()) or f"{mesh.ndim} axes without names"
     unknown = [name for name in sizes if name not in (*DATA_AXES, *OTHER_AXES)]
     if unknown or len(sizes) != mesh.ndim:
         raise ConfigError(f"mesh: axes must be named {', '.join((*DATA_AXES, *OTHER_AXES))}; this one has {axes}")
-    if "dp" in sizes and len(sizes.keys() & set(DATA_AXES)) > 1:
+    if sizes.get("dp", 1) > 1 and sizes.keys() & {"dp_replicate", "dp_shard", "fsdp"}:
         raise ConfigError(f"mesh: dp is the same as dp_replicate x dp_shard, so it cannot stand beside them; this one has {axes}")
-    if any(sizes.get(name, 1) > 1 for name in OTHER_AXES):
-        raise ConfigError(f"mesh: tp and pp above 1 are not available in this version; this one has {axes}")
+    if sizes.get("dp_shard", 1) > 1 and sizes.get("fsdp", 1) > 1:
+        raise ConfigError(f"mesh: fsdp is another name of dp_shard; this one has {axes}")
+    if sizes.get("pp", 1) > 1:
+        raise ConfigError(f"mesh: pp above 1 is not available in this version; this one has {axes}")
     if mesh.mesh.numel() != world or sorted(mesh.mesh.flatten().tolist()) != list(range(world)):
         raise ConfigError(f"mesh: {axes} makes {mesh.mesh.numel()} ranks, but the job has {world}")
-    replicas = sizes.get("dp_replicate", 1)
-    order = [i for i, name in enumerate(names) if name == "dp_replicate"]
-    order += [i for i in range(mesh.ndim) if i not in order]
+    outer = [i for i, name in enumerate(names) if name in OTHER_AXES] + [
+        i for i, name in enumerate(names) if name == "dp_replicate"
+    ]
+    order = outer + [i for i in range(mesh.ndim) if i not in outer]
     # Ascending, as torch numbers the ranks of a group whatever order they are given in.
-    return mesh.mesh.permute(order).reshape(replicas, -1).sort(1).values
+    return mesh.mesh.permute(order).reshape(sizes.get("tp", 1), sizes.get("dp_replicate", 1), -1).sort(-1).values
 
 
 def _launched() -> int:

@@ -12,8 +12,9 @@ import torch
 from .. import native
 from ..errors import UsageError
 from ..machine.tiers import Tier
+from ..state.dtensors import like, part_of
 from ..state.handle import ParamHandle, set_raw_grad
-from .record import GradRecord, GradState
+from .record import GradRecord, GradState, writable
 from .tensor import LandedGrad
 from .values import GradValues
 
@@ -31,16 +32,17 @@ class GradientBank(GradValues):
 
     # --- what autograd and torch.nn.utils see ---
 
-    def get(self, handle: ParamHandle) -> LandedGrad | None:
-        """``p.grad``."""
+    def get(self, handle: ParamHandle) -> torch.Tensor | None:
+        """``p.grad``: a :class:`LandedGrad`, for a distributed parameter as the local part of a DTensor."""
         with handle.engine.using():
             self.average()
         record = handle.grad
         if record.state is GradState.ABSENT:
             return None
-        if record.stand_in is None:
+        if record.shown is None:
             record.stand_in = LandedGrad(handle)
-        return record.stand_in
+            record.shown = like(handle.param, record.stand_in)
+        return record.shown
 
     def set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
         """``p.grad = value``."""
@@ -51,20 +53,20 @@ class GradientBank(GradValues):
         record = handle.grad
         if value is None:
             self.clear(handle)
-        elif value is not record.stand_in:
+        elif value is not record.shown:
             wanted = handle.shard.spec.grad_dtype
             if not isinstance(value, torch.Tensor) or value.dtype not in (wanted, handle.shard.spec.dtype):
                 found = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
                 raise UsageError(f"{handle.name}.grad must be None or a tensor of {wanted}, not {found}")
-            if tuple(value.shape) != tuple(handle.shard.layout.placements[handle.index].shape):
+            if value.shape != handle.param.shape:
                 raise UsageError(f"{handle.name}.grad: a gradient of shape {tuple(value.shape)} for another shape")
             if value.layout is not torch.strided:
                 raise UsageError(f"{handle.name}.grad must be a dense tensor, not one of layout {value.layout}")
-            value = value.detach().clone()
+            value = part_of(handle.param, value.detach(), f"{handle.name}.grad").clone()
             self.collectives.same(f"setting the gradient of {handle.name}", value)
             self.clear(handle)
             self.average()
-            handle.grad.averaged = not self.ranks.alone
+            handle.grad.averaged = self.ranks.data_size > 1
             handle.grad.move(GradState.LANDED)
             with self._store.guarding():
                 handle.shard.wait()
@@ -134,7 +136,7 @@ class GradientBank(GradValues):
             self._land_beside(handle, *self._flat(handle, grad), adds=record.state is not GradState.ABSENT)
         else:
             home = partial(self._view, handle, write=True)
-            self._land_here(handle, home, grad, torch.linalg.vector_norm, adds=record.state is not GradState.ABSENT)
+            self._land_here(handle, home, grad, self._norm_of, adds=record.state is not GradState.ABSENT)
         record.move(GradState.LANDED)
 
     def land_average(self, handle: ParamHandle, average: torch.Tensor) -> None:
@@ -208,7 +210,7 @@ class GradientBank(GradValues):
             grad = laid_out.copy_(grad)
 
         def take_norm(total: torch.Tensor, order: float) -> torch.Tensor:
-            return torch.linalg.vector_norm(total.as_strided(place.shape, place.stride, total.storage_offset()), order)
+            return self._norm_of(total.as_strided(place.shape, place.stride, total.storage_offset()), order)
 
         return home, grad.detach().as_strided((place.numel,), (1,), grad.storage_offset()), take_norm
 
@@ -263,7 +265,7 @@ class GradientBank(GradValues):
         """Leaves zeros, which the next step applies."""
         record = handle.grad
         if record.state is GradState.TORN:
-            record = handle.grad = GradRecord(stand_in=record.stand_in)
+            record = handle.grad = GradRecord(stand_in=record.stand_in, shown=record.shown)
         handle.shard.wait()
         whole = self.ranks.size == 1 or self.ranks.keeps_gradients
         (self._view(handle, write=True) if whole else self._slice(handle, write=True)).zero_()
@@ -271,6 +273,11 @@ class GradientBank(GradValues):
         record.norm = None
         record.averaged = False
         record.move(GradState.LANDED)
+
+    def scale_as_user(self, handle: ParamHandle, factor: float) -> None:
+        """Multiplies the gradient as ``p.grad.mul_(factor)`` does. Raises UsageError for one that a step has consumed."""
+        with handle.engine.using():
+            self.scale(writable(handle), factor)
 
     def scale(self, handle: ParamHandle, factor: float) -> None:
         """Multiplies the gradient: noted, and done by the step's kernel."""

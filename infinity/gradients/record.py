@@ -47,7 +47,8 @@ class GradRecord:
 
     _state: GradState = GradState.ABSENT
     factors: list[float] = field(default_factory=list)
-    stand_in: torch.Tensor | None = None  # what p.grad is
+    stand_in: torch.Tensor | None = None  # the LandedGrad
+    shown: torch.Tensor | None = None  # what p.grad is: the stand-in, or a DTensor around it
     norm: tuple[float, torch.Tensor] | None = None  # order, and the norm of what is at home; None where it is not known
     stand_in_norm: tuple[float, torch.Tensor] | None = None  # the same over all ranks, as long as ``norm`` is known
     landing: Event = PAST  # when the norm is known
@@ -73,3 +74,14 @@ def refuse_torn(handle: ParamHandle) -> None:
             f"the gradient of {handle.name} is half done, for a backward that added to it was cut short by an exception. Call "
             "optimizer.zero_grad() and run forward and backward again."
         )
+
+
+def writable(handle: ParamHandle) -> ParamHandle:
+    """Returns ``handle``. Raises UsageError where changing its gradient would have no effect, or the gradient is half done."""
+    refuse_torn(handle)
+    if handle.grad.state is GradState.CONSUMED:
+        raise UsageError(
+            f"{handle.name}.grad was consumed by optimizer.step(): it can be read (a view of it: of .clone()), but "
+            "changing it has no effect. Change gradients before step(), or call zero_grad() first."
+        )
+    return handle

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..state.handle import ParamHandle
-from .record import GradState, refuse_torn
+from .record import refuse_torn, writable
 
 if TYPE_CHECKING:
     from .bank import GradientBank
@@ -82,7 +82,7 @@ class LandedGrad(torch.Tensor):
             grad._bank  # noqa: B018 - raises for a stale one
             refuse_torn(grad._infinity_grad)
             if func.is_view:
-                _writable(grad).grad.viewed = True  # nobody hears of a write through the view
+                writable(grad._infinity_grad).grad.viewed = True  # nobody hears of a write through the view
                 grad._infinity_grad.shard.drop_shadow()
         copied = {id(grad) for grad in grads if grad._bank.lends_copies(grad._infinity_grad)}
         # One from disk is lent in its staging slot. Several may not fit there at once: copies are lent then.
@@ -94,7 +94,7 @@ class LandedGrad(torch.Tensor):
         def lend(grad: LandedGrad) -> torch.Tensor:
             if id(grad) not in lent:
                 write = any(grad is other for other in mutated)
-                handle = _writable(grad) if write else grad._infinity_grad
+                handle = writable(grad._infinity_grad) if write else grad._infinity_grad
                 value = grad._bank.value(handle, write=write)
                 lent[id(grad)] = value.clone() if len(from_disk) > 1 and id(grad) not in copied else value
             return lent[id(grad)]
@@ -113,11 +113,11 @@ def _unscale(func, args: tuple) -> None:
     """GradScaler's check and division, of one gradient after the other: they need not fit in memory together."""
     for grad in args[0]:
         if isinstance(grad, LandedGrad):
-            grad._bank.change_own(_writable(grad), lambda own: func([own], *args[1:]))
+            grad._bank.change_own(writable(grad._infinity_grad), lambda own: func([own], *args[1:]))
         else:
             func([grad], *args[1:])
     if landed := [grad for grad in args[0] if isinstance(grad, LandedGrad)]:
-        args[1].copy_(landed[0]._bank.collectives.exchange(args[1], "overflow of gradients").amax(0))
+        args[1].copy_(landed[0]._bank.collectives.exchange(args[1], "overflow of gradients", over_tensors=True).amax(0))
 
 
 def _refuse_view(func, grads: list[LandedGrad], copied: set[int], from_disk: list[LandedGrad]) -> None:
@@ -148,20 +148,9 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
             factor = subject._bank.number(factor)
         if isinstance(factor, (int, float)):
             # torch, too, multiplies by the number's fp32 value, in gradients of every dtype.
-            subject._bank.scale(_writable(subject), torch.tensor(factor, dtype=torch.float32, device="cpu").item())
+            subject._bank.scale(writable(handle), torch.tensor(factor, dtype=torch.float32, device="cpu").item())
             return subject
     return None
-
-
-def _writable(grad: LandedGrad) -> ParamHandle:
-    handle = grad._infinity_grad
-    refuse_torn(handle)
-    if handle.grad.state is GradState.CONSUMED:
-        raise UsageError(
-            f"{handle.name}.grad was consumed by optimizer.step(): it can be read (a view of it: of .clone()), but "
-            "changing it has no effect. Change gradients before step(), or call zero_grad() first."
-        )
-    return handle
 
 
 def _mutated_arguments(func, args: tuple, kwargs: dict) -> list:

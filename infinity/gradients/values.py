@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..state.dtensors import counts_here, is_distributed
 from ..state.handle import ParamHandle
 from .homes import GradHomes
 from .record import GradRecord, GradState
@@ -125,9 +126,32 @@ class GradValues(GradHomes):
         if record.norm is not None and record.norm[0] == order and not record.viewed:
             record.landing.precede()
             return record.norm[1].to(handle.shard.spec.grad_dtype, copy=True)
-        norm = torch.linalg.vector_norm(self.value(handle, write=False), order)
+        norm = self._norm_of(self.value(handle, write=False), order)
         record.norm = order, norm.clone()
-        return norm
+        return norm.to(handle.shard.spec.grad_dtype)
+
+    def _norm_of(self, values: torch.Tensor, order: float) -> torch.Tensor:
+        """Takes a norm as torch does; in fp32 where it is put together with those of other ranks."""
+        return torch.linalg.vector_norm(values, order, dtype=torch.float32 if self.ranks.tensor is not None else None)
+
+    def total_norm(self, order: float) -> torch.Tensor:
+        """Computes the norm of all gradients together, in fp32: the same bits on every rank.
+
+        Each element counts once: of what the ranks of a mesh hold in common, the first one's.
+        """
+        self._norm_order = order
+        handles = [handle for handle in self._handles if handle.grad.state is not GradState.ABSENT]
+        if not handles:
+            return torch.zeros((), dtype=torch.float32, device=self.device.where)
+        parts = torch.stack([self._own_norm(h, order).to(torch.float32) * self._counts(h) for h in handles])
+        everyones = self.collectives.exchange(parts, f"the norm of {len(handles)} gradients", over_tensors=True)
+        return torch.linalg.vector_norm(everyones, order)
+
+    def _counts(self, handle: ParamHandle) -> bool:
+        """Tells whether this rank's gradient of ``handle`` is counted: of one that ranks hold in common the first is."""
+        if is_distributed(handle.param):
+            return counts_here(handle.param)
+        return self.ranks.tensor is None or self.ranks.tensor.rank == 0
 
     def change_own(self, handle: ParamHandle, change: Callable[[torch.Tensor], None]) -> None:
         """Has ``change`` work in place on this rank's elements of the gradient."""
@@ -186,6 +210,9 @@ class GradValues(GradHomes):
 
     def _own_norm(self, handle: ParamHandle, order: float) -> torch.Tensor:
         record = handle.grad
+        if self.ranks.size == 1:
+            self.norm(handle, order)
+            return record.norm[1]
         if record.norm is None or record.norm[0] != order:
             record.norm = order, self._slice_norm(self._arrived_slice(handle).to(self.device.where), order)
         record.landing.precede()

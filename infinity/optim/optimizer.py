@@ -21,8 +21,10 @@ import torch
 from .. import native
 from ..errors import UsageError
 from ..gradients.record import GradState, refuse_torn
+from ..state.dtensors import is_distributed
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
+from .clipping import clip_factor
 from .optimizer_state import OptimizerState
 from .rules import moment_names, refuse_flags
 from .step_target import StepTarget
@@ -140,11 +142,24 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def _clip_factor(self) -> float:
         """Computes what ``max_grad_norm`` multiplies every gradient by, as torch.nn.utils.clip_grad_norm_ does; but nothing is changed, so
         that a step that is cut short can be made again."""
-        grads = [grad for group in self.param_groups for param in group["params"] if (grad := param.grad) is not None]
-        total = torch.nn.utils.get_total_norm(grads)
-        factor = torch.clamp(self._engine.config.max_grad_norm / (total + 1e-6), max=1.0)
-        # torch, too, multiplies by the number's fp32 value, in gradients of every dtype.
-        return torch.tensor(factor.item(), dtype=torch.float32, device="cpu").item()
+        return clip_factor(self.total_norm(), self._engine.config.max_grad_norm)
+
+    def total_norm(self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Computes the norm of all gradients together, as torch.nn.utils.get_total_norm does, over every rank that has a part of them.
+
+        The same bits on every rank. Raises RuntimeError, as torch does, for one that is not finite with ``error_if_nonfinite``.
+        """
+        engine = self._engine
+        if engine.collectives.ranks.tensor is None:
+            grads = [grad for group in self.param_groups for param in group["params"] if (grad := param.grad) is not None]
+            total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
+            return total.full_tensor() if is_distributed(total) else total
+        with engine.using():
+            engine.gradients.average()
+            total = engine.gradients.total_norm(float(norm_type))
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped")
+        return total
 
     def _finish(self, stepper: Stepper, steps: list[ShardStep], version: int) -> None:
         stepper.carry_out(steps)

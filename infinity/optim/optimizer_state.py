@@ -9,6 +9,7 @@ import torch
 
 from .. import native
 from ..errors import UsageError
+from ..state.dtensors import like, local_of, part_of
 from ..state.handle import handle_of
 from .rules import saved_step
 from .step_target import StepTarget
@@ -35,11 +36,13 @@ class OptimizerState:
         for param, index in indices.items():
             handle = handle_of(param)
             with_master = masters and handle.step and handle.shard.hides_bits
-            master = {"master": handle.shard.read_master(store, handle.index)} if with_master else {}
+            master = {"master": like(param, handle.shard.read_master(store, handle.index))} if with_master else {}
             if master:
                 state[index] = master
             if handle.step and self.moments:
-                moments = {name: handle.shard.read_moment(store, array, handle.index) for name, array in self.moments.items()}
+                moments = {
+                    name: like(param, handle.shard.read_moment(store, array, handle.index)) for name, array in self.moments.items()
+                }
                 counted = self._rule in (native.Rule.ADAMW, native.Rule.ADAM)
                 step = {} if not counted else {"step": torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")}
                 state[index] = step | moments | master
@@ -77,7 +80,7 @@ class OptimizerState:
     def write(self, state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         """Makes ``state_dict`` the state, and ``groups``, which :meth:`check` gave for it, the hyperparameters."""
         moments = [value for state in state_dict["state"].values() for value in state.values() if isinstance(value, torch.Tensor)]
-        self._target.collectives.same("loading the optimizer's state", *moments)
+        self._target.collectives.same("loading the optimizer's state", *map(local_of, moments))
         for group, taken in zip(self._groups, groups):
             group.update(taken)
         absent, others, loaded = [], [], []
@@ -89,7 +92,12 @@ class OptimizerState:
                 master = state.get("master")
                 if master is None or master.dtype != torch.float32:
                     absent.append(handle.name)
-                elif handle.shard.write_master(self._target.store, handle.index, master, version=self._target.steps.index):
+                elif handle.shard.write_master(
+                    self._target.store,
+                    handle.index,
+                    part_of(param, master, f"the master of {handle.name}"),
+                    version=self._target.steps.index,
+                ):
                     others.append(handle.name)
                 else:
                     loaded.append(handle.name)
@@ -120,6 +128,9 @@ class OptimizerState:
         if step or handle.step:
             for name, array in self.moments.items():
                 value = state.get(name)
-                value = torch.zeros(param.shape, dtype=torch.float32, device="cpu") if value is None else value
+                if value is None:
+                    value = torch.zeros(local_of(param).shape, dtype=torch.float32, device="cpu")
+                else:
+                    value = part_of(param, value, f"{name} of {handle.name}")
                 handle.shard.write_moment(target.store, array, handle.index, value, version=target.steps.index)
         handle.step = step

@@ -25,7 +25,7 @@ from ..machine.tiers import Tier
 from ..planning.activation_choice import ActivationChoice
 from ..storage.store import ShardStore
 from .activation_home import ActivationHome
-from .saved_tensor import LARGEST_EXCESS, Saved, SavedTensor, View, WithinBudget, raw_bytes, storage_span
+from .saved_tensor import LARGEST_EXCESS, Saved, SavedTensor, View, WithinBudget, raw_bytes, storage_span, through_dtensors
 
 if TYPE_CHECKING:
     from ..forwards.recompute import ActivationPlanner, PlannedBlock
@@ -85,7 +85,6 @@ class ActivationStore(ActivationHome):
         """Pack and unpack for autograd; what they do not take goes to ``outer``."""
         outer_pack, outer_unpack = outer if outer is not None else (None, None)
 
-        @torch.compiler.disable
         def pack(tensor: torch.Tensor) -> Any:
             if self._is_taken(tensor):
                 packed = self._pack(tensor)
@@ -95,14 +94,14 @@ class ActivationStore(ActivationHome):
                 return WithinBudget(outer_pack(tensor) if outer_pack else SavedTensor(tensor), charge)
             return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
 
-        @torch.compiler.disable
         def unpack(packed: Any) -> torch.Tensor:
             packed = packed.packed if isinstance(packed, WithinBudget) else packed
             if isinstance(packed, View):
                 return packed.over(self._bring(packed.saved))
             return packed.tensor() if isinstance(packed, SavedTensor) else outer_unpack(packed)
 
-        return pack, unpack
+        pack, unpack = through_dtensors(pack, unpack)
+        return torch.compiler.disable(pack), torch.compiler.disable(unpack)
 
     @property
     def kept_nbytes(self) -> int:

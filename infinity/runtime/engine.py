@@ -107,7 +107,7 @@ class Engine:
         staging, in_flight = self._resources.grad_staging, self.plan.landing_nbytes
         self.gradients = GradientBank(self.store, staging, self.collectives, in_flight_nbytes=in_flight)
         self.reducer: Reducer | None = None
-        if stepping and not self.ranks.alone:
+        if stepping and self.ranks.data_size > 1:
             trained = [unit for unit in self.units if any(shard.spec.stepped for shard in unit.shards)]
             self.reducer = Reducer(
                 self.collectives, trained, self.gradients, self.ledger, self.schedule, self.passes.landed_at_home

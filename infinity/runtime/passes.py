@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..forwards.lazy_logits import Logits
 from ..gradients.record import GradState
+from ..state.dtensors import is_distributed, local_of, part_of
 from ..state.handle import ParamHandle, handle_of, raw_grad, set_raw_grad
 from ..state.unit import ParamUnit
 from .saved_weights import OPAQUE, is_checkpoint, saving_hooks
@@ -117,7 +118,7 @@ class Passes:
     def _foreign_storages(module: torch.nn.Module) -> set[int]:
         """Storages of what the module keeps itself: buffers, and parameters that the engine does not move."""
         own = [*module.buffers(), *(param for param in module.parameters() if handle_of(param) is None)]
-        return {tensor.untyped_storage()._cdata for tensor in own if tensor.layout is torch.strided}
+        return {local_of(tensor).untyped_storage()._cdata for tensor in own if tensor.layout is torch.strided}
 
     def leave(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """The forward of ``module`` ended, with an output or with an exception (then it is None).
@@ -155,7 +156,7 @@ class Passes:
     def _is_weight_view(self, tensor: torch.Tensor) -> bool:
         if tensor.layout is not torch.strided or type(tensor) in OPAQUE or handle_of(tensor) is not None:
             return False
-        return tensor.untyped_storage()._cdata in self.engine.storages
+        return local_of(tensor).untyped_storage()._cdata in self.engine.storages
 
     def hold_for_frame(self, unit: ParamUnit) -> None:
         """Holds a unit that is used outside its owners, until the outermost forward (or the backward) ends."""
@@ -248,6 +249,8 @@ class Passes:
         if grad is None:
             return  # of a weight that runs in tiles: it has landed
         self.engine.gradients.change(handle)
+        if is_distributed(grad):
+            grad = part_of(param, grad, f"the gradient of {handle.name}")  # partial sums over the mesh are added
         set_raw_grad(param, None)
         with self.engine.store.guarding():
             self.engine.gradients.land(handle, grad)

@@ -3,12 +3,14 @@
 SavedTensor    the tensor itself, held by the graph
 WithinBudget   the same, charged to the device's budget
 Saved          a storage that is at home on the host or on NVMe, however many of its views were saved
+SavedDTensor   any of the others, for the local part of a DTensor
 View           one view of a Saved: dtype, size, stride and offset, which it comes back with
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import native
 from ..machine.device import PAST, Event
 from ..machine.sizes import round_up
+from ..state.dtensors import is_distributed, local_of, over, spec_of
 from ..storage.arrays import StateArray
 
 if TYPE_CHECKING:
@@ -62,6 +65,26 @@ class SavedTensor:
                 f"version {self._version} instead."
             )
         return self._tensor
+
+
+@dataclass(frozen=True)
+class SavedDTensor:
+    """A saved DTensor: what stands for its local part, and how that lies."""
+
+    packed: Any
+    spec: Any
+
+
+def through_dtensors(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> tuple[Callable, Callable]:
+    """Has a pair of saved-tensor hooks see the local parts of DTensors."""
+
+    def pack_local(tensor: torch.Tensor) -> Any:
+        return SavedDTensor(pack(local_of(tensor)), spec_of(tensor)) if is_distributed(tensor) else pack(tensor)
+
+    def unpack_whole(packed: Any) -> torch.Tensor:
+        return over(packed.spec, unpack(packed.packed)) if isinstance(packed, SavedDTensor) else unpack(packed)
+
+    return pack_local, unpack_whole
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from ..errors import UsageError
 from ..forwards.lazy_logits import Logits
 from ..state.unit import ParamUnit
-from .saved_tensor import SavedTensor
+from .saved_tensor import SavedTensor, through_dtensors
 
 
 @dataclass(eq=False)
@@ -102,5 +102,6 @@ def saving_hooks(
         hold(saved.unit)
         return saved.tensor()
 
+    pack, unpack = through_dtensors(pack, unpack)
     pack.is_counted = counted
     return pack, unpack

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..distributed.collectives import Collectives
+from ..state.dtensors import part_of
 from ..state.handle import ParamHandle
 from ..state.journal import Journal
 from ..state.step_counter import StepCounter
@@ -28,7 +29,9 @@ class ValueEdits:
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Makes ``value`` the parameter's, master and all. Raises UsageError where other ranks set another one."""
-        value = value.detach().expand(tuple(handle.shard.layout.placements[handle.index].shape))
+        value = part_of(handle.param, value.detach(), f"setting {handle.name}").expand(
+            tuple(handle.shard.layout.placements[handle.index].shape)
+        )
         self._collectives.same(f"setting {handle.name}", value)
         flat = handle.shard.flattened(value, handle.index)
         self._prefetcher.release_all([handle.unit])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..machine.sizes import round_up
+from .dtensors import local_of
 
 PARAM_ALIGNMENT = 64  # elements
 SHARD_ALIGNMENT = 4096  # elements
@@ -65,7 +66,7 @@ class FlatLayout:
     def of(cls, params: Sequence[torch.Tensor], slices: int = 1) -> FlatLayout:
         """Lays ``params`` out one after the other, the whole divisible into ``slices``."""
         placements, offset = [], 0
-        for param in params:
+        for param in map(local_of, params):
             stride = tuple(param.stride())
             if not is_dense(param.shape, stride):
                 stride = torch.empty(param.shape, device="meta").stride()

@@ -10,6 +10,7 @@ import torch
 from ..distributed.collectives import Collectives
 from ..errors import UsageError
 from ..storage.store import ShardStore
+from .dtensors import local_of
 from .handle import own_bytes
 from .journal import Journal
 from .shard import ParamShard
@@ -26,7 +27,7 @@ class ForwardEdits:
     def begin(self) -> None:
         """The parameters are about to be computed with."""
         self._watched.clear()
-        self._versions = [param._version for shard in self._shards for param in shard.params]
+        self._versions = [local_of(param)._version for shard in self._shards for param in shard.params]
 
     def forget(self) -> None:
         """Drops what was watched: it was given up."""
@@ -41,7 +42,7 @@ class ForwardEdits:
     def are_possible(self) -> bool:
         """Whether any parameter was changed, or handed out so that it may have been."""
         params = [param for shard in self._shards for param in shard.params]
-        return any(param._version != counted or param in self._watched for param, counted in zip(params, self._versions))
+        return any(local_of(param)._version != counted or param in self._watched for param, counted in zip(params, self._versions))
 
     def write(self, store: ShardStore, journal: Journal, collectives: Collectives, *, compresses: bool, stays: bool) -> None:
         """Sends every change home.
@@ -51,7 +52,7 @@ class ForwardEdits:
         """
         params = [(shard, i, param) for shard in self._shards for i, param in enumerate(shard.params)]
         for (shard, index, param), counted in zip(params, self._versions):
-            if param._version == counted and param not in self._watched:
+            if local_of(param)._version == counted and param not in self._watched:
                 continue
             before = self._watched.get(param)
             name = param._infinity.name

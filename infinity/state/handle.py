@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import UsageError
+from .dtensors import local_of
 from .owner import Owner
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def handle_of(param: torch.Tensor) -> ParamHandle | None:
 def own_bytes(param: torch.Tensor) -> torch.Tensor:
     """The detached tensor over a parameter's device bytes, whatever its class is just now. Valid while it is resident."""
     with DisableTorchFunction():
-        return torch.Tensor.detach(param)
+        return torch.Tensor.detach(local_of(param))
 
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:

@@ -4,6 +4,8 @@ ResidentParameter   the bytes are there; torch treats it as any Parameter
 StoredParameter     the bytes are at home; metadata answers, ``detach`` and ``data`` give a StoredAlias, a full
                     ``copy_`` writes home, and anything else gathers (inside a forward or backward) or raises
 StoredAlias         the detached counterpart of a StoredParameter, under the same rules
+StoredDTensor       a distributed parameter whose local part is at home; while that is on the device its class is exactly DTensor,
+                    which torch dispatches fast
 
 ``grad`` of both parameter classes is the engine's: see :mod:`infinity.gradients`.
 """
@@ -17,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..errors import UsageError
 from ..machine import storage_guard
+from .dtensors import DTensor, is_distributed
 from .handle import DisableTorchFunction, handle_of, own_bytes, raw_grad, set_raw_grad
 from .lent import lent_to
 
@@ -121,11 +124,11 @@ class _Stored:
                 return func(*args, **kwargs)
         subject = args[0] if args and isinstance(args[0], _Stored) else None
         leaves = tree_flatten((args, kwargs))[0]
-        if any(leaf.__class__ is StoredParameter and lent_to(leaf) is not None for leaf in leaves):
+        if any(leaf.__class__ in STORED and lent_to(leaf) is not None for leaf in leaves):
             return _on_lent(func, args, kwargs)
         if subject is not None:
             if func in _DETACH:
-                return StoredAlias.of(subject)
+                return _detached(subject)
             if func == torch.Tensor.type and len(args) == 1 and not kwargs:
                 place = "" if subject.device.type == "cpu" else f"{subject.device.type}."
                 return f"torch.{place}{_TYPE_NAMES[subject.dtype]}"
@@ -141,8 +144,8 @@ class _Stored:
                 return subject
             for tensor in touched:
                 handle_of(tensor).engine.touch(handle_of(tensor), getattr(func, "__name__", str(func)))
-                if isinstance(tensor, torch.nn.Parameter):
-                    tensor.__class__ = StoredParameter  # so that its next use comes by here too
+                if isinstance(tensor, torch.nn.Parameter):  # so that its next use comes by here too
+                    tensor.__class__ = StoredDTensor if is_distributed(tensor) else StoredParameter
             args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs))
             with engine.saving_tensors(), DisableTorchFunction():
                 return func(*args, **kwargs)
@@ -170,6 +173,45 @@ class StoredParameter(_Stored, torch.nn.Parameter):
 
     grad = _ManagedGrad()
     __torch_function__ = _Stored.__torch_function__
+
+
+class StoredDTensor(_Stored, DTensor):
+    """A distributed parameter, or its detached tensor, whose local part is at home."""
+
+    __slots__ = ()
+    grad = _ManagedGrad()
+    __torch_function__ = _Stored.__torch_function__
+
+    def to_local(self, *args, **kwargs):
+        """Gathers the local part inside a forward or backward; refused elsewhere."""
+        return self._gathered("to_local").to_local(*args, **kwargs)
+
+    def full_tensor(self, *args, **kwargs):
+        """Gathers the global tensor inside a forward or backward; refused elsewhere."""
+        return self._gathered("full_tensor").full_tensor(*args, **kwargs)
+
+    def redistribute(self, *args, **kwargs):
+        """Redistributes the tensor inside a forward or backward; refused elsewhere."""
+        return self._gathered("redistribute").redistribute(*args, **kwargs)
+
+    def _gathered(self, what: str) -> DTensor:
+        handle = handle_of(self)
+        with handle.engine.using():
+            handle.engine.touch(handle, what)
+        param = handle.param
+        param.__class__ = DTensor
+        return param
+
+
+def _detached(subject: torch.Tensor) -> torch.Tensor:
+    """Returns the detached counterpart of a parameter at rest, under the same rules."""
+    if not is_distributed(subject):
+        return StoredAlias.of(subject)
+    with DisableTorchFunction():
+        alias = DTensor.detach(subject)
+    alias.__class__ = StoredDTensor
+    alias._infinity = handle_of(subject)
+    return alias
 
 
 class StoredAlias(_Stored, torch.Tensor):
@@ -202,11 +244,16 @@ class StoredAlias(_Stored, torch.Tensor):
         raise handle_of(alias).engine.refusal(handle_of(alias), str(func))
 
 
+# Classes of a plain and of a distributed parameter.
+RESIDENT = ResidentParameter, DTensor
+STORED = StoredParameter, StoredDTensor
+
+
 def _grad_of_places(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.grad`` of parameters at rest: what it asks for is their place in the graph, not their bytes."""
 
     def place(tensor: Any) -> Any:
-        if not isinstance(tensor, StoredParameter):
+        if tensor.__class__ not in STORED:
             return tensor
         with DisableTorchFunction():
             return torch.autograd.graph.get_gradient_edge(tensor)
@@ -226,8 +273,8 @@ def _on_lent(func, args: tuple, kwargs: dict) -> Any:
         with torch.no_grad():
             lent_to(args[0]).copy_(args[1])
         return None
-    result = func(*(new := tree_map_only(StoredParameter, replaced, (args, kwargs)))[0], **new[1])
-    return args[0] if args and isinstance(args[0], StoredParameter) and result is new[0][0] else result  # in place
+    result = func(*(new := tree_map_only(STORED, replaced, (args, kwargs)))[0], **new[1])
+    return args[0] if args and args[0].__class__ in STORED and result is new[0][0] else result  # in place
 
 
 _TYPE_NAMES = {dtype: torch.empty(0, dtype=dtype).type().removeprefix("torch.") for dtype in (

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from .dtensors import is_distributed_parameter, local_of
 
 SMALL_NBYTES = 256 * 1024
 
@@ -32,7 +33,7 @@ class Group:
 
 def is_managed(param: nn.Parameter) -> bool:
     """Whether the engine moves ``param``. Parameter subclasses (quantised ones, say) stay where they are."""
-    return type(param) is nn.Parameter
+    return type(param) is nn.Parameter or is_distributed_parameter(param)
 
 
 def partition(model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.Parameter, int] | None = None) -> list[Group]:
@@ -57,7 +58,7 @@ def partition(model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.
 
 
 def _nbytes(params: list[nn.Parameter]) -> int:
-    return sum(param.numel() * param.element_size() for param in params)
+    return sum(local_of(param).numel() * param.element_size() for param in params)
 
 
 def _repeated_blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

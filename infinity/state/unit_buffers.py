@@ -16,10 +16,11 @@ from ..machine.device import PAST, Device, Event
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from ..storage.store import ShardStore
+from .dtensors import is_distributed, set_bytes
 from .forward_edits import ForwardEdits
 from .handle import ParamHandle
 from .journal import Journal
-from .parameter import ResidentParameter, StoredParameter
+from .parameter import RESIDENT, STORED
 from .residency import Residency
 from .shard import ParamShard
 
@@ -67,7 +68,7 @@ class UnitBuffers:
         for want of space: see :meth:`allocate`."""
         for shard, views in zip(self.shards, self._views):
             for param, view in zip(shard.params, views):
-                param.data = view  # before the switch of classes: torch's own setter
+                set_bytes(param, view)  # before the switch of classes: torch's own setter
         self._views.clear()
         self.conceal()
 
@@ -102,7 +103,7 @@ class UnitBuffers:
 
     def expose(self) -> None:
         """Makes the parameters ordinary ones: something is about to compute with them."""
-        self._switch(ResidentParameter)
+        self._switch(RESIDENT)
         self._edits.begin()
 
     def conceal(self) -> None:
@@ -110,12 +111,13 @@ class UnitBuffers:
 
         A write would otherwise change a copy that is about to be dropped, and be lost without a word.
         """
-        self._switch(StoredParameter)
+        self._switch(STORED)
 
-    def _switch(self, cls: type) -> None:
+    def _switch(self, classes: tuple[type, type]) -> None:
+        plain, distributed = classes
         for shard in self.shards:
             for param in shard.params:
-                param.__class__ = cls
+                param.__class__ = distributed if is_distributed(param) else plain
 
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
         """``param.data`` was handed out, through which torch does not count changes."""

@@ -7,13 +7,10 @@ import copy
 import errno
 import logging
 import os
-import pickle
 import random
 import signal
 import sys
 import time
-import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,7 @@ if __name__ == "__main__":
 
 import models
 from gpu_stand_in import load_stand_in
-from ranks import Failed
+from ranks import serve
 
 import infinity
 from infinity.machine import accelerator, device
@@ -777,26 +774,5 @@ def restarted(folder: str) -> dict[str, Any]:
     return {"first": first, "weights": weights}
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    seconds = float(os.environ.get("RANK_TIMEOUT", "60"))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
-    rank = dist.get_rank()
-    fatal = False
-    for name, arguments in pickle.loads((folder / "jobs").read_bytes()).items():
-        function = globals()[name.partition(":")[0]]
-        try:
-            result = function(**arguments)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a script that does not catch it
-            result = Failed(type(error).__name__, str(error), traceback.format_exc())
-            fatal = True
-        (folder / f"{name.replace(':', '-')}.{rank}").write_bytes(pickle.dumps(result))
-        if fatal:
-            os._exit(1)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    serve(globals())

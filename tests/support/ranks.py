@@ -2,7 +2,7 @@
 
 Words used here:
 
-**job**: a function of `rank_jobs` that every rank runs; what it returns on each rank is what the test looks at.
+**job**: a function of `rank_jobs`, or of another script here, that every rank runs; what it returns on each rank is what the test looks at.
 **launch**: one torchrun with some ranks, which run jobs one after the other over gloo on this machine.
 """
 
@@ -13,6 +13,8 @@ import pickle
 import signal
 import subprocess
 import sys
+import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,13 @@ def launch(
     seconds: float = SECONDS,
     environment: dict[str, str] | None = None,
     options: tuple[str, ...] = (),
+    script: str = "rank_jobs.py",
 ) -> tuple[dict[str, list[Any]], subprocess.CompletedProcess]:
     """Runs ``jobs`` (name, or name:variant -> arguments) on ``world`` ranks. What each returned, by job and rank (a rank
     that did not get so far has None), and torchrun's end. No process is left behind."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs").write_bytes(pickle.dumps(jobs))
-    done = run_torchrun(world, [*options, str(HERE / "rank_jobs.py"), str(folder)], seconds=seconds, environment=environment)
+    done = run_torchrun(world, [*options, str(HERE / script), str(folder)], seconds=seconds, environment=environment)
     results: dict[str, list[Any]] = {name: [None] * world for name in jobs}
     for rank in range(world):
         for name in jobs:
@@ -76,3 +79,26 @@ def run_torchrun(
         except ProcessLookupError:
             pass
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def serve(functions: dict[str, Any]) -> None:
+    """What a script of jobs does on every rank: runs the jobs of its launch, whose names are among ``functions``."""
+    import torch
+    import torch.distributed as dist
+
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    seconds = float(os.environ.get("RANK_TIMEOUT", "60"))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    rank = dist.get_rank()
+    for name, arguments in pickle.loads((folder / "jobs").read_bytes()).items():
+        failed = False
+        try:
+            result = functions[name.partition(":")[0]](**arguments)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a script that does not catch it
+            result, failed = Failed(type(error).__name__, str(error), traceback.format_exc()), True
+        (folder / f"{name.replace(':', '-')}.{rank}").write_bytes(pickle.dumps(result))
+        if failed:
+            os._exit(1)
+    dist.destroy_process_group()

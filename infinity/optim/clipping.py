@@ -1,0 +1,47 @@
+"""Clipping: bounds the norm of all gradients, wherever they and their parts are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import UsageError
+from ..state.handle import handle_of
+
+if TYPE_CHECKING:
+    from .optimizer import InfinityOptimizer
+
+
+def clip_factor(total: torch.Tensor, max_norm: float) -> float:
+    """Computes what gradients of norm ``total`` are multiplied by so that it is at most ``max_norm``, with torch's arithmetic."""
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    # torch, too, multiplies by the number's fp32 value, in gradients of every dtype.
+    return torch.tensor(factor.item(), dtype=torch.float32, device="cpu").item()
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    optimizer: InfinityOptimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scales all gradients of a wrapped ``optimizer`` so that their norm, of order ``norm_type``, is at most ``max_norm``.
+
+    Does what torch.nn.utils.clip_grad_norm_ does for the parameters of one process, with the same bits. With tensor parallelism it
+    counts each element once over all ranks, mixed distributed and plain parameters too, which torch's own refuses.
+
+    Returns the norm before, the same bits on every rank: every rank calls. Raises UsageError for an optimizer that is not wrapped, and
+    RuntimeError for a norm that is not finite with ``error_if_nonfinite``.
+    """
+    if not hasattr(optimizer, "total_norm"):
+        raise UsageError(
+            f"clip_grad_norm_ takes the optimizer that wrap_model returned, not a {type(optimizer).__name__}: of parameters use "
+            "torch.nn.utils.clip_grad_norm_"
+        )
+    total = optimizer.total_norm(norm_type, error_if_nonfinite=error_if_nonfinite)
+    factor = clip_factor(total, float(max_norm))
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                handle = handle_of(param)
+                handle.engine.gradients.scale_as_user(handle, factor)
+    return total

@@ -1,0 +1,122 @@
+"""DTensors: reads and replaces the local part of a parameter that tensor parallelism has cut over a DeviceMesh.
+
+A distributed parameter stays the DTensor that its owner made. Arrays, homes and kernels see its local part only: what is elsewhere is
+another rank's.
+
+local part   the elements of a distributed parameter that this rank computes with
+placement    how one axis of the mesh divides the global tensor: Shard, or Replicate
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+try:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+except ImportError:  # a build of torch without torch.distributed
+
+    class DTensor:  # type: ignore[no-redef]
+        """Stands for a class of which there are no instances."""
+
+    Partial = Replicate = Shard = distribute_tensor = DTensorSpec = TensorMeta = None
+
+from ..errors import ConfigError, UsageError
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Tells whether ``tensor`` is a DTensor."""
+    return isinstance(tensor, DTensor)
+
+
+def is_distributed_parameter(tensor: Any) -> bool:
+    """Tells whether ``tensor`` is a Parameter that is exactly a DTensor over a plain local tensor."""
+    return type(tensor) is DTensor and isinstance(tensor, torch.nn.Parameter) and type(tensor._local_tensor) is torch.Tensor
+
+
+def check_placements(name: str, param: torch.Tensor) -> None:
+    """Raises ConfigError for a distributed parameter whose local parts do not add up to the global tensor once each."""
+    if not is_distributed(param):
+        return
+    for placement in param.placements:
+        if type(placement) is not Shard and type(placement) is not Replicate:
+            kind = type(placement).__name__.lstrip("_")
+            remedy = (
+                "reduce it first: param.redistribute(placements=[Replicate()])" if isinstance(placement, Partial)
+                else "give wrap_model the model before fully_shard: the engine shards it over the data ranks itself"
+            )  # fmt: skip
+            raise ConfigError(
+                f"parameter {name} is a DTensor with placement {kind} on {param.device_mesh}: only Shard and Replicate can be "
+                f"trained here; {remedy}."
+            )
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the local part of a DTensor, and any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Returns ``local`` as a part of a tensor that lies as distributed ``param`` does; ``local`` itself for a plain one."""
+    if not isinstance(param, DTensor):
+        return local
+    lies = param._spec.tensor_meta
+    # Not DTensor.from_local, which takes a view of what may be a stand-in.
+    spec = DTensorSpec(param.device_mesh, param.placements, TensorMeta(lies.shape, lies.stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
+def over(spec: Any, local: torch.Tensor) -> torch.Tensor:
+    """Returns the DTensor of ``local`` with ``spec``, which :func:`spec_of` gave; ``local`` itself where that is None."""
+    return local if spec is None else DTensor(local, spec, requires_grad=False)
+
+
+def spec_of(tensor: torch.Tensor) -> Any:
+    """Returns what makes a local part a DTensor again; None of a plain tensor."""
+    return tensor._spec if isinstance(tensor, DTensor) else None
+
+
+def plain_class(param: torch.Tensor) -> type:
+    """Returns the class that ``param`` has where nothing manages it."""
+    return DTensor if isinstance(param, DTensor) else torch.nn.Parameter
+
+
+def set_bytes(param: torch.Tensor, view: torch.Tensor) -> None:
+    """Makes ``view`` what ``param``, or its local part, lies in."""
+    if isinstance(param, DTensor):
+        param._local_tensor = view.data  # with a count of changes of its own, as the setter of a plain parameter gives it
+    else:
+        param.data = view
+
+
+def part_of(param: torch.Tensor, value: torch.Tensor, what: str) -> torch.Tensor:
+    """Returns the local part of ``value``, a tensor of ``param``'s global shape that lies in any way: cut or joined as ``param`` is.
+
+    A collective over ``param``'s mesh where ``value`` lies otherwise. Raises UsageError for a value of another mesh.
+    """
+    if not isinstance(param, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        if value.shape != param.shape:
+            raise UsageError(f"{what}: a tensor of shape {tuple(value.shape)} for a distributed one of {tuple(param.shape)}")
+        return distribute_tensor(value.to(param.device), param.device_mesh, param.placements, src_data_rank=None)._local_tensor
+    if value.device_mesh != param.device_mesh:
+        raise UsageError(f"{what}: a DTensor on {value.device_mesh} for one on {param.device_mesh}")
+    if value.placements != param.placements:
+        value = value.redistribute(placements=param.placements)
+    return value._local_tensor
+
+
+def counts_here(param: torch.Tensor) -> bool:
+    """Tells whether this rank's copy of ``param`` is the one that is counted: of replicas over the mesh the first is."""
+    if not isinstance(param, DTensor):
+        return True
+    coordinate = param.device_mesh.get_coordinate() or ()
+    return all(at == 0 for at, placement in zip(coordinate, param.placements) if isinstance(placement, Replicate))
+
+
+def describe_placements(param: torch.Tensor) -> str:
+    """Describes how ``param`` is divided; empty for a plain one."""
+    return f" {param.placements} over {tuple(param.device_mesh.shape)}" if isinstance(param, DTensor) else ""

@@ -1,0 +1,218 @@
+"""Jobs of tensor parallelism that every rank of a launch runs (see `ranks`).
+
+**twin**: the same training without the engine: torch's own tensor parallelism, or one process with the whole model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+
+import models
+from ranks import serve
+
+import infinity
+from infinity.runtime.registry import wrapped
+
+VOCABULARY, WIDTH, HEADS, LENGTH = 97, 64, 4, 16
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention, self.second = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Decoder(nn.Module):
+    """A small decoder of usual parts."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.checkpoints = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return self.head(self.norm(x))
+
+
+def decoder(seed: int = 5, dtype: torch.dtype = torch.float32) -> Decoder:
+    torch.manual_seed(seed)
+    return Decoder().to(dtype)
+
+
+def parallel(model: Decoder, mesh: Any, kind: str) -> Decoder:
+    """``model`` cut over ``mesh``, by torch. ``kind``: "columns and rows", or "sequences" (with loss_parallel's logits)."""
+    if kind == "sequences":
+        whole = {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+        }
+        block = {
+            "first": SequenceParallel(),
+            "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+            "attention.o": RowwiseParallel(output_layouts=Shard(1)),
+            "second": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+    else:
+        whole = {
+            "embedding": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        block = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
+        block |= {"attention.o": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, mesh, whole)
+    for each in model.blocks:
+        parallelize_module(each, mesh, block)
+    return model
+
+
+def tokens(step: int, data_rank: int = 0) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(100 * step + data_rank))
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor, kind: str) -> torch.Tensor:
+    logits = model(batch)
+    if kind == "sequences" and isinstance(logits, DTensor):
+        return F.cross_entropy(logits.flatten(0, 1), batch.flatten())
+    return F.cross_entropy(logits.flatten(0, 1), batch.flatten())
+
+
+def train(model: nn.Module, optimizer, kind: str, *, steps: int = 3, micro: int = 1, clip=None, data_rank: int = 0) -> dict:
+    """Losses and norms of some steps. ``clip``: takes the optimizer and the model; returns the norm."""
+    losses, norms = [], []
+    for step in range(steps):
+        for part in range(micro):
+            with loss_parallel() if kind == "sequences" else contextlib.nullcontext():
+                loss = loss_of(model, tokens(10 * step + part, data_rank), kind) / micro
+                loss.backward()
+        if clip is not None:
+            norm = clip(optimizer, model)
+            norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+        losses.append((loss.full_tensor() if isinstance(loss, DTensor) else loss).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms}
+
+
+def whole(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict of global tensors."""
+    return {name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in state.items()}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def mesh_of(dp: int = 1) -> Any:
+    return init_device_mesh("cpu", (dp, dist.get_world_size() // dp), mesh_dim_names=("dp", "tp"))
+
+
+CLIPS = {
+    "ours": lambda optimizer, model: infinity.clip_grad_norm_(optimizer, 0.5),
+    "torch's": lambda optimizer, model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5),
+}
+
+
+def twins(kind: str, dp: int = 1, *, clip: bool = False, micro: int = 1, checkpoints: bool = False) -> dict[str, Any]:
+    """Torch's own tensor parallelism, where every rank has the whole batch, and one process."""
+    found = {}
+    for name in ("torch", "one process"):
+        model = decoder()
+        if name == "torch" and dp == 1:
+            model = parallel(model, mesh_of(dp)["tp"], kind)
+        elif name == "torch":
+            continue
+        model.checkpoints = checkpoints
+        # Torch's own refuses gradients of which some are DTensors, and some not.
+        optimizer, torch_clip = adamw(model), CLIPS["torch's"] if clip and (kind == "sequences" or name != "torch") else None
+        if dp == 1:
+            told = train(model, optimizer, kind if name == "torch" else "plain", micro=micro, clip=torch_clip)
+        else:
+            told = {"losses": [], "norms": []}
+            for step in range(3):
+                for data_rank in range(dp):
+                    (loss_of(model, tokens(10 * step, data_rank), "plain") / dp).backward()
+                if torch_clip is not None:
+                    told["norms"].append(torch_clip(optimizer, model).item())
+                optimizer.step()
+                optimizer.zero_grad()
+        found[name] = told | {"weights": whole(model.state_dict())}
+    return found
+
+
+def trained(
+    kind: str, config: dict, dp: int = 1, *, clip: str | None = None, micro: int = 1, checkpoints: bool = False, dtype=torch.float32
+) -> dict[str, Any]:
+    """The same with the engine: losses, norms, weights, moments, and what lies where."""
+    mesh = mesh_of(dp)
+    model = parallel(decoder(dtype=dtype), mesh["tp"], kind)
+    model.checkpoints = checkpoints
+    model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh)
+    told = train(model, optimizer, kind, micro=micro, clip=CLIPS[clip] if clip else None, data_rank=mesh.get_local_rank("dp"))
+    engine = wrapped(model).engine
+    engine.wait_idle()
+    at_rest = [p._local_tensor.untyped_storage().nbytes() for p in model.parameters() if isinstance(p, DTensor)]
+    arrays: dict[str, int] = {}
+    for unit in engine.units:
+        for shard in unit.shards:
+            for name, array in shard.arrays.items():
+                arrays[name] = arrays.get(name, 0) + array.numel
+    padded = sum(shard.layout.numel for unit in engine.units for shard in unit.shards)
+    local = sum((p._local_tensor if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    weights = whole(model.state_dict())
+    states = optimizer.state_dict()["state"]
+    moments = {f"{index} {name}": value for index, state in states.items() for name, value in whole(state).items()}
+    plain, plain_optimizer = infinity.unwrap_model(model, optimizer)
+    after = whole(plain.state_dict())
+    again = train(plain, plain_optimizer, kind, steps=1, data_rank=mesh.get_local_rank("dp"))
+    return told | {"weights": weights, "moments": moments, "at_rest": at_rest, "arrays": arrays, "padded": padded, "local": local,
+                   "unwrapped": not models.differing(weights, after), "again": again["losses"]}  # fmt: skip
+
+
+if __name__ == "__main__":
+    serve(globals())
