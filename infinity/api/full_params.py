@@ -14,6 +14,7 @@ from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of
+from ..state.dtensors import local_of
 from ..state.handle import handle_of
 from ..state.lent import Lent
 
@@ -27,7 +28,8 @@ def full_params(
     names
         Parameter names or module prefixes; None: all. The tensors are copies in the dtype the model computes in, tied
         parameters one under all their names. They stay valid afterwards, charged to ``device_memory`` only inside. In the
-        block the parameters of the module stand for them. What is computed from either trains: a gradient of it is the
+        block the parameters of the module stand for them. A parameter that tensor parallelism has cut is a DTensor, of which
+        this rank has its part: ``full_tensor()`` of it is the global one. What is computed from either trains: a gradient of it is the
         parameter's. Where that is not wanted (an average of weights, numpy()), use torch.no_grad() around it, or detach().
     writeback
         Writes edits to the master when the block ends. Elements that were not edited keep their master's bits.
@@ -38,7 +40,7 @@ def full_params(
     engine = engine_of(model)
     with engine.using():
         selected = _select(model, names)
-        nbytes = sum(param.numel() * param.itemsize for param in set(selected.values()))
+        nbytes = sum(local_of(param).numel() * param.itemsize for param in set(selected.values()))
         charge = engine.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
         copies = {param: _FullCopy(engine, param) for param in dict.fromkeys(selected.values())}
     try:
@@ -73,8 +75,8 @@ class _FullCopy:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The value as it is now."""
-        return self.lent.tensor.detach()
+        """The value as it is now, on this rank."""
+        return local_of(self.lent.tensor).detach()
 
     def _hash(self) -> bytes:
         flat = self.tensor.cpu().contiguous().view(-1)

@@ -32,6 +32,7 @@ from ..optim.rules import recognise, saved_step
 from ..runtime.engine import Engine
 from ..runtime.hooks import install_hooks
 from ..runtime.registry import RECORD, Wrapped
+from ..state.dtensors import let_scalers_mix
 from ..state.handle import handle_of, raw_grad, set_raw_grad
 from ..state.partition import Group, is_managed, parameter_names
 from ..state.shard import ParamShard
@@ -74,6 +75,7 @@ def wrap_model(
     another rank is gone.
     """
     ranks, traffic = data_ranks(mesh), Traffic()
+    let_scalers_mix()
     collectives = Collectives(ranks, traffic)
     try:
         with collectives.together("checking what wrap_model was given"):

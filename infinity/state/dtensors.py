@@ -117,6 +117,29 @@ def counts_here(param: torch.Tensor) -> bool:
     return all(at == 0 for at, placement in zip(coordinate, param.placements) if isinstance(placement, Replicate))
 
 
+def let_scalers_mix() -> None:
+    """Has torch's GradScaler take gradients of which some are DTensors and some are not, which torch refuses. Doing it twice is doing
+    it once."""
+    if DTensorSpec is None:
+        return
+    op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    theirs = handlers[op]
+    if getattr(theirs, "is_infinity", False):
+        return
+
+    def unscale(op_call: Any, args: tuple, kwargs: dict) -> None:
+        grads, *others = args
+        plain = [grad for grad in grads if not isinstance(grad, DTensor)]
+        if plain:
+            op_call(plain, *others)
+        if len(plain) < len(grads):
+            theirs(op_call, ([grad for grad in grads if isinstance(grad, DTensor)], *others), kwargs)
+
+    unscale.is_infinity = True
+    handlers[op] = unscale
+
+
 def describe_placements(param: torch.Tensor) -> str:
     """Describes how ``param`` is divided; empty for a plain one."""
     return f" {param.placements} over {tuple(param.device_mesh.shape)}" if isinstance(param, DTensor) else ""

@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from ..errors import UsageError
+from .dtensors import like
 from .handle import handle_of
 
 
@@ -21,6 +22,7 @@ class Lent:
         self.tensor = value = torch.empty(0, dtype=value.dtype, device=value.device).set_(
             value.untyped_storage(), value.storage_offset(), value.size(), value.stride()
         )
+        self.tensor = value = like(param, value)
         if param.requires_grad and torch.is_grad_enabled():
             self.tensor = _Lend.apply(param, value, self._handle.version)
         self._handle.lent = weakref.ref(self)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -212,6 +212,114 @@ def trained(
     again = train(plain, plain_optimizer, kind, steps=1, data_rank=mesh.get_local_rank("dp"))
     return told | {"weights": weights, "moments": moments, "at_rest": at_rest, "arrays": arrays, "padded": padded, "local": local,
                    "unwrapped": not models.differing(weights, after), "again": again["losses"]}  # fmt: skip
+
+
+def round_trips(kind: str, config: dict) -> dict[str, Any]:
+    """Loads, edits and reads, each against torch's own tensors."""
+    mesh = mesh_of()["tp"]
+    model = parallel(decoder(), mesh, kind)
+    model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh)
+    found: dict[str, Any] = {}
+    train(model, optimizer, kind, steps=2)
+    weights, states = whole(model.state_dict()), optimizer.state_dict()
+    found["state is of DTensors"] = all(
+        isinstance(states["state"][i]["exp_avg"], DTensor) == isinstance(p, DTensor) for i, p in enumerate(model.parameters())
+    )
+    train(model, optimizer, kind, steps=1)
+    after = whole(model.state_dict())
+    other = parallel(decoder(seed=9), mesh, kind)
+    other, other_optimizer = infinity.wrap_model(other, adamw(other), config, mesh=mesh)
+    like = other.state_dict()
+    other.load_state_dict({n: distributed(v, like[n]) for n, v in weights.items()})  # DTensors, as torch gives them
+    other_optimizer.load_state_dict(states)
+    found["loaded"] = not models.differing(weights, whole(other.state_dict()))
+    train(other, other_optimizer, kind, steps=1)
+    found["goes on"] = not models.differing(after, whole(other.state_dict()))
+    other.load_state_dict(weights)  # global tensors: every rank takes its part
+    found["global tensors load"] = not models.differing(weights, whole(other.state_dict()))
+    with infinity.full_params(other, "blocks.0.up.weight", writeback=True) as params:
+        value = params["blocks.0.up.weight"]
+        found["full_params gives"] = type(value).__name__, tuple(value.shape)
+        found["full_params is right"] = torch.equal(value.full_tensor(), weights["blocks.0.up.weight"])
+        with torch.no_grad():
+            value.mul_(2)
+    edited = whole(other.state_dict())
+    found["edited"] = torch.equal(edited["blocks.0.up.weight"], 2 * weights["blocks.0.up.weight"])
+    param = other.get_parameter("blocks.0.up.weight")
+    for what in ("to_local", "full_tensor"):
+        try:
+            getattr(param, what)()
+            found[what] = "was given"
+        except infinity.UsageError as error:
+            found[what] = str(error)
+    found["shape"] = tuple(param.shape), param.placements == like["blocks.0.up.weight"].placements
+    with torch.no_grad():
+        found["infers"] = torch.equal(plainly(other(tokens(7))), plainly(other(tokens(7))))
+    infinity.unwrap_model(other, other_optimizer)
+    infinity.unwrap_model(model, optimizer)
+    return found
+
+
+def plainly(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def distributed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``value``, global, cut as ``like`` is."""
+    return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value
+
+
+def scaled(kind: str, config: dict | None) -> dict[str, Any]:
+    """A GradScaler, with an infinite gradient on rank 1's part in the second step. ``config`` None: one process."""
+    mesh = mesh_of()["tp"]
+    model = decoder() if config is None else parallel(decoder(), mesh, kind)
+    optimizer = adamw(model)
+    if config is not None:
+        model, optimizer = infinity.wrap_model(model, optimizer, config, mesh=mesh)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scales, losses = [], []
+    for step in range(3):
+        with loss_parallel() if kind == "sequences" and config is not None else contextlib.nullcontext():
+            loss = loss_of(model, tokens(10 * step), kind)
+            scaler.scale(loss).backward()
+        if step == 1 and (config is None or dist.get_rank() == 1):
+            grad = model.blocks[0].up.weight.grad
+            (grad._local_tensor if isinstance(grad, DTensor) else grad)[-1].fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        losses.append(plainly(loss).item())
+    weights = whole(model.state_dict())
+    if config is not None:
+        infinity.unwrap_model(model, optimizer)
+    return {"scales": scales, "losses": losses, "weights": weights}
+
+
+def frozen(config: dict) -> dict[str, Any]:
+    """A base of DTensors that are not trained, beside plain adapters that are."""
+    mesh = mesh_of()["tp"]
+    runs = []
+    for engine in (False, True):
+        model = parallel(decoder(), mesh, "columns and rows")
+        model.requires_grad_(False)
+        torch.manual_seed(1)
+        for block in model.blocks:
+            block.adapter = nn.Linear(WIDTH, WIDTH)
+            block.forward = lambda x, block=block: Block.forward(block, x + block.adapter(x))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        if engine:
+            model, optimizer = infinity.wrap_model(model, optimizer, config, mesh=mesh)
+        told = train(model, optimizer, "plain")
+        runs.append(told | {"weights": whole(model.state_dict())})
+        if engine:
+            infinity.unwrap_model(model, optimizer)
+    return {"losses": [run["losses"] for run in runs], "off": off(runs[0]["weights"], runs[1]["weights"])}
+
+
+def off(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any element."""
+    return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 if __name__ == "__main__":
