@@ -132,7 +132,7 @@ class Collectives:
         return None if least == BACKWARD_OVER else least
 
     def agree(self, flags: Sequence[int], what: str) -> list[bool]:
-        """Which of ``flags`` any rank has set."""
+        """Tells which of ``flags`` any rank has set."""
         if self.ranks.alone:
             return [bool(flag) for flag in flags]
         flags = [int(flag) for flag in flags]
@@ -174,7 +174,7 @@ class Collectives:
     # --- everything else ---
 
     def exchange(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """``values`` (of one shape) of every rank that has a slice: [size, ...]."""
+        """Gathers ``values`` (of one shape) of every rank that has a slice: [size, ...]."""
         if self.ranks.size == 1:
             return values.unsqueeze(0)
         self.ranks.row.rendezvous(f"{what} {self._progress}")
@@ -184,7 +184,7 @@ class Collectives:
         return everyones.view(values.dtype).view(self.ranks.size, *values.shape).to(values.device)
 
     def least(self, values: Sequence[int], what: str) -> list[int]:
-        """The smallest of each of ``values`` over all ranks."""
+        """Finds the smallest of each of ``values`` over all ranks."""
         found = torch.tensor(values, dtype=torch.int64, device="cpu")
         for channel in self.ranks.channels:
             channel.rendezvous(what)
@@ -205,7 +205,7 @@ class Collectives:
                 self._do(lambda raw=raw, source=source: dist.broadcast(raw, source, group=self.ranks.row.group), what)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        """The first rank's ``tensor``, in place; contiguous."""
+        """Copies the first rank's ``tensor`` to every rank's, in place; contiguous."""
         if not self.ranks.alone:
             raw = _bytes_of(tensor.view(-1))
             sent = raw.cpu()
@@ -218,7 +218,7 @@ class Collectives:
         return tensor
 
     def collect(self, mine: Any, what: str) -> list[Any]:
-        """Every rank's ``mine``, anything that can be pickled, in the order of slices; then the next replica's."""
+        """Collects every rank's ``mine``, anything that can be pickled, in the order of slices; then the next replica's."""
         found = [mine]
         for channel in self.ranks.channels:
             channel.rendezvous(what)
@@ -244,7 +244,7 @@ class Collectives:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """All ranks get through the block, or all of them raise, and can go on."""
+        """Brings all ranks through the block, or makes all of them raise; they can go on then."""
         try:
             yield
         except BaseException as error:

@@ -132,7 +132,7 @@ def join_device(ranks: DataRanks, mesh: Any, backend: str | None) -> None:
 
 
 def rank_rows(mesh: Any) -> torch.Tensor:
-    """Global ranks, [replicas, slices]. Raises ConfigError naming the axes that do not fit."""
+    """Arranges the global ranks as [replicas, slices]. Raises ConfigError naming the axes that do not fit."""
     world = dist.get_world_size()
     if mesh is None:
         return torch.arange(world).unsqueeze(0)
