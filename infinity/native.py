@@ -28,7 +28,7 @@ OLDEST_CAPABILITY = (8, 0)  # that the kernels are built for
 
 
 def gpu_kernels() -> tuple[object | None, str]:
-    """The module of the GPU's kernels, or None and why it cannot be used."""
+    """Returns the module of the GPU's kernels, or None and why it cannot be used."""
     try:
         from . import _cuda
     except ImportError as error:
@@ -79,7 +79,7 @@ MOMENT_DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, t
 
 
 def cufile() -> tuple[str, str]:
-    """The version of NVIDIA's library for GPUDirect Storage, or "" and why it cannot be used."""
+    """Returns the version of NVIDIA's library for GPUDirect Storage, or "" and why it cannot be used."""
     try:
         library = ctypes.CDLL("libcufile.so.0")
     except OSError as error:
@@ -100,7 +100,7 @@ def cufile() -> tuple[str, str]:
 
 
 def io_kind() -> str:
-    """The kind of I/O engine that ``INFINITY_IO`` names: auto, uring or threads."""
+    """Returns the kind of I/O engine that ``INFINITY_IO`` names: auto, uring or threads."""
     kind = os.environ.get("INFINITY_IO") or "auto"
     if kind not in IO_KINDS:
         raise UsageError(f"INFINITY_IO={kind} is not one of {', '.join(IO_KINDS)}")
@@ -110,7 +110,7 @@ def io_kind() -> str:
 def make_io_engine(
     faults: FaultPlan | None = None, *, kind: str | None = None, block_nbytes: int = 1 << 20, depth: int = 64
 ) -> IoEngine:
-    """An I/O engine of ``kind`` (None: the one ``INFINITY_IO`` names). A device that does not answer for
+    """Makes an I/O engine of ``kind`` (None: the one ``INFINITY_IO`` names). A device that does not answer for
     ``INFINITY_IO_TIMEOUT`` seconds (120) is an error."""
     text = os.environ.get("INFINITY_IO_TIMEOUT") or "120"
     try:
@@ -123,12 +123,12 @@ def make_io_engine(
 
 
 def tensor_at(region: Region, address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor over ``count`` elements at ``address`` inside ``region``; it keeps the region alive."""
+    """Makes a flat tensor over ``count`` elements at ``address`` inside ``region``; it keeps the region alive."""
     return torch.frombuffer(region, dtype=dtype, count=count, offset=address - region.address)
 
 
 def copy_flat(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``source`` to ``target``, both flat, contiguous, in host memory and of one dtype, by this thread alone: torch would
+    """Copies ``source`` to ``target``, both flat, contiguous, in host memory and of one dtype, by this thread alone: torch would
     have several do it, and then wait for each of them while others keep the processors busy."""
     if target.dtype != source.dtype or target.numel() != source.numel():
         raise UsageError(f"{source.numel()} elements of {source.dtype} for {target.numel()} of {target.dtype}")
@@ -139,7 +139,7 @@ def copy_flat(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def address_of(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """Address of a contiguous CPU tensor of ``dtype``. Raises UsageError otherwise."""
+    """Returns the address of a contiguous CPU tensor of ``dtype``. Raises UsageError otherwise."""
     if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise UsageError(
             f"expected a contiguous CPU tensor of {dtype}, got {tensor.dtype} on {tensor.device}, strides {tuple(tensor.stride())}"
@@ -153,7 +153,7 @@ def _check_same_length(*tensors: torch.Tensor) -> None:
 
 
 def encode_moments(values: torch.Tensor, *, sq: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flat fp32 values -> uint8 codes and uint8 scales, one per MOMENT_BLOCK, rounded to the nearest."""
+    """Encodes flat fp32 values as uint8 codes and uint8 scales, one per MOMENT_BLOCK, rounded to the nearest."""
     values = values.to(torch.float32).contiguous()
     codes = torch.empty(values.numel(), dtype=torch.uint8, device="cpu")
     scales = torch.empty(-(-values.numel() // MOMENT_BLOCK), dtype=torch.uint8, device="cpu")
@@ -162,7 +162,7 @@ def encode_moments(values: torch.Tensor, *, sq: bool) -> tuple[torch.Tensor, tor
 
 
 def decode_moments(codes: torch.Tensor, scales: torch.Tensor, *, sq: bool) -> torch.Tensor:
-    """The fp32 values of codes and scales. Encoding them again gives the same codes and scales."""
+    """Decodes the fp32 values of codes and scales. Encoding them again gives the same codes and scales."""
     if scales.numel() != -(-codes.numel() // MOMENT_BLOCK):
         raise UsageError(f"{codes.numel()} codes with {scales.numel()} scales: there is one for every {MOMENT_BLOCK}")
     values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
@@ -172,7 +172,7 @@ def decode_moments(codes: torch.Tensor, scales: torch.Tensor, *, sq: bool) -> to
 
 
 def split_master(master: torch.Tensor, weight: torch.Tensor, low: torch.Tensor) -> None:
-    """fp32 ``master`` -> bf16 ``weight`` (nearest, ties away from zero) and its low 16 bits, int16 ``low``."""
+    """Splits fp32 ``master`` into bf16 ``weight`` (nearest, ties away from zero) and its low 16 bits, int16 ``low``."""
     _check_same_length(master, weight, low)
     _C.split_master(
         address_of(master, torch.float32), address_of(weight, torch.bfloat16), address_of(low, torch.int16),
@@ -181,7 +181,7 @@ def split_master(master: torch.Tensor, weight: torch.Tensor, low: torch.Tensor) 
 
 
 def join_master(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The exact fp32 master of a bf16 ``weight`` and its low 16 bits: a new tensor."""
+    """Joins a bf16 ``weight`` and its low 16 bits to the exact fp32 master: a new tensor."""
     _check_same_length(weight, low)
     master = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
     _C.join_master(address_of(weight, torch.bfloat16), address_of(low, torch.int16), master.data_ptr(), weight.numel())
@@ -189,5 +189,5 @@ def join_master(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 
 def crc32c(tensor: torch.Tensor, seed: int = 0) -> int:
-    """CRC-32C of a contiguous CPU tensor's bytes; ``seed`` continues an earlier call."""
+    """Computes the CRC-32C of a contiguous CPU tensor's bytes; ``seed`` continues an earlier call."""
     return _C.crc32c(address_of(tensor, tensor.dtype), tensor.numel() * tensor.element_size(), seed)

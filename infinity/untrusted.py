@@ -14,8 +14,8 @@ LARGEST_NBYTES = 1 << 30  # of a text file: more is none of ours
 
 
 def read_text(path: str | os.PathLike, *, most_nbytes: int = LARGEST_NBYTES) -> str:
-    """The text of a regular file. Raises OSError for anything else (a pipe would be waited for, a device never ends), ValueError for
-    what is too long or not UTF-8."""
+    """Reads the text of a regular file. Raises OSError for anything else (a pipe would be waited for, a device never ends),
+    ValueError for what is too long or not UTF-8."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -33,7 +33,8 @@ def read_text(path: str | os.PathLike, *, most_nbytes: int = LARGEST_NBYTES) -> 
 
 
 def parse_json(text: str) -> Any:
-    """JSON as data. Raises ValueError for what is no JSON, for numbers without end (NaN, 10,000 digits) and for depth without end."""
+    """Parses JSON as data. Raises ValueError for what is no JSON, for numbers without end (NaN, 10,000 digits) and for depth
+    without end."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(f"the number {constant}")
@@ -49,12 +50,13 @@ def parse_json(text: str) -> Any:
 
 
 def printable(text: str) -> str:
-    """``text`` with its control characters shown, not obeyed, by a terminal."""
+    """Returns ``text`` with its control characters shown, not obeyed, by a terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text)
 
 
 def is_regular(path: Path, *, links: bool = True) -> bool:
-    """Whether ``path`` is a regular file (a pipe would be waited for); without ``links``, itself: a link may lead anywhere."""
+    """Tells whether ``path`` is a regular file (a pipe would be waited for). Without ``links`` no link is one: a link may
+    lead anywhere."""
     try:
         return stat.S_ISREG((os.stat if links else os.lstat)(path).st_mode)
     except (OSError, ValueError):

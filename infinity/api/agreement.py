@@ -78,7 +78,7 @@ def tell_of_other_values(model: nn.Module, collectives: Collectives) -> None:
 
 
 def broadcast_rest(model: nn.Module, collectives: Collectives) -> None:
-    """Buffers and parameters that the engine does not move are the first rank's from here on."""
+    """Overwrites buffers and parameters that the engine does not move with the first rank's."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if (
             collectives.ranks.data_size > 1

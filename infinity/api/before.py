@@ -99,7 +99,7 @@ class MovedRest:
                 tensor.data = tensor.data.to(where)
 
     def remove(self) -> None:
-        """A second call does nothing."""
+        """Moves the tensors back to where they were. A second call does nothing."""
         for tensor, where in self._from.items():
             tensor.data = tensor.data.to(where)
 

@@ -124,7 +124,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, names: dict, config: Conf
 
 
 def rest_nbytes(param: torch.Tensor) -> int:
-    """Bytes of a parameter that the engine does not hold: of a quantised one, of what it is made of."""
+    """Counts the bytes of a parameter that the engine does not hold: of a quantised one, those of what it is made of."""
     parts = getattr(param, "__tensor_flatten__", None)
     if parts is None:
         return param.numel() * param.element_size() if param.layout is torch.strided else 0

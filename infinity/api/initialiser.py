@@ -23,13 +23,13 @@ class Home(Protocol):
     """Takes values of managed parameters home."""
 
     def send(self, param: nn.Parameter, begin: int, values: torch.Tensor, *, drawn: bool) -> None:
-        """Flat ``values``, counted row by row from element ``begin``; ``drawn`` by an initialisation, or from a file."""
+        """Sends flat ``values``, counted row by row from element ``begin``; ``drawn`` by an initialisation, or from a file."""
 
     def span(self, param: nn.Parameter) -> tuple[int, int]:
-        """Which elements are wanted of a file."""
+        """Returns which elements are wanted of a file: the first, and the one behind the last."""
 
     def recall(self, param: nn.Parameter) -> torch.Tensor:
-        """The value that was sent."""
+        """Returns the value that was sent."""
 
 
 class Initialiser:

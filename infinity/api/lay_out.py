@@ -53,7 +53,7 @@ def choose_device(model: nn.Module, config: Config, collectives: Collectives) ->
 
 
 def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> tuple[MemoryPlan, list[UnitSize]]:
-    """The plan that :func:`wrap_model` would follow, and the sizes of the model's units. Nothing is allocated or changed."""
+    """Returns :func:`wrap_model`'s plan for the model, and the sizes of its units. Nothing is allocated or changed."""
     check(model, optimizer, config)
     rule = recognise(optimizer) if optimizer is not None else None
     group_of = groups_of_optimizer(optimizer)
@@ -74,7 +74,7 @@ def lay_out_groups(
     device: Device,
     free: Mapping[Tier, int] | None = None,
 ) -> tuple[list[Group], list[list[ParamShard]], MemoryPlan]:
-    """Groups, their shards and the plan. Where the device's budget is below what is held at once, large layers run in
+    """Makes the groups, their shards and the plan. Where the device's budget is below what is held at once, large layers run in
     tiles, of the largest size that fits."""
     refused: CapacityError | None = None
     for limit in (None, *_tile_limits(config)):
@@ -133,7 +133,7 @@ def groups_of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[torch.T
 
 
 def shards_of_group(group: Group, group_of: dict, rule, optimizer, config: Config, collectives: Collectives) -> list[ParamShard]:
-    """One shard per kind of parameter in the group; inside one, parameters of an optimizer group are neighbours."""
+    """Makes one shard per kind of parameter in the group; inside one, parameters of an optimizer group are neighbours."""
     by_spec: dict[ShardSpec, list[nn.Parameter]] = {}
     for param in group.params:
         spec = _spec_of(param, param in group_of, rule, optimizer, config)

@@ -73,7 +73,7 @@ class Materialized:
         return {param for param, _ in self._swapped if self._managed(param)}
 
     def undo(self) -> None:
-        """The model as it was. A second call does nothing more."""
+        """Restores the model as it was. A second call does nothing more."""
         for param, meta in self._swapped:
             if not param.is_meta:
                 _swap(self._recurrent, param, meta)

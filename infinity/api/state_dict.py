@@ -14,7 +14,7 @@ from ..state.handle import handle_of
 
 
 def install_state_dict(engine: Engine, model: nn.Module) -> list:
-    """Hooks that put full tensors into state dicts, and refuse a load that would replace the parameters."""
+    """Installs hooks that put full tensors into state dicts, and refuse a load that would replace the parameters."""
     removers = []
 
     def fill(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:

@@ -48,7 +48,7 @@ class Stats:
     blocks: dict[str, int]
 
     def as_dict(self) -> dict:
-        """Plain dicts and numbers, ready for JSON."""
+        """Returns plain dicts and numbers, ready for JSON."""
         return dataclasses.asdict(self)
 
 

@@ -62,11 +62,11 @@ class Ours:
         self.steps = 0
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """One of the arrays."""
+        """Returns one of the arrays, as a flat tensor."""
         return native.tensor_at(self.regions[name], self.regions[name].address, self.count, dtype)
 
     def master(self) -> torch.Tensor:
-        """The fp32 masters, where they are split."""
+        """Joins the fp32 masters, where they are split."""
         return native.join_master(self.tensor("weight", torch.bfloat16), self.tensor("master", torch.int16))
 
     def step(self) -> None:
@@ -82,14 +82,14 @@ class Ours:
         self.updater.submit(update).wait()
 
     def move(self) -> None:
-        """The same bytes in the same pattern, and nothing else: they are written back as they were."""
+        """Moves the bytes of a step in a step's pattern, and does nothing else: they are written back as they were."""
         sizes = self.variant.nbytes.items()
         streams = [(self.regions[name].address, size, True, name != "grad") for name, size in sizes]
         native.move_streams(streams, self.count, self.threads)
 
 
 def measure(settings: Settings) -> Measured:
-    """Rows adam.split, adam.int8, adam.fp32, on all threads and on one; and notes on absent rivals."""
+    """Measures rows adam.split, adam.int8, adam.fp32, on all threads and on one, and adam.int8.error; and notes absent rivals."""
     count = settings.scaled(PARAMETERS, 64 * 1024)
     found = Measured([])
     for variant in VARIANTS:

@@ -15,7 +15,7 @@ NBYTES = 256 * MIB
 
 
 def measure(settings: Settings) -> Measured:
-    """Rows copy.host_to_device (without a GPU: to the CPU's own device buffer) and copy.device_to_host, in GB/s."""
+    """Measures rows copy.host_to_device (without a GPU: to the CPU's own device buffer) and copy.device_to_host, in GB/s."""
     count = settings.scaled(NBYTES, 4 * MIB) // 2
     home = native.Region(2 * count, True, settings.threads)
     host = native.tensor_at(home, home.address, count, torch.bfloat16)

@@ -28,7 +28,7 @@ ROUNDS = 2
 
 
 def main() -> None:
-    """One system's job; JSON on standard output."""
+    """Runs one system's job, and prints JSON on standard output."""
     parser = argparse.ArgumentParser()
     parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--size", choices=SIZES, default="134M")
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def run(system: str, options: list[str], *, ranks: int = 1, timeout: float = 900) -> dict | str:
-    """One job of some processes; the reason where the system cannot do it."""
+    """Runs one job of ``ranks`` processes. Returns what it printed, or the reason where the system cannot do it."""
     command = [sys.executable, "-P", "-m"]
     if ranks > 1:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
@@ -90,12 +90,12 @@ def run(system: str, options: list[str], *, ranks: int = 1, timeout: float = 900
 
 
 def measure(settings: Settings) -> Measured:
-    """Rows ``train.<system>`` (tokens/s), ``train.<system>.peak`` and, of some, ``.held`` (GiB)."""
+    """Measures rows ``train.<system>`` (tokens/s), ``train.<system>.peak`` and, of some, ``.held`` (GiB)."""
     return turns(settings, [system for system in SYSTEMS if system != "fsdp2"], _size(settings), ROUNDS)
 
 
 def measure_ways(settings: Settings) -> Measured:
-    """The same with clipping (``train.clip``; ``train.clip.ahead`` updates units ahead of it) and with eight micro-batches
+    """Measures training with clipping (``train.clip``; ``train.clip.ahead`` updates units ahead of it) and with eight micro-batches
     (``train.micro8``; ``train.units8`` runs them unit by unit), and the speed against the host budget."""
     ours = ["infinity_host", "infinity_nvme"]
     size, few = _size(settings), ["compute", "plain", *ours, "deepspeed_cpu", "deepspeed_nvme_tuned"]
@@ -109,7 +109,7 @@ def measure_ways(settings: Settings) -> Measured:
 
 
 def measure_large(settings: Settings) -> Measured:
-    """A model of 1 B parameters, by the systems that it does not outgrow here."""
+    """Measures a model of 1 B parameters, by the systems that it does not outgrow here."""
     systems = ["compute", "plain", "infinity_host", "infinity_nvme", "deepspeed_nvme_tuned"]
     size = "1B" if settings.scale >= 1 else _size(settings)
     return turns(settings, systems, size, 1, options=["--warm-up", "1", "--steps", "2"], theme="train_1b")
@@ -146,9 +146,9 @@ def turns(
     ranks: int = 1,
     theme: str = "train",
 ) -> Measured:
-    """The rows of ``systems``, which take turns, one process each. Their ceiling is the slower of the compute alone and,
-    where the state is on disk, of the disk alone. ``.peak``: memory of the process; ``.held``: what of it the system keeps
-    (weights and gradients of the compute alone; everything that the engine's budgets count)."""
+    """Measures the rows of ``systems``, which take turns, one job each. Their ceiling is the slower of the compute alone and, where
+    the state is on disk, of the disk alone. ``.peak``: memory of the process; ``.held``: what of it the system keeps (weights and
+    gradients of the compute alone; everything that the engine's budgets count)."""
     chosen = [system for system in systems if settings.rivals or system.startswith(("compute", "plain", "infinity"))]
     found: dict[str, list[dict]] = {system: [] for system in chosen}
     notes = []

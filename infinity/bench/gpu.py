@@ -26,7 +26,7 @@ FORMS = {  # name -> weight, master, gradient, moments
 
 
 def measure(settings: Settings) -> Measured:
-    """Rows ``gpu.adam.*``, ``gpu.scan`` (GB/s), ``gpu.pin`` (GiB/s), ``gpu.copy.in|out|both`` (GB/s)."""
+    """Measures rows ``gpu.adam.*``, ``gpu.scan`` (GB/s), ``gpu.pin`` (GiB/s), ``gpu.copy.in|out|both`` (GB/s)."""
     kernels, refusal = native.gpu_kernels()
     if kernels is None or not torch.cuda.is_available():
         raise ConfigError(f"bench gpu needs a GPU: {refusal or 'torch sees none'}")

@@ -36,7 +36,7 @@ Step = Callable[[], torch.Tensor]
 
 
 def plain(args: argparse.Namespace) -> tuple[Step, dict]:
-    """torch alone, nothing offloaded: bf16 weights, an fp32 master copy, AdamW fused."""
+    """Makes the step of torch alone, nothing offloaded: bf16 weights, an fp32 master copy, AdamW fused."""
     model = _real_model(args)
     masters = [param.detach().float().requires_grad_() for param in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=args.device != "cpu")
@@ -56,7 +56,7 @@ def plain(args: argparse.Namespace) -> tuple[Step, dict]:
 
 
 def ours(args: argparse.Namespace) -> tuple[Step, dict]:
-    """Infinity, from a model on meta, with the configuration that is given."""
+    """Makes the step of Infinity, from a model on meta, with the configuration that is given."""
     import infinity
 
     from ..runtime.registry import wrapped
@@ -78,7 +78,7 @@ def ours(args: argparse.Namespace) -> tuple[Step, dict]:
 
 
 def deepspeed(args: argparse.Namespace) -> tuple[Step, dict]:
-    """ZeRO-3 with weights and optimizer on the host."""
+    """Makes the step of ZeRO-3 with weights and optimizer on the host."""
     import deepspeed as rival
 
     _one_process()
@@ -101,7 +101,7 @@ def deepspeed(args: argparse.Namespace) -> tuple[Step, dict]:
 
 
 def fsdp(args: argparse.Namespace) -> tuple[Step, dict]:
-    """FSDP2 with CPUOffloadPolicy: fp32 shards, bf16 compute."""
+    """Makes the step of FSDP2 with CPUOffloadPolicy: fp32 shards, bf16 compute."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -165,7 +165,7 @@ def _one_process() -> None:
 
 
 def main() -> None:
-    """One system's job; JSON on standard output."""
+    """Runs one system's job, and prints JSON on standard output."""
     parser = argparse.ArgumentParser()
     parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--size", choices=SHAPES, default="1.3B")
@@ -211,7 +211,7 @@ def _run(args: argparse.Namespace) -> dict:
 
 
 def run(system: str, options: list[str], *, timeout: float = 240) -> dict | str:
-    """One job in a process of its own; the reason where the system cannot do it."""
+    """Runs one job in a process of its own. Returns what it printed, or the reason where the system cannot do it."""
     command = [sys.executable, "-P", "-m", "infinity.bench.gpu_train", system, *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as job:
@@ -271,8 +271,8 @@ def _jobs(folder: str, tiny: bool) -> list[tuple[str, str, list[str]]]:
 
 
 def measure(settings: Settings) -> Measured:
-    """Rows ``gpu_train.<a|b|d>.<model>...`` (tokens/s), with MFU, peaks and the bound in notes. The losses of ours at every
-    home must be the same numbers; a note tells where not."""
+    """Measures rows ``gpu_train.<a|b|d>.<model>...`` (tokens/s), with MFU, peaks and the bound in notes. The losses of ours at
+    every home must be the same numbers; a note tells where not."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tiny = settings.scale < 1 or device == "cpu"
     rows, notes, found = [], [], {}

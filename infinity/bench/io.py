@@ -110,7 +110,7 @@ class Raw:
 
 
 def measure(settings: Settings) -> Measured:
-    """Rows io.read, io.write, io.mixed, io.read.cpu, io.threads.read; and notes on absent rivals."""
+    """Measures rows io.read, io.write, io.mixed, io.read.cpu, io.threads.read; and notes absent rivals."""
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder, ExitStack() as stack:
         file = _make_file(folder, settings.scaled(FILE_NBYTES, RAW_THREADS * RAW_BLOCK))
         ours, threads = (_as_used(file, kind, folder) for kind in ("auto", "threads"))

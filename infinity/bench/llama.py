@@ -31,7 +31,7 @@ class Shape:
         return int(self.layers * block + 2 * self.vocabulary * self.width + self.width)
 
     def flops(self, length: int) -> int:
-        """Of a token's forward and backward in a sequence of ``length``, without what is computed again."""
+        """Counts the operations of a token's forward and backward in a sequence of ``length``, without what is computed again."""
         return 6 * self.parameters + 6 * self.layers * length * self.width  # causal: half of the scores
 
 

@@ -16,7 +16,7 @@ LEASE_NBYTES = (MIB, 4 * MIB, 12 * MIB)
 
 
 def measure(settings: Settings) -> Measured:
-    """Rows pool.lease (microseconds of one lease and its release, Python's call included) and pool.make (GB/s)."""
+    """Measures rows pool.lease (microseconds of one lease and its release, Python's call included) and pool.make (GB/s)."""
     return Measured([_lease(settings), _make(settings)])
 
 

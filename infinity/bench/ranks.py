@@ -13,7 +13,7 @@ SYSTEMS = ["infinity_device", "infinity_host", "fsdp2", "fsdp2_cpu", "deepspeed_
 
 
 def measure(settings: Settings) -> Measured:
-    """Rows ``ranks.<processes>.<system>`` (tokens/s) and their peaks (GiB), for 1, 2 and 4 processes."""
+    """Measures rows ``ranks.<processes>.<system>`` (tokens/s) and their peaks (GiB), for 1, 2 and 4 processes."""
     found = Measured([])
     for ranks in (1, 2, 4):
         options = ["--batch", "2", "--steps", "4"]

@@ -112,7 +112,7 @@ class Axes:
         return HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * value / self.top
 
     def draw(self, content: Iterable[str]) -> str:
-        """The whole drawing around ``content``."""
+        """Draws the whole SVG picture around ``content``."""
         bottom, left = HEIGHT - MARGIN, MARGIN
         parts = [
             f"<text x='{left}' y='22' font-weight='bold'>{html.escape(self.title)}</text>",
@@ -128,7 +128,7 @@ class Axes:
         return f"<svg width='{WIDTH}' height='{HEIGHT}' role='img'>{''.join([*parts, *content])}</svg>"
 
     def line(self, values: Sequence[float], name: str, order: int, *, dashed: bool = False) -> str:
-        """One line through ``values``, with its name at its end."""
+        """Draws one line through ``values``, with its name at its end."""
         colour = COLOURS[order % len(COLOURS)]
         points = " ".join(f"{self.x(i):.1f},{self.y(value):.1f}" for i, value in enumerate(values))
         style = " stroke-dasharray='5 4'" if dashed else ""

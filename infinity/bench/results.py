@@ -39,7 +39,7 @@ def row(
     ceiling: tuple[str, Sequence[float]] | None = None,
     ratios: dict[str, float] | None = None,
 ) -> Row:
-    """A row from the rounds' values. A ceiling has a value for every round; the share is the median of the pairs'."""
+    """Makes a row from the rounds' values. A ceiling has a value for every round; the share is the median of the pairs'."""
     made = Row(name, unit, statistics.median(values), min(values), max(values), ratios=ratios or {})
     if ceiling is not None:
         what, limits = ceiling
@@ -64,7 +64,7 @@ class Measured:
 
 
 def hardware() -> str:
-    """A name for this machine, fit for a file name: the processor and the number of cores."""
+    """Names this machine, fit for a file name: the processor and the number of cores."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists() and (match := re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())):
@@ -75,7 +75,7 @@ def hardware() -> str:
 
 
 def result(theme: str, measured: Measured) -> dict:
-    """What a result file holds."""
+    """Makes what a result file holds."""
     query = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=7"]
     try:
         commit = subprocess.run(query, capture_output=True, text=True).stdout.strip()
@@ -98,7 +98,7 @@ def save(found: dict, folder: Path) -> Path:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text: median, spread, share of the ceiling, ratio to each rival."""
+    """Writes the rows as text: median, spread, share of the ceiling, ratio to each rival."""
     lines = [f"{'':<24}{'median':>10}  {'low - high':^19}  unit"]
     for entry in rows:
         share = f"   {100 * entry.share_of_ceiling:.0f} % of {entry.ceiling['name']}" if entry.ceiling else ""

@@ -33,5 +33,5 @@ def alternate(jobs: Mapping[str, Callable[[], object]], rounds: int, *, warm_up:
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """How many times better ours is, where less is better: the median over the rounds."""
+    """Computes how many times better ours is, where less is better: the median over the rounds."""
     return statistics.median(their / our for our, their in zip(ours, theirs))

@@ -17,5 +17,5 @@ class Settings:
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 
     def scaled(self, nbytes: int, multiple: int) -> int:
-        """``nbytes`` times the scale, in whole multiples, at least one."""
+        """Scales ``nbytes``, to whole multiples of ``multiple``, at least one."""
         return max(1, round(nbytes * self.scale / multiple)) * multiple

@@ -50,8 +50,8 @@ def make_folder(folder: Path, shape: str) -> int:
 
 
 def start(shape: str, home: str, use: str, weights: str, swap: str) -> float:
-    """Seconds of ``wrap_model``, with memory that the machine has at hand: what a virtual machine has given back to its host
-    comes at a twentieth of the rate, whoever asks for it."""
+    """Measures the seconds of ``wrap_model``, with memory that the machine has at hand: what a virtual machine has given back to
+    its host comes at a twentieth of the rate, whoever asks for it."""
     native.Region(round(0.9 * psutil.virtual_memory().available), True, os.cpu_count() or 1)
     with torch.device("meta"):
         model = Llama(SHAPES[shape]).to(torch.bfloat16)
@@ -63,7 +63,7 @@ def start(shape: str, home: str, use: str, weights: str, swap: str) -> float:
 
 
 def read_raw(folder: Path) -> None:
-    """The folder past the page cache, by a few threads."""
+    """Reads the folder past the page cache, by a few threads."""
     for path in sorted(folder.iterdir()):
         raw = Raw(TestFile(str(path), path.stat().st_size))
         raw.run("read")
@@ -71,7 +71,7 @@ def read_raw(folder: Path) -> None:
 
 
 def load_whole(folder: Path) -> None:
-    """Every tensor in memory, as safetensors loads it from a disk."""
+    """Loads every tensor into memory, as safetensors loads it from a disk."""
     for path in sorted(folder.iterdir()):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -81,7 +81,7 @@ def load_whole(folder: Path) -> None:
 
 
 def measure(settings: Settings) -> Measured:
-    """Rows ``startup.<home>.<use>``: GB of the folder per second, beside the disk alone."""
+    """Measures rows ``startup.<home>.<use>``: GB of the folder per second, beside the disk alone."""
     shape = "1.1B" if settings.scale >= 1 else "tiny"
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
         weights, swap = Path(folder, "weights"), Path(folder, "swap")

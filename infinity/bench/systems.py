@@ -20,7 +20,7 @@ VOCABULARY = 8192
 
 
 def make_model(size: str) -> torch.nn.Module:
-    """A GPT-2 style model in bf16, without dropout."""
+    """Makes a GPT-2 style model in bf16, without dropout."""
     import transformers
 
     width, layers = SIZES[size]
@@ -65,7 +65,7 @@ class Running:
 
 
 def compute(job: Job) -> Running:
-    """Forwards and backwards and nothing else: no system can be faster."""
+    """Makes the system of forwards and backwards and nothing else: none can be faster."""
     model = make_model(job.args.size)
 
     def step() -> None:
@@ -79,7 +79,7 @@ def compute(job: Job) -> Running:
 
 
 def plain(job: Job) -> Running:
-    """torch, AdamW fused over an fp32 master copy."""
+    """Makes the system of torch alone, AdamW fused over an fp32 master copy."""
     model = make_model(job.args.size)
     masters = [param.detach().float().requires_grad_() for param in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
@@ -100,7 +100,7 @@ def plain(job: Job) -> Running:
 
 
 def ours(job: Job) -> Running:
-    """Infinity at the home that the system's name has."""
+    """Makes the system of Infinity at the home that the system's name has."""
     import infinity
 
     from ..machine import disk_profile
@@ -137,7 +137,8 @@ def ours(job: Job) -> Running:
         moved.append(_moved(model))
 
     def told() -> dict:
-        """Bytes of memory that it held at most, and what the disk alone needed for the steps that were timed."""
+        """Returns the bytes of memory that the engine held at most, and the seconds that the disk alone needed for the steps that
+        were timed."""
         tiers = infinity.stats(model).tiers
         held = tiers["device"].peak_nbytes + tiers["host"].peak_nbytes
         read, written = (after - before for before, after in zip(*moved[-2:]))
@@ -158,7 +159,7 @@ def _moved(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def deepspeed(job: Job) -> Running:
-    """ZeRO-3 with parameters and optimizer on the CPU, or on NVMe at its defaults or at better settings."""
+    """Makes the system of ZeRO-3 with parameters and optimizer on the CPU, or on NVMe at its defaults or at better settings."""
     import deepspeed as rival
 
     _one_process()
@@ -195,7 +196,7 @@ def deepspeed(job: Job) -> Running:
 
 
 def fsdp(job: Job) -> Running:
-    """FSDP2 with or without CPUOffloadPolicy, fp32 sharded parameters, bf16 compute, AdamW fused."""
+    """Makes the system of FSDP2 with or without CPUOffloadPolicy, fp32 sharded parameters, bf16 compute, AdamW fused."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 

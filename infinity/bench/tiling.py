@@ -32,18 +32,18 @@ HEAD_BUDGET = 48 * 1024 * 1024
 
 
 def make_layer(width: int, device: str = "cpu") -> nn.Module:
-    """A feed-forward in bf16."""
+    """Makes a feed-forward in bf16."""
     with torch.device(device):
         return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)).to(torch.bfloat16)
 
 
 def config(budget: int | None) -> dict:
-    """Everything at home on the host, no master."""
+    """Makes a configuration with everything at home on the host, and no master."""
     return {"params": "host", "optimizer": "host", "device_memory": budget, "master": "none", "host_memory": "4TiB"}
 
 
 def factor_of(width: int, budget: int | None) -> tuple[int, int]:
-    """Tiles of the largest weight in the plan, and the device bytes that are planned."""
+    """Counts the tiles of the largest weight in the plan, and the device bytes that are planned."""
     model = make_layer(width, "meta")
     plan, units = lay_out(model, torch.optim.SGD(model.parameters(), lr=0.1), infinity.Config.make(config(budget)))
     largest = 4 * width * width * 2
@@ -52,7 +52,7 @@ def factor_of(width: int, budget: int | None) -> tuple[int, int]:
 
 
 def widest(budget: int, factor: int, most: int) -> int:
-    """The widest layer (a multiple of STEP, up to ``most``) that the budget holds in no more tiles than ``factor``."""
+    """Finds the widest layer (a multiple of STEP, up to ``most``) that the budget holds in no more tiles than ``factor``."""
     low, high = STEP, most
     while low < high:
         middle = (low + high + STEP) // (2 * STEP) * STEP
@@ -65,7 +65,7 @@ def widest(budget: int, factor: int, most: int) -> int:
 
 
 def train(width: int, budget: int) -> tuple[float, int]:
-    """Seconds of a step and the device bytes that were charged at most."""
+    """Takes a step. Returns its seconds and the device bytes that were charged at most."""
     model = make_layer(width)
     model, optimizer = infinity.wrap_model(
         model, torch.optim.SGD(model.parameters(), lr=0.1), config(budget) | {"host_memory": None}
@@ -87,12 +87,12 @@ class Head(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False, dtype=torch.bfloat16)
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """``hidden``: tokens x width; ``labels``: tokens."""
+        """Computes the loss. ``hidden``: tokens x width; ``labels``: tokens."""
         return nn.functional.cross_entropy(self.head(hidden).float(), labels)
 
 
 def head(budget: int | None, vocabulary: int, width: int, tokens: int) -> dict:
-    """Two steps of a head: seconds of the second, and what the process grew by at most."""
+    """Takes two steps of a head. Returns the seconds and the loss of the second, and the bytes that the process grew by at most."""
     torch.manual_seed(0)
     model = Head(vocabulary, width)
     model, optimizer = infinity.wrap_model(
@@ -117,7 +117,7 @@ def _memory(name: str) -> int:
 
 
 def measure(settings: Settings) -> Measured:
-    """Rows ``tiling.width.<factor>``; ``tiling.head.whole|tiles`` (seconds, and MiB beside what the engine holds)."""
+    """Measures rows ``tiling.width.<factor>``; ``tiling.head.whole|tiles`` (seconds, and MiB beside what the engine holds)."""
     base = max(STEP, round(BASE * settings.scale) // STEP * STEP)
     budget = factor_of(base, None)[1]
     rows, points = [], []

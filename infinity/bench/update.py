@@ -73,7 +73,7 @@ class Step:
         self.updater.submit(update).wait()
 
     def timeline(self) -> list[dict]:
-        """One more step, told chunk by chunk: what happened in which slot, from when to when, in seconds."""
+        """Takes one more step, and returns it chunk by chunk: what happened in which slot, from when to when, in seconds."""
         self.updater.record_events()
         self.step(self.disk)
         events = self.updater.take_events()
@@ -87,7 +87,7 @@ class Step:
         return self.engine.write(extent, offset, address, nbytes, checksum=False)
 
     def transfer(self, operation) -> None:
-        """All bytes once, through the slots, as many in flight as the pipeline has."""
+        """Moves all bytes once, through the slots, as many in flight as the pipeline has."""
         self._move([(operation, place) for place in self._places()], SLOT_COUNT)
 
     def both(self) -> None:
@@ -117,7 +117,7 @@ class Step:
 
 
 def measure(settings: Settings) -> Measured:
-    """Rows update.nvme (ceiling: both directions at once), its parts in seconds, and the step over the slowest part."""
+    """Measures rows update.nvme (ceiling: both directions at once), its parts in seconds, and the step over the slowest part."""
     count = settings.scaled(PARAMETERS, native.CHECKSUM_NBYTES)
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
         times, timeline = _time_parts(Step(folder, count, settings.threads), settings)

@@ -35,7 +35,7 @@ def engine_of_pair(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
 
 
 def unit_tensors(engine: Engine, unit: ParamUnit) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """The unit's tensors, flat, as far as they are at home here, and the element that each part begins with."""
+    """Reads the unit's tensors, flat, as far as they are at home here, and the element that each part begins with."""
     tensors, begins = {}, {}
     for handle in unit.handles:
         shard = handle.shard

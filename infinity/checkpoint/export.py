@@ -108,7 +108,7 @@ class _Parts:
                     self._parts.setdefault(key, []).append((begin, file))
 
     def read(self, key: str, numel: int) -> torch.Tensor:
-        """The whole tensor, flat."""
+        """Reads the whole tensor, flat."""
         found = []
         reached = 0
         for begin, file in sorted(self._parts.get(key, [])):

@@ -37,8 +37,8 @@ class Busy(Exception):
 
 @contextmanager
 def writing(root: Path) -> Iterator[None]:
-    """The block may write the folder ``root``, which is made where there is none. Raises UsageError while another process does, OSError
-    where it cannot be written."""
+    """Lets the block write the folder ``root``, which is made where there is none. Raises UsageError while another process does,
+    OSError where it cannot be written."""
     root.mkdir(parents=True, exist_ok=True)
     path = root / LOCK
     try:
@@ -90,7 +90,7 @@ def reading(root: Path, read_name: Callable[[], str]) -> Iterator[Path]:
 
 
 def hold(data: Path) -> int | None:
-    """A descriptor that keeps ``data`` from being removed until it is closed; None where it is gone, or going."""
+    """Opens a descriptor that keeps ``data`` from being removed until it is closed; None where it is gone, or going."""
     try:
         descriptor = os.open(data / OF_READERS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

@@ -42,8 +42,8 @@ def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.
 
 @contextmanager
 def checkpoint_of(root: Path, collectives: Collectives) -> Iterator[tuple[dict[str, Any], Path]]:
-    """The manifest of the checkpoint in ``root`` and its data, which stays as it is until the block ends: a save may replace the
-    checkpoint meanwhile. All ranks get the same one."""
+    """Yields the manifest of the checkpoint in ``root`` and its data, which stays as it is until the block ends: a save may replace
+    the checkpoint meanwhile. All ranks get the same one."""
     found: dict[str, Any] = {}
 
     def read_name() -> str:

@@ -25,7 +25,7 @@ MOST_STEPS = 1 << 53
 
 
 def seal_manifest(content: dict[str, Any]) -> bytes:
-    """The manifest: the content, and the checksum of it."""
+    """Encodes the manifest: the content, and the checksum of it."""
     return json.dumps(content | {"crc32c": _content_checksum(content)}, allow_nan=False).encode()
 
 

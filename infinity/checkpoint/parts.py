@@ -28,7 +28,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def read_header(opened: Any) -> dict[str, Any]:
-    """Which part of its tensor each entry of a file is."""
+    """Reads which part of its tensor each entry of a file is."""
     header = parse_json((opened.metadata() or {}).get(PARTS_KEY, "{}"))
     if not isinstance(header, dict):
         raise ValueError("a header without the places of its parts")
@@ -36,7 +36,7 @@ def read_header(opened: Any) -> dict[str, Any]:
 
 
 def read_parts(path: Path) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """(name, first element, values) of every tensor of which ``path`` has a part, one at a time."""
+    """Yields (name, first element, values) of every tensor of which ``path`` has a part, one at a time."""
     with _opened(path) as opened:
         header = read_header(opened)
         for name in opened.keys():
@@ -45,7 +45,7 @@ def read_parts(path: Path) -> Iterator[tuple[str, int, torch.Tensor]]:
 
 
 def list_parts(path: Path) -> list[tuple[str, int, int, torch.dtype | None]]:
-    """(name, first element, the one behind the last, dtype) of the same, without reading values."""
+    """Lists (name, first element, the one behind the last, dtype) of what :func:`read_parts` yields, without reading values."""
     with _opened(path) as opened:
         header, found = read_header(opened), []
         for name in opened.keys():

@@ -26,7 +26,7 @@ def random_state_tensors() -> dict[str, torch.Tensor]:
 
 
 def check_random_state(state: dict[str, Any], tensors: dict[str, torch.Tensor], rank: int) -> tuple:
-    """The states as the generators take them, tried on generators of our own."""
+    """Returns the states as the generators take them, tried on generators of our own."""
     version, internal, gauss = state["python"]
     kind, keys, position, has_gauss, cached = state["numpy"]
     for_python = (version, tuple(internal), gauss)

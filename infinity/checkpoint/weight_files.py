@@ -78,7 +78,7 @@ class WeightFiles:
             raise CorruptionError(f"{path / INDEX} says that {missing[0]} is in {index[missing[0]]}, which has no such tensor")
 
     def stream(self, names: Iterable[str], spans: Mapping[str, tuple[int, int]] | None = None) -> Iterator[FilePiece]:
-        """The pieces of the tensors ``names``, file by file, each tensor's in order. ``spans``: name -> the elements that
+        """Yields the pieces of the tensors ``names``, file by file, each tensor's in order. ``spans``: name -> the elements that
         are read of it, first and behind the last, where not all are."""
         by_file: dict[Path, dict[str, StoredTensor]] = {}
         for name in names:

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make(args: argparse.Namespace) -> dict[str, Any]:
-    """The plan as plain data. Raises CapacityError, with the numbers, when nothing fits."""
+    """Makes the plan as plain data. Raises CapacityError, with the numbers, when nothing fits."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -139,7 +139,7 @@ def _units(plan, units) -> Iterator[dict[str, Any]]:
 
 
 def text(found: dict[str, Any]) -> Iterator[str]:
-    """The plan for a terminal."""
+    """Yields the plan's lines for a terminal."""
     yield f"{found['parameters']:,} parameters"
     yield f"{'unit':<42}{'parameters':>15}  {'weights':<22}{'optimizer':<22}gradients"
     for row in found["units"]:
@@ -166,7 +166,7 @@ OTHER_COLOUR = "#2a8c4a"
 
 
 def draw(tiers: dict[str, dict]) -> str:
-    """The memory map as an SVG picture: a bar per tier, all on one scale, each part with its name where it fits."""
+    """Draws the memory map as an SVG picture: a bar per tier, all on one scale, each part with its name where it fits."""
     largest = max(of_tier["nbytes"] for of_tier in tiers.values()) or 1
     parts = []
     for number, (tier, of_tier) in enumerate(tiers.items()):

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The pieces of work in a timeline, also in one whose job was killed. Raises ConfigError."""
+    """Reads the pieces of work in a timeline, also in one whose job was killed. Raises ConfigError."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
@@ -82,7 +82,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def last_steps(events: list[dict], count: int) -> list[dict]:
-    """The events of the last ``count`` steps (0: all), cut at the first one's start."""
+    """Returns the events of the last ``count`` steps (0: all), cut at the first one's start."""
     steps = sorted(event["start"] for event in events if event["lane"] == "step")
     if not count or not steps:
         return events
@@ -92,7 +92,7 @@ def last_steps(events: list[dict], count: int) -> list[dict]:
 
 
 def summary(events: list[dict]) -> dict[str, Any]:
-    """Per lane: busy seconds, share of the span, share under compute; and the units that were waited for most."""
+    """Sums up each lane: busy seconds, share of the span, share under compute; and lists the units that were waited for most."""
     begin, end = min(event["start"] for event in events), max(event["end"] for event in events)
     by_lane: dict[str, list[Interval]] = defaultdict(list)
     for event in events:
@@ -129,7 +129,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common(first: list[Interval], second: list[Interval]) -> list[Interval]:
-    """The time that is in both; each ascending and disjoint."""
+    """Finds the time that is in both lists; each is ascending and disjoint."""
     found, i, j = [], 0, 0
     while i < len(first) and j < len(second):
         begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
@@ -143,7 +143,7 @@ def common(first: list[Interval], second: list[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Seconds of disjoint intervals."""
+    """Adds up the seconds of disjoint intervals."""
     return sum(end - begin for begin, end in intervals)
 
 
@@ -158,7 +158,7 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def draw(events: list[dict]) -> str:
-    """One lane under the other, time from left to right, as an SVG picture."""
+    """Draws one lane under the other, time from left to right, as an SVG picture."""
     from ..machine.timeline import LANES
 
     begin, end = min(event["start"] for event in events), max(event["end"] for event in events)

@@ -67,7 +67,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The whole job; returns the exit status. Bad input raises before the model is built."""
+    """Runs the whole job; returns the exit status. Bad input raises before the model is built."""
     check_options(args)
     ranks = Ranks(args.timeout)
     try:

@@ -175,7 +175,7 @@ class Config:
 
     @classmethod
     def make(cls, source: Config | Mapping | str | os.PathLike | None) -> Config:
-        """A Config from a Config, a dict, or the path of a TOML or JSON file. Raises ConfigError."""
+        """Makes a Config from a Config, a dict, or the path of a TOML or JSON file. Raises ConfigError."""
         if source is None:
             return cls()
         if isinstance(source, cls):
@@ -198,7 +198,7 @@ class Config:
 
     @classmethod
     def from_deepspeed(cls, source: Mapping | str | os.PathLike) -> Config:
-        """A Config from a DeepSpeed JSON. Logs (as a warning, so that it is seen) what became of every key."""
+        """Makes a Config from a DeepSpeed JSON. Logs (as a warning, so that it is seen) what became of every key."""
         mapping = dict(source) if isinstance(source, Mapping) else _read_mapping(Path(source))
         fields, report = translate_deepspeed(mapping)
         config = cls(**fields)

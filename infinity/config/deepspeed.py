@@ -21,7 +21,7 @@ class _Translation:
         self.report: list[str] = []
 
     def section(self, path: str, parent: Mapping, key: str) -> Mapping:
-        """The table ``key`` of ``parent``; empty when absent or null."""
+        """Returns the table ``key`` of ``parent``; empty when absent or null."""
         value = parent.get(key)
         if value is None:
             return {}
@@ -34,7 +34,7 @@ class _Translation:
         self.report += [f"{path}{key} ignored" for key in table if key not in taken]
 
     def offload(self, zero: Mapping, key: str, field: str) -> None:
-        """One of DeepSpeed's offload tables to the home of ``field``."""
+        """Maps one of DeepSpeed's offload tables to the home of ``field``."""
         path = f"zero_optimization.{key}."
         table = self.section("zero_optimization.", zero, key)
         if not table:
@@ -52,7 +52,7 @@ class _Translation:
         self.ignore(path, table, "device", "nvme_path")
 
     def stage(self, zero: Mapping) -> None:
-        """``stage`` 1, 2 or 3 to what the ranks share out."""
+        """Maps ``stage`` 1, 2 or 3 to what the ranks share out."""
         value = zero.get("stage")
         if isinstance(value, int) and not isinstance(value, bool) and value in self.STAGES:
             self.fields["shard"] = self.STAGES[value]
@@ -61,7 +61,7 @@ class _Translation:
             self.report.append("zero_optimization.stage ignored")
 
     def precision(self, key: str) -> None:
-        """``bf16`` or ``fp16`` to the dtype of the parameters."""
+        """Maps ``bf16`` or ``fp16`` to the dtype of the parameters."""
         table = self.section("", self.mapping, key)
         if table.get("enabled") is True:
             self.fields["param_dtype"] = key
@@ -71,7 +71,7 @@ class _Translation:
         self.ignore(f"{key}.", table, "enabled")
 
     def clipping(self) -> None:
-        """``gradient_clipping`` to ``max_grad_norm``; "auto" and 0 are no clipping."""
+        """Maps ``gradient_clipping`` to ``max_grad_norm``; "auto" and 0 are no clipping."""
         value = self.mapping.get("gradient_clipping")
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
             self.fields["max_grad_norm"] = float(value)

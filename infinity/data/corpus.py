@@ -53,7 +53,7 @@ class TextFiles:
 
 
 def find_text_files(data: str | os.PathLike | None = None) -> TextFiles:
-    """The files of a path, sorted by relative name; without a path, CPython's standard library sources."""
+    """Finds the files of a path, sorted by relative name; without a path, CPython's standard library sources."""
     if data is None:
         return standard_library_files()
     root = Path(data)
@@ -191,13 +191,13 @@ class Batches:
     seed: int
 
     def train(self, step: int, micro_batch: int = 0) -> torch.Tensor:
-        """Micro-batch of a step: windows at random places of the train part, from (seed, step) alone."""
+        """Draws a micro-batch of a step: windows at random places of the train part, from (seed, step) alone."""
         starts_count = self.corpus.train_ntokens - self.sequence_length + 1
         draws = _random_words(self.seed, step, micro_batch, self.batch_size)
         return self._windows([int(word) % starts_count for word in draws])
 
     def held_out(self, batch_count: int) -> list[torch.Tensor]:
-        """At most `batch_count` batches of windows that do not overlap, spread evenly over the held-out part."""
+        """Makes at most `batch_count` batches of windows that do not overlap, spread evenly over the held-out part."""
         windows_count = self.corpus.held_out_ntokens // self.sequence_length
         wanted_count = min(batch_count * self.batch_size, windows_count)
         starts = [

@@ -138,7 +138,7 @@ class Channel:
         return self._unheard is None or self._unheard[0].is_completed()
 
     def lost(self, what: str, error: RuntimeError) -> PeerError:
-        """The error for a transport that has given up."""
+        """Makes the error for a transport that has given up."""
         self._ended = True
         return ranks_lost(what, error)
 

@@ -132,7 +132,7 @@ class Collectives:
         return None if least == BACKWARD_OVER else least
 
     def agree(self, flags: Sequence[int], what: str) -> list[bool]:
-        """Which of ``flags`` any rank has set."""
+        """Tells which of ``flags`` any rank has set."""
         if self.ranks.alone:
             return [bool(flag) for flag in flags]
         flags = [int(flag) for flag in flags]
@@ -187,7 +187,7 @@ class Collectives:
         return found
 
     def least(self, values: Sequence[int], what: str) -> list[int]:
-        """The smallest of each of ``values`` over all ranks."""
+        """Finds the smallest of each of ``values`` over all ranks."""
         found = torch.tensor(values, dtype=torch.int64, device="cpu")
         for channel in self.ranks.channels:
             channel.rendezvous(what)
@@ -248,7 +248,7 @@ class Collectives:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """All ranks get through the block, or all of them raise, and can go on."""
+        """Brings all ranks through the block, or makes all of them raise; they can go on then."""
         try:
             yield
         except BaseException as error:

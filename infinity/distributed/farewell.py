@@ -37,7 +37,7 @@ class _Farewell:
             self._store.set(f"why/{self._rank}", text[:LONGEST])
 
     def reasons(self) -> list[str]:
-        """A sentence for every other rank that has ended; a moment is given to one that is about to."""
+        """Makes a sentence for every other rank that has ended; a moment is given to one that is about to."""
         ends = time.monotonic() + PATIENCE_SECONDS
         while not (found := self._look()) and time.monotonic() < ends:
             time.sleep(0.05)
@@ -61,7 +61,7 @@ class _Farewell:
 
 
 def join(store: Any, rank: int, size: int) -> None:
-    """This process is rank ``rank`` of ``size`` of the job that has ``store``. An uncaught exception is told from here on."""
+    """Makes this process rank ``rank`` of ``size`` of the job that has ``store``. An uncaught exception is told from here on."""
     global _joined
     first = _joined is None
     _joined = _Farewell(store, rank, size)

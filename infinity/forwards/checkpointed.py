@@ -23,14 +23,14 @@ class Checkpointed:
         self.journal = engine.journal
 
     def run(self, leaves: list, spec: Any) -> Any:
-        """The forward, run again in the backward; where there will be none, just the forward."""
+        """Runs the forward, which is run again in the backward; where there will be none, just the forward."""
         if not torch.is_grad_enabled():
             return self.compute(spec, *leaves)
         versions = [unit.version for unit in self._units]
         return checkpoint(partial(self.compute, versions=versions), spec, *leaves, use_reentrant=False)
 
     def compute(self, spec: Any, *leaves: Any, versions: list[int] | None = None) -> Any:
-        """The forward of arguments that were flattened. ``versions``: of its units' values, the first time."""
+        """Computes the forward of arguments that were flattened. ``versions``: of its units' values, the first time."""
         args, kwargs = tree_unflatten(list(leaves), spec)
         if torch._C._current_graph_task_id() != -1:  # recomputation: nobody else may have asked for the weights yet
             if versions is not None and versions != [unit.version for unit in self._units]:

@@ -48,7 +48,7 @@ class Head:
     nodes: list[weakref.ref[Logits]] = field(default_factory=list)
 
     def living(self) -> Iterator[Logits]:
-        """The nodes that someone still has."""
+        """Yields the nodes that someone still has."""
         self.nodes = [ref for ref in self.nodes if ref() is not None]
         return (node for ref in list(self.nodes) if (node := ref()) is not None)
 
@@ -72,7 +72,7 @@ class Logits(torch.Tensor):
 
     @torch.compiler.disable
     def whole(self) -> torch.Tensor:
-        """The logits. Raises UsageError when the weights or the hidden states have changed since the forward."""
+        """Computes the logits. Raises UsageError when the weights or the hidden states have changed since the forward."""
         if self._whole is None:
             with torch.inference_mode(False), torch.enable_grad():  # the caller's mode is for what it does with them
                 for node in self._head.living():
@@ -195,7 +195,7 @@ class _Derived(torch.autograd.Function):
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as an ordinary one."""
+    """Returns ``tensor`` as an ordinary one."""
     return tensor.whole() if isinstance(tensor, Logits) else tensor
 
 

@@ -59,7 +59,7 @@ class ActivationPlanner:
         return [block for ref in self._blocks if (block := ref()) is not None]
 
     def begin(self) -> None:
-        """A pass that trains starts."""
+        """Begins a pass that trains."""
         for block in self.blocks:
             block.end_pass()
         measured = [block for block in self.blocks if block.is_measured]
@@ -85,7 +85,7 @@ class ActivationPlanner:
         logger.info("activations of %d blocks: %s", len(blocks), self.counts())
 
     def counts(self) -> dict[str, int]:
-        """How many blocks are kept, sent and recomputed; nothing before that is chosen."""
+        """Counts the blocks that are kept, sent and recomputed; empty before that is chosen."""
         chosen = [block for block in self.blocks if block.is_measured]
         return (
             {choice.value: sum(block.choice is choice for block in chosen) for choice in ActivationChoice} if self._chosen else {}
@@ -119,7 +119,7 @@ class PlannedBlock:
         self._storages.clear()
 
     def measured(self) -> Measured:
-        """What the passes so far have shown."""
+        """Returns what the passes so far have shown."""
         return Measured(self._nbytes, self._seconds, self._is_repeatable)
 
     def saves(self, storage: torch.UntypedStorage) -> None:

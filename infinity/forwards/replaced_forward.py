@@ -13,7 +13,7 @@ from torch import nn
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """The forward that ``module`` has now, as a function that does not keep the module."""
+    """Returns the forward that ``module`` has now, as a function that does not keep the module."""
     if "forward" in module.__dict__:
         return module.__dict__["forward"]
     forward, reference = type(module).forward, weakref.ref(module)
@@ -34,7 +34,7 @@ class ReplacedForward:
         module.forward = forward
 
     def remove(self) -> None:
-        """The forward as it was. A second call does nothing."""
+        """Restores the forward as it was. A second call does nothing."""
         module = self._module()
         if module is not None and not self._is_removed:
             if self._own is not None:

@@ -31,14 +31,14 @@ class TiledLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, bias, param, tiles: Tiles, make: Callable[[torch.Tensor], torch.Tensor] | None = None):
-        """``make``: what is returned in place of the product, of its shape."""
+        """Computes the product. ``make``: what is returned in place of the product, of its shape."""
         ctx.save_for_backward(x)
         ctx.tiles, ctx.handle, ctx.version, ctx.has_bias = tiles, tiles.handle, tiles.handle.version, bias is not None
         return TiledLinear.product(x, bias, tiles) if make is None else make(x)
 
     @staticmethod
     def product(x: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
-        """The output, without a graph."""
+        """Computes the output, without a graph."""
         out = None
         for begin, end, weight in tiles.each():
             part = F.linear(x, weight, None if bias is None else bias[begin:end])

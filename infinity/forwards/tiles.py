@@ -22,12 +22,12 @@ HEAD_RATIO = 8  # times as many outputs as inputs
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether ``module`` is transformers' Conv1D: a Linear with its weight transposed."""
+    """Tells whether ``module`` is transformers' Conv1D: a Linear with its weight transposed."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and type(module).__module__.startswith("transformers.")
 
 
 def is_tileable(module: nn.Module) -> bool:
-    """Whether ``module`` is a layer that this file can run in tiles."""
+    """Tells whether ``module`` is a layer that this file can run in tiles."""
     if "forward" in module.__dict__:
         return False
     if type(module) is nn.Embedding:
@@ -36,8 +36,8 @@ def is_tileable(module: nn.Module) -> bool:
 
 
 def candidates(model: nn.Module, limit_nbytes: int, dtype: torch.dtype | None) -> dict[nn.Parameter, int]:
-    """Weights of more than ``limit_nbytes`` (in ``dtype``, None: their own) whose every user can be tiled -> rows of a
-    tile that has no more."""
+    """Finds weights of more than ``limit_nbytes`` (in ``dtype``, None: their own) whose every user can be tiled, each with the rows
+    of a tile that has no more."""
     users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -68,13 +68,13 @@ class Tiles:
         return handle_of(self.param)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """First row and the one behind the last, of every tile."""
+        """Yields the first row and the one behind the last, of every tile."""
         total = self.param.shape[0]
         for begin in range(0, total, self.rows):
             yield begin, min(total, begin + self.rows)
 
     def each(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Every tile with its rows on the device: valid until the next is asked for."""
+        """Yields every tile with its rows on the device: valid until the next is asked for."""
         engine, handle, width = self.engine, self.handle, self.param.shape[1]
         shard = handle.shard
         engine.store.check_process()
@@ -93,13 +93,13 @@ class Tiles:
                 charge.release()
 
     def wants_grad(self, ctx) -> bool:
-        """Whether the running backward accumulates the weight's gradient: ``autograd.grad`` does not."""
+        """Tells whether the running backward accumulates the weight's gradient: ``autograd.grad`` does not."""
         accumulate = ctx.next_functions[-1][0]  # the weight is the last tensor among the arguments
         return self.handle.grad is not None and accumulate is not None and torch._C._will_engine_execute_node(accumulate)
 
     def check(self, handle: ParamHandle, version: int | None) -> None:
-        """A backward comes to the layer. Raises UsageError when it cannot be right. ``handle``: the weight's in its forward;
-        ``version``: of its values there, if they matter."""
+        """Checks a backward that comes to the layer. Raises UsageError when it cannot be right. ``handle``: the weight's in its
+        forward; ``version``: of its values there, if they matter."""
         self.engine.join_backward()
         if self.handle is not handle:
             raise UsageError("this backward needs a weight that ran in tiles, and its model was unwrapped since")

@@ -64,12 +64,12 @@ class Snapshot:
 
 
 def handle_free(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has its bytes with it: a parameter at home has not."""
+    """Tells whether a tensor has its bytes with it: a parameter at home has not."""
     return not isinstance(tensor, nn.Parameter) and type(tensor) is torch.Tensor
 
 
 def has_containers(args: tuple, kwargs: dict) -> bool:
-    """Whether a list or a dict is among the arguments: the block may put something into it."""
+    """Tells whether a list or a dict is among the arguments: the block may put something into it."""
     pending = [*args, *kwargs.values()]
     while pending:
         value = pending.pop()

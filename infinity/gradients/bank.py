@@ -33,7 +33,7 @@ class GradientBank(GradValues):
     # --- what autograd and torch.nn.utils see ---
 
     def get(self, handle: ParamHandle) -> torch.Tensor | None:
-        """``p.grad``: a :class:`LandedGrad`, for a distributed parameter as the local part of a DTensor."""
+        """Returns ``p.grad``: a :class:`LandedGrad`, for a distributed parameter as the local part of a DTensor."""
         with handle.engine.using():
             self.average()
         record = handle.grad
@@ -45,7 +45,7 @@ class GradientBank(GradValues):
         return record.shown
 
     def set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
-        """``p.grad = value``."""
+        """Sets ``p.grad = value``."""
         with handle.engine.using():
             self._set(handle, value)
 
@@ -78,7 +78,7 @@ class GradientBank(GradValues):
             self._reducer.average()
 
     def clear(self, handle: ParamHandle) -> None:
-        """``p.grad = None``."""
+        """Sets ``p.grad = None``."""
         handle.grad = GradRecord()
         set_raw_grad(handle.param, None)  # what autograd had accumulated when an exception kept it from landing
 
@@ -93,7 +93,7 @@ class GradientBank(GradValues):
     # --- backwards that fail ---
 
     def change(self, handle: ParamHandle) -> None:
-        """The running backward is about to change the gradient of ``handle``."""
+        """Marks the gradient of ``handle``, which the running backward is about to change."""
         self._changing.add(handle)
 
     @property
@@ -102,11 +102,12 @@ class GradientBank(GradValues):
         return bool(self._changing)
 
     def end_backward(self) -> None:
-        """The backward came to its end: what it changed is whole."""
+        """Ends the backward: what it changed is whole."""
         self._changing, self._adds_to_consumed = set(), False
 
     def rebuild(self) -> None:
-        """After an exception, with nothing in flight: what somebody had begun to change is torn, what is in memory goes home."""
+        """Marks as torn what somebody had begun to change when an exception struck, and sends what is in memory home. Only while
+        nothing is in flight."""
         for handle in self._changing:
             if handle.grad.state is not GradState.CONSUMED:
                 handle.grad = GradRecord(GradState.TORN)

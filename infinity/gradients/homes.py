@@ -47,7 +47,7 @@ class GradHomes:
         self._opened: OrderedDict[ParamShard, OpenedShard] = OrderedDict()  # least recently used first
 
     def rebuild(self) -> None:
-        """After an exception, with nothing in flight: what is in memory goes home."""
+        """Sends what is in memory home after an exception. Only while nothing is in flight."""
         self._landing.clear()
         self._in_flight = self._in_flight.emptied()
         self.close_all(list(self._opened))
@@ -80,7 +80,7 @@ class GradHomes:
         return not self.device.is_host and handle.shard.arrays["grad"].tier is not Tier.DEVICE
 
     def whole(self, shard: ParamShard) -> torch.Tensor:
-        """This rank's whole flat gradient, where it has one (ZeRO-1), on the device."""
+        """Returns this rank's whole flat gradient, where it has one (ZeRO-1), on the device."""
         shard.wait()
         self._wait_landing(shard)
         return shard.arrays["grad"].flat.to(self.device.where)

@@ -76,7 +76,7 @@ class Reducer:
             self._whole[shard] = whole, charge
 
     def ready(self, unit: ParamUnit) -> None:
-        """All of ``unit``'s gradients have come."""
+        """Notes that all of ``unit``'s gradients have come."""
         if self._ranks.keeps_gradients or unit in self._ready:
             return
         self._ready.append(unit)
@@ -100,7 +100,7 @@ class Reducer:
             self._start_more(least)
 
     def count_ready(self) -> int:
-        """How many more units of the order this rank could start by now."""
+        """Counts how many more units of the order this rank could start by now."""
         own = ((i, unit) for i, unit in enumerate(self._order) if not unit.is_shared)
         last = max((i for i, unit in own if unit in self._ready or any(s in self._got for s in unit.shards)), default=0)
         count = self._position
@@ -120,7 +120,7 @@ class Reducer:
             self._start(unit)
 
     def end_backward(self) -> None:
-        """The backward is over: averages what is left. Every rank comes here."""
+        """Ends the backward: averages what is left. Every rank comes here."""
         if self._ranks.keeps_gradients:
             self._unread = True
             return
@@ -145,7 +145,7 @@ class Reducer:
         return [by_index[index] for index in self._collectives.broadcast(order, "the order of gradients").tolist()]
 
     def abandon(self) -> None:
-        """A backward failed half-way: what it has not averaged is dropped."""
+        """Drops what a backward that failed half-way has not averaged."""
         for _, charge in self._whole.values():
             charge.release()
         self._whole.clear()
@@ -212,7 +212,7 @@ class Reducer:
     # --- gradients kept whole until someone looks (ZeRO-1) ---
 
     def average(self) -> None:
-        """Every gradient that has landed becomes the average. Every rank comes here."""
+        """Averages every gradient that has landed. Every rank comes here."""
         if not self._unread:
             return
         self._unread = False

@@ -41,11 +41,11 @@ class LandedGrad(torch.Tensor):
         return self.clone()
 
     def tolist(self):
-        """The values, as nested lists."""
+        """Returns the values, as nested lists."""
         return self.clone().tolist()
 
     def numpy(self, *, force: bool = False):
-        """Refused: an array would share memory that the engine reuses."""
+        """Raises UsageError: an array would share memory that the engine reuses."""
         raise UsageError(f"{self._infinity_grad.name}.grad.numpy(): take .clone().numpy()")
 
     def __array__(self, *args, **kwargs):

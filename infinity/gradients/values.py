@@ -55,8 +55,8 @@ class GradValues(GradHomes):
         return grad
 
     def value(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
-        """The gradient as a tensor over its home, with every factor applied. With other ranks it is a copy, made of all of
-        their slices: :meth:`put` takes changes home."""
+        """Returns the gradient as a tensor over its home, with every factor applied. With other ranks it is a copy, made of all of
+        their slices; where the device cannot compute with the home, a copy there. :meth:`put` takes changes of a copy home."""
         if self.ranks.size > 1:
             return self._gathered(handle)
         if self._is_remote(handle):
@@ -74,7 +74,7 @@ class GradValues(GradHomes):
             return view
 
     def lends_copies(self, handle: ParamHandle) -> bool:
-        """Whether :meth:`value` gives a copy, of which changes have to be :meth:`put` home."""
+        """Tells whether :meth:`value` gives a copy, of which changes have to be :meth:`put` home."""
         return self.ranks.size > 1 or self._is_remote(handle)
 
     def _fetched(self, handle: ParamHandle) -> torch.Tensor:
@@ -110,7 +110,7 @@ class GradValues(GradHomes):
         handle.grad.averaged = True
 
     def number(self, factor: torch.Tensor) -> float:
-        """``factor.item()``: once, of one by which every gradient is multiplied."""
+        """Returns ``factor.item()``, taken once of a factor by which every gradient is multiplied."""
         known, version, value = self._factor
         if known() is not factor or version != factor._version:
             value = factor.item()
@@ -118,7 +118,7 @@ class GradValues(GradHomes):
         return value
 
     def norm(self, handle: ParamHandle, order: float) -> torch.Tensor:
-        """The vector norm of the gradient: the one taken when it landed, where that is still true."""
+        """Returns the vector norm of the gradient: the one taken when it landed, where that is still true."""
         record = handle.grad
         if self.ranks.size > 1:
             return self._norm_over_ranks(handle, order)
@@ -166,7 +166,7 @@ class GradValues(GradHomes):
         handle.grad.norm = None
 
     def own(self, handle: ParamHandle) -> torch.Tensor:
-        """This rank's elements of the gradient, to be changed in place."""
+        """Returns this rank's elements of the gradient, to be changed in place."""
         if self.ranks.size == 1:
             return self.value(handle, write=True)
         home = self._arrived_slice(handle)

@@ -40,7 +40,7 @@ class _Streams:
         return torch.cuda.stream(stream) if self._is_cuda else stream
 
     def event(self, *, timing: bool = False) -> torch.Event:
-        """One that a waiting thread sleeps for, where that is to be had."""
+        """Makes an event that a waiting thread sleeps for, where that is to be had."""
         if self._is_cuda:
             return torch.cuda.Event(enable_timing=timing, blocking=True)
         return torch.Event(device=self._where, enable_timing=timing)
@@ -234,7 +234,7 @@ KINDS: dict[str, Callable[[torch.device, Traffic], Device]] = {"cpu": Device}  #
 
 
 def make_device(where: torch.device, traffic: Traffic) -> Device:
-    """The device that computes where ``where`` says. Raises ConfigError when there is none."""
+    """Makes the device that computes where ``where`` says. Raises ConfigError when there is none."""
     if where.type in KINDS:
         return KINDS[where.type](where, traffic)
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

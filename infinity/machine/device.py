@@ -91,7 +91,7 @@ class Device:
         return PAST
 
     def now(self) -> Event:
-        """After everything that was computed so far."""
+        """Returns the event after everything that was computed so far."""
         return PAST
 
     @property
@@ -115,14 +115,14 @@ class Device:
             storage_guard.close(storage)
 
     def zeros(self, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-        """A flat array on the device. Raises CapacityError when it has no room."""
+        """Allocates a flat array of zeros on the device. Raises CapacityError when it has no room."""
         return torch.zeros(numel, dtype=dtype, device=self.where)
 
     def warm(self, nbytes: int) -> None:
         """Has the allocator keep ``nbytes`` in one piece for the queue ``in``: what comes and goes there is cut from it."""
 
     def free_nbytes(self) -> int | None:
-        """Memory for the engine where no budget is given; None: as much as the host has."""
+        """Counts the bytes for the engine where no budget is given; None: as much as the host has."""
         return None
 
     def pin(self, region: native.Region) -> None:

@@ -52,7 +52,7 @@ GUESS = DiskProfile(1e9, 1e9, 1e9)
 
 @cache
 def disk_profile(folder: str, kind: str | None = None) -> DiskProfile:
-    """The profile of the device under ``folder`` with an I/O engine of ``kind`` (None: the usual one).
+    """Returns the profile of the device under ``folder`` with an I/O engine of ``kind`` (None: the usual one).
 
     It comes from this process, from the file, or is measured now (half a second, two on a slow disk, 64 MiB at a time).
     A folder that cannot be measured gets a guess: who writes to it will meet the reason.
@@ -83,7 +83,7 @@ def identity(folder: str) -> str:
 
 
 def file_system(folder: str) -> str:
-    """The kind of file system that ``folder`` is on, "ext4" say; empty where the kernel does not tell."""
+    """Names the kind of file system that ``folder`` is on, "ext4" say; empty where the kernel does not tell."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in _read_text(Path("/proc/self/mountinfo")).splitlines():
@@ -187,7 +187,7 @@ def _rates(path: str, memory: native.Region, kind: str, block_nbytes: int, depth
 
 
 def rates(folders: Sequence[str]) -> tuple[float, float, float]:
-    """Bytes per second (read, written, both at once) over all ``folders``, each device counted once."""
+    """Adds up the bytes per second (read, written, both at once) over all ``folders``, each device counted once."""
     used = [disk_profile(folder) for folder, share in zip(folders, shares(folders)) if share]
     return tuple(sum(getattr(one, name) for one in used) for name in ("read_rate", "write_rate", "mixed_rate"))
 
@@ -199,8 +199,8 @@ def seconds(folders: Sequence[str], read: float, written: float) -> float:
 
 
 def shares(folders: Sequence[str]) -> list[float]:
-    """How much of the bytes each folder should take, as rates. Folders on one device would only get in each other's
-    way: the first of them takes its part, the others nothing."""
+    """Computes how much of the bytes each folder should take, as rates. Folders on one device would only get in each other's way:
+    the first of them takes its part, the others nothing."""
     seen: set[str] = set()
     found = []
     for folder in folders:

@@ -22,7 +22,8 @@ class Heap:
         self._until_look = self._after(left)
 
     def freed(self, nbytes: int) -> None:
-        """A buffer of ``nbytes`` was given back to the C library. Where little memory is left the kernel gets what the library keeps."""
+        """Counts a buffer of ``nbytes`` that was given back to the C library. Where little memory is left the kernel gets what the
+        library keeps."""
         self._until_look -= nbytes
         if self._until_look <= 0:
             left = memory_left()

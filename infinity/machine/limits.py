@@ -15,7 +15,7 @@ SHARE_LEFT, LARGEST_LEFT, LEAST_SHARE_LEFT = 1 / 3, 4 * GIB, 1 / 10
 
 
 def memory_left(root: Path = cgroups.ROOT, own: Path = cgroups.OWN) -> int:
-    """Bytes that this process may still take. Cached files of a group give way, and do not count as used."""
+    """Counts the bytes that this process may still take. Cached files of a group give way, and do not count as used."""
     return max(0, min([psutil.virtual_memory().available, *_of_groups(root, own), *_of_ulimits()]))
 
 

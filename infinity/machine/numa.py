@@ -13,7 +13,7 @@ SYSFS = "/sys/devices/system/node"
 
 
 def nodes(root: str | os.PathLike = SYSFS) -> list[set[int]]:
-    """The processors of every node that has any, in order; empty where the system does not tell."""
+    """Lists the processors of every node that has any, in order; empty where the system does not tell."""
     found = []
     for path in sorted(Path(root).glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node"))):
         try:
@@ -35,7 +35,7 @@ def _parse(listed: str) -> set[int]:
 
 
 def share(of_nodes: Sequence[set[int]], allowed: set[int], rank: int, count: int) -> set[int] | None:
-    """The processors for the ``rank``-th of ``count`` processes on a machine: those of one node, among the ``allowed``.
+    """Chooses the processors for the ``rank``-th of ``count`` processes on a machine: those of one node, among the ``allowed``.
     None where there is nothing to choose."""
     usable = [node & allowed for node in of_nodes if node & allowed]
     if len(usable) < 2 or count < 2:

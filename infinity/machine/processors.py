@@ -12,14 +12,14 @@ MOST_FOR_PAGES = 8  # threads that make pages present: the kernel's own locks le
 
 
 def available(root: Path = cgroups.ROOT, own: Path = cgroups.OWN) -> int:
-    """Processors this process may run on at once: those of its affinity, but no more than the quota of any cgroup above it
-    (v1 and v2) pays for. ``root`` and ``own``: where the kernel shows cgroups, and which are this process's."""
+    """Counts the processors this process may run on at once: those of its affinity, but no more than the quota of any cgroup above
+    it (v1 and v2) pays for. ``root`` and ``own``: where the kernel shows cgroups, and which are this process's."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([count, *(math.ceil(quota) for quota in _quotas(root, own))]))
 
 
 def for_pages() -> int:
-    """Threads that make pages present."""
+    """Counts the threads that make pages present."""
     return min(available(), MOST_FOR_PAGES)
 
 

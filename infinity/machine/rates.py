@@ -34,7 +34,7 @@ class Rates:
 
 @cache
 def memory_rate() -> float:
-    """Bytes per second that a copy reads and writes in memory, measured once per process."""
+    """Measures the bytes per second that a copy reads and writes in memory, once per process."""
     source = torch.ones(PROBE_NBYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * PROBE_NBYTES / _best(lambda: target.copy_(source))
@@ -42,7 +42,7 @@ def memory_rate() -> float:
 
 @cache
 def checksum_rate() -> float:
-    """Bytes per second that one thread checks, measured once per process."""
+    """Measures the bytes per second that one thread checks, once per process."""
     source = torch.ones(PROBE_NBYTES, dtype=torch.uint8)
     return PROBE_NBYTES / _best(lambda: native.crc32c(source))
 

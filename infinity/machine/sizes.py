@@ -15,7 +15,7 @@ MOST_NBYTES = 1 << 60  # of a budget
 
 
 def parse_nbytes(value: int | str | None, name: str) -> int | None:
-    """Bytes from ``48_000_000``, ``"48GiB"`` or ``"1.5 GB"``; None stays None. Raises ConfigError naming ``name``."""
+    """Parses bytes from ``48_000_000``, ``"48GiB"`` or ``"1.5 GB"``; None stays None. Raises ConfigError naming ``name``."""
     if value is None:
         return None
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_NBYTES:
@@ -29,7 +29,7 @@ def parse_nbytes(value: int | str | None, name: str) -> int | None:
 
 
 def format_nbytes(nbytes: float) -> str:
-    """``1536`` -> ``"1.5 KiB"``."""
+    """Writes bytes as text: ``1536`` -> ``"1.5 KiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -38,5 +38,5 @@ def format_nbytes(nbytes: float) -> str:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``value``."""
+    """Returns the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple

@@ -17,7 +17,7 @@ _NBYTES = 80  # of a StorageImpl, up to the flags in every torch that is support
 
 
 def is_available() -> bool:
-    """Whether this torch's storages can be guarded."""
+    """Tells whether this torch's storages can be guarded."""
     return _flags() is not None
 
 

@@ -38,7 +38,7 @@ class Timeline:
         self._write({"ph": "M", "name": "process_name", "args": {"name": "infinity"}})
 
     def add(self, lane: str, name: str, start: float, end: float, **details) -> None:
-        """One piece of work in ``lane``."""
+        """Adds one piece of work in ``lane``."""
         if self._descriptor is None or os.getpid() != self._pid:
             return
         event = {"ph": "X", "name": name, "cat": lane, "tid": self._row(lane, start, end)}

@@ -27,12 +27,12 @@ Span = tuple[int, int, native.Hyperparameters]  # first element, the one behind 
 
 
 def passing(shard: ParamShard) -> list[str]:
-    """The arrays of a step that lie in host memory."""
+    """Lists the arrays of a step that lie in host memory."""
     return [name for name, array in shard.arrays.items() if array.tier is Tier.HOST]
 
 
 def steps_on_device(shard: ParamShard) -> bool:
-    """Whether a shard's state lies on a device that the processor cannot reach."""
+    """Tells whether a shard's state lies on a device that the processor cannot reach."""
     return any(array.tier is Tier.DEVICE for name, array in shard.arrays.items() if name != "grad")
 
 
@@ -80,7 +80,7 @@ class DeviceStepper:
             self.share = own_rate / (own_rate + processor_rate)
 
     def first_own(self, shard: ParamShard) -> int:
-        """The first element of a shard on the host that is stepped here; those before it are the processor's."""
+        """Returns the first element of a shard on the host that is stepped here; those before it are the processor's."""
         if not self.share or not self._slots or any(array.tier is not Tier.HOST for array in shard.arrays.values()):
             return shard.slice_numel
         return round(shard.slice_numel * (1 - self.share)) // SHARD_ALIGNMENT * SHARD_ALIGNMENT

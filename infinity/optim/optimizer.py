@@ -75,7 +75,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         return OptimizerState(self._engine, self._rule, self.param_groups, self._moments)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after wrapping: the new parameters have no home."""
+        """Raises UsageError after wrapping: the new parameters have no home."""
         if self._ready:
             raise UsageError("add_param_group after wrap_model: unwrap_model first, add the group, and wrap again")
         super().add_param_group(param_group)
@@ -179,7 +179,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def step_in_backward(self) -> Iterator[None]:
-        """Around the last backward before :meth:`step`: a unit is stepped as soon as its gradients have landed, while the
+        """Surrounds the last backward before :meth:`step`: a unit is stepped as soon as its gradients have landed, while the
         backward goes on; ``step()`` does the rest. The arithmetic is the same.
 
         What has been stepped cannot be clipped, unscaled or changed any more: that raises UsageError, as does clipping
@@ -205,7 +205,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 engine.steps.end_stream()
 
     def unit_landed(self, unit: ParamUnit) -> None:
-        """All of a unit's gradients have landed, and the backward is done with it."""
+        """Steps or shadows a unit whose gradients have all landed, and with which the backward is done."""
         if self._engine.steps.streaming:
             self._step_unit(unit)
         elif self._engine.shadow_policy is not None:

@@ -27,7 +27,7 @@ NOT_HONOURED = ("amsgrad", "differentiable", "capturable", "caution", "cautious"
 
 
 def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
-    """The rule of ``optimizer``. Raises ConfigError for one whose step is not exactly a known one."""
+    """Recognises the rule of ``optimizer``. Raises ConfigError for one whose step is not exactly a known one."""
     kind = type(optimizer)
     name = kind.__name__
     if isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
@@ -80,7 +80,7 @@ def check_groups(rule: native.Rule, groups: Iterable[Mapping[str, Any]], *, mome
 
 
 def moment_names(rule: native.Rule, groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """torch's name of each moment the optimizer keeps -> the shard's array for it."""
+    """Maps torch's name of each moment the optimizer keeps to the shard's array for it."""
     if rule == native.Rule.SGD:
         moving = any(group["momentum"] != 0 for group in groups)
         return {"momentum_buffer": "exp_avg"} if moving else {}
@@ -90,13 +90,13 @@ def moment_names(rule: native.Rule, groups: Iterable[Mapping[str, Any]]) -> dict
 
 
 def saved_step(state: Mapping[str, Any]) -> int:
-    """Steps taken, by torch's state of one parameter. SGD counts none: that its buffer exists means the first is past."""
+    """Returns the steps taken, by torch's state of one parameter. SGD has no count: a buffer means that the first is past."""
     started = any(value is not None for name, value in state.items() if name != "step")
     return int(state.get("step", started))
 
 
 def refuse_flags(rule: native.Rule, groups: Iterable[Mapping[str, Any]], *, moments: int, where: str) -> None:
-    """:func:`check_groups` of what comes after the wrap. Raises UsageError that says ``where`` it came from."""
+    """Runs :func:`check_groups` on what comes after the wrap. Raises UsageError that says ``where`` it came from."""
     try:
         check_groups(rule, groups, moments=moments)
     except ConfigError as error:

@@ -30,8 +30,8 @@ class Measured:
 
 
 def choose(blocks: Sequence[Measured], *, device_nbytes: int, host_nbytes: float, send_rate: float) -> list[ActivationChoice]:
-    """The choices that cost least: on the device stays what would cost most, by its bytes, to do without. ``send_rate``: bytes
-    per second there and back. Of equal blocks the last stay: the backward needs them first."""
+    """Chooses what costs least: on the device stays what would cost most, by its bytes, to do without. ``send_rate``: bytes per
+    second there and back. Of equal blocks the last stay: the backward needs them first."""
 
     def cost(block: Measured) -> float:
         sending = block.nbytes / send_rate

@@ -35,7 +35,7 @@ class Budgets:
         return self._of[tier]
 
     def over(self, plan: MemoryPlan) -> dict[Tier, int]:
-        """By how much ``plan`` is too large; empty where it fits."""
+        """Counts the bytes by which ``plan`` is too large, for each tier; empty where it fits."""
         found = {tier: more for tier in Tier if (more := plan.planned_nbytes(tier) - self._of[tier]) > 0}
         if self.shared is not None:
             more = plan.planned_nbytes(Tier.DEVICE) + plan.planned_nbytes(Tier.HOST) - self.shared
@@ -44,7 +44,7 @@ class Budgets:
         return found
 
     def excess(self, plan: MemoryPlan) -> tuple[int, int]:
-        """How far a plan is from fitting: budgets that are too small, then bytes. The nearest one is worth an error."""
+        """Tells how far a plan is from fitting: budgets that are too small, then bytes. The nearest one is worth an error."""
         over = self.over(plan)
         return len(over), sum(over.values())
 
@@ -57,8 +57,8 @@ class Budgets:
 
 
 def measured_free(tier: Tier, config: Config, device: Device | None = None) -> int:
-    """Bytes of ``tier`` that a plan may use now. Without a GPU the device is this machine's memory. Of memory a part is left to what
-    the engine does not hold (:mod:`infinity.machine.limits`); of a GPU's, to activations."""
+    """Measures the bytes of ``tier`` that a plan may use now. Without a GPU the device is this machine's memory. Of memory a part
+    is left to what the engine does not hold (:mod:`infinity.machine.limits`); of a GPU's, to activations."""
     if tier is Tier.DEVICE and device is not None and (free := device.free_nbytes()) is not None:
         return free
     if tier is not Tier.NVME:

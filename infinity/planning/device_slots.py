@@ -8,5 +8,5 @@ SLOT_ALIGNMENT = 256  # bytes, of each array in a slot
 
 
 def device_slot_nbytes(nbytes_per_element: float, numel: int) -> int:
-    """Bytes of a slot for arrays of so many bytes per element in all, of shards of up to ``numel`` elements."""
+    """Counts the bytes of a slot for arrays of so many bytes per element in all, of shards of up to ``numel`` elements."""
     return int(nbytes_per_element * min(DEVICE_CHUNK, numel)) + 8 * SLOT_ALIGNMENT

@@ -14,8 +14,8 @@ WEIGHT = 0.3  # of the newest measurement
 
 
 def waiting(trace: Sequence[int], reads: Mapping[int, float], computes: Mapping[int, float], depth: int) -> float:
-    """Seconds that the compute waits in one pass over ``trace`` (units in order of use), when ``depth`` units from the disk
-    are read ahead, one after the other. ``reads``: seconds of each unit that comes from the disk; ``computes``: of each."""
+    """Computes the seconds that the compute waits in one pass over ``trace`` (units in order of use), when ``depth`` units from the
+    disk are read ahead, one after the other. ``reads``: seconds of each unit that comes from the disk; ``computes``: of each."""
     now = disk_free = waited = 0.0
     coming = [position for position, unit in enumerate(trace) if reads.get(unit)]
     arrivals: dict[int, float] = {}
@@ -40,7 +40,7 @@ def _ahead(coming: Sequence[int], index: int, position: int) -> int:
 
 
 def choose(trace: Sequence[int], reads: Mapping[int, float], computes: Mapping[int, float]) -> int:
-    """The depth: see the module."""
+    """Chooses the depth: see the module."""
     least = waiting(trace, reads, computes, DEEPEST)
     negligible = NEGLIGIBLE * sum(computes.get(unit, 0.0) for unit in trace)
     for depth in range(1, DEEPEST):
@@ -61,12 +61,12 @@ class LookAhead:
         self._disk_free = 0.0
 
     def note_read(self, unit: int, start: float, end: float) -> None:
-        """A unit's bytes were asked for and came: what of that time was not another unit's counts."""
+        """Notes when a unit's bytes were asked for and came: what of that time was not another unit's counts."""
         self._note(self._reads, unit, max(0.0, end - max(start, self._disk_free)))
         self._disk_free = max(self._disk_free, end)
 
     def note_compute(self, unit: int, seconds: float) -> None:
-        """A unit was computed with, until the next was asked for."""
+        """Notes for how long a unit was computed with, until the next was asked for."""
         self._note(self._computes, unit, seconds)
 
     @staticmethod
@@ -75,6 +75,6 @@ class LookAhead:
         known[unit] = before + WEIGHT * (seconds - before)
 
     def begin_pass(self, trace: Sequence[int]) -> None:
-        """The pass that begins is expected to go as ``trace``."""
+        """Chooses the depth for the pass that begins, which is expected to go as ``trace``."""
         if trace and self._reads and not self._is_fixed:
             self.depth = choose(trace, self._reads, self._computes)

@@ -57,15 +57,15 @@ class MemoryPlan:
     shadowed: frozenset[int] = frozenset()  # units with room for a second copy of their state
 
     def tiers_of(self, unit: int) -> dict[str, Tier]:
-        """The home of every array of the unit with this index."""
+        """Returns the home of every array of the unit with this index."""
         return {name: self.placed.get(name, {}).get(unit, tier) for name, tier in self.tiers.items()}
 
     def kept_of(self, unit: int) -> set[str]:
-        """The arrays of the unit with this index that are cached."""
+        """Returns the arrays of the unit with this index that are cached."""
         return {name for name, units in self.kept.items() if unit in units}
 
     def planned_nbytes(self, tier: Tier) -> int:
-        """The most that ``tier`` will be charged."""
+        """Counts the most bytes that ``tier`` will be charged."""
         return sum(self.terms[tier].values())
 
 

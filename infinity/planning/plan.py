@@ -33,8 +33,8 @@ def make_plan(
     free: Mapping[Tier, int] | None = None,
     device: Device | None = None,
 ) -> MemoryPlan:
-    """The fastest plan within the budgets. ``held_nbytes``: the most weight bytes held at once. ``free``: what a tier
-    without a budget has (None: what is measured now). ``device``: what computes (None: the processor).
+    """Makes the fastest plan within the budgets. ``held_nbytes``: the most weight bytes held at once. ``free``: what a tier without
+    a budget has (None: what is measured now). ``device``: what computes (None: the processor).
 
     Raises CapacityError with the least workable budget, ConfigError when a home has no folder.
     """

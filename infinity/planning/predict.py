@@ -31,7 +31,7 @@ class Prediction:
 
 
 def predict(plan: MemoryPlan, units: Sequence[UnitSize], rates: Rates, *, compute_seconds: float, passes: int = 1) -> Prediction:
-    """The step time from what the processor has to do in turn and the disk beside it.
+    """Predicts the step time from what the processor has to do in turn and the disk beside it.
 
     ``compute_seconds``: forward and backward of one step's whole batch, without the optimizer.
     """

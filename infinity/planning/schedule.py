@@ -24,7 +24,7 @@ class Schedule:
         self._position = 0  # in the expected trace: the next use
 
     def begin(self, kind: str) -> None:
-        """A new pass of ``kind`` ("train" or "infer") starts; the one before becomes its kind's trace."""
+        """Begins a new pass of ``kind`` ("train" or "infer"); the one before becomes its kind's trace."""
         if self._current:
             self._traces[self._kind] = self._current
         self._kind, self._current, self._position = kind, [], 0
@@ -42,7 +42,7 @@ class Schedule:
         self._position = found + 1
 
     def upcoming(self, *, backward: bool) -> Iterator[int]:
-        """The units expected next, in order, each once."""
+        """Yields the units expected next, in order, each once."""
         seen = {self._current[-1]} if self._current else set()
         for unit in self._expected(backward):
             if unit not in seen:
@@ -50,11 +50,11 @@ class Schedule:
                 yield unit
 
     def expected(self) -> list[int]:
-        """The trace that this pass is expected to follow."""
+        """Returns the trace that this pass is expected to follow."""
         return self._traces.get(self._kind, [])
 
     def first(self) -> Iterator[int]:
-        """The units a training pass begins with, in order, each once: what a step's end can already fetch."""
+        """Yields the units a training pass begins with, in order, each once: what a step's end can already fetch."""
         trace = self._current if self._kind == "train" and self._current else self._traces.get("train", [])
         return iter(dict.fromkeys(trace))
 

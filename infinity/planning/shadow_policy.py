@@ -24,11 +24,11 @@ class ShadowPolicy:
     _next_pause: int = field(default=1, repr=False)
 
     def is_wanted(self, backward: int) -> bool:
-        """Whether shadows are to be made in this backward of a step, counted from 1: another one would spoil them."""
+        """Tells whether shadows are to be made in this backward of a step, counted from 1: another one would spoil them."""
         return not self._pause and backward == self._backward
 
     def end_step(self, *, made: int, kept: int, backwards: int) -> None:
-        """A step of so many backwards was taken, for which ``made`` shadows were there and ``kept`` are its updates."""
+        """Ends a step of so many backwards, for which ``made`` shadows were there and ``kept`` are its updates."""
         self.made += made
         self.kept += kept
         self._backward = max(1, backwards)

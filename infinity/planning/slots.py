@@ -18,7 +18,7 @@ def needed_device_slot_nbytes(units: Sequence[UnitSize]) -> int:
 
 
 def optimizer_slot_nbytes(shards: Sequence[ShardSize], tiers: dict[str, Tier], chunk: int) -> int:
-    """Bytes of one optimizer slot: the file-homed arrays of ``chunk`` elements, of the shard that needs most."""
+    """Counts the bytes of one optimizer slot: the file-homed arrays of ``chunk`` elements, of the shard that needs most."""
     needed = 0
     for shard in shards:
         if shard.spec.stepped:

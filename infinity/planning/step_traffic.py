@@ -11,7 +11,7 @@ from .unit_sizes import STATE, UnitSize
 
 
 def traffic(plan: MemoryPlan, units: Sequence[UnitSize], *, passes: int = 1) -> dict[str, int]:
-    """Bytes of a step with ``passes`` forwards and backwards over every edge, and through memory in the optimizer."""
+    """Counts the bytes of a step with ``passes`` forwards and backwards over every edge, and through memory in the optimizer."""
     edges = dict.fromkeys(("nvme->host", "host->nvme", "host->device", "device->host", "optimizer"), 0)
     for index, unit in enumerate(units):
         tiers, kept = plan.tiers_of(index), plan.kept_of(index)
@@ -35,6 +35,6 @@ def traffic(plan: MemoryPlan, units: Sequence[UnitSize], *, passes: int = 1) -> 
 
 
 def step_cost(plan: MemoryPlan, units: Sequence[UnitSize]) -> tuple[int, int]:
-    """Bytes of a step over the slowest edges first."""
+    """Counts the bytes of a step over the slowest edges first."""
     edges = traffic(plan, units)
     return edges["nvme->host"] + edges["host->nvme"], edges["host->device"] + edges["device->host"]

@@ -25,13 +25,13 @@ class ShardSize:
     node_size: int = 0  # ranks of one machine, where they share out gathered weights; else 0
 
     def nbytes(self, name: str) -> int:
-        """Bytes of array ``name`` at home on one rank; 0 when the shard has none."""
+        """Counts the bytes of array ``name`` at home on one rank; 0 when the shard has none."""
         if name == "grad" and self.whole_grad:
             return round_up(int(self.numel * self.spec.nbytes_per_element().get(name, 0)), native.BLOCK_NBYTES)
         return self._slice_nbytes.get(name, 0)
 
     def whole_nbytes(self, name: str) -> int:
-        """Bytes of array ``name`` of all ranks."""
+        """Counts the bytes of array ``name`` of all ranks."""
         return self.slices * self._slice_nbytes.get(name, 0)
 
     @cached_property

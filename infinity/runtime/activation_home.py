@@ -60,7 +60,7 @@ class ActivationHome:
     # --- space ---
 
     def take(self, nbytes: int) -> StateArray:
-        """Space at home for ``nbytes``. Raises CapacityError over the tier's budget."""
+        """Takes space at home for ``nbytes``. Raises CapacityError over the tier's budget."""
         self._reclaim()
         size = blocks(nbytes)
         fitting = [array for array in self._free if size <= array.nbytes <= size + size // 8]

@@ -73,7 +73,7 @@ class ActivationStore(ActivationHome):
             self._block = None
 
     def begin(self, stays: set[int]) -> None:
-        """A forward starts. ``stays``: storages (by address) that are not activations: buffers, foreign parameters."""
+        """Begins a forward. ``stays``: storages (by address) that are not activations: buffers, foreign parameters."""
         self._stays = stays
         if self._planner is not None:
             self._planner.begin()
@@ -82,7 +82,7 @@ class ActivationStore(ActivationHome):
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
 
     def hooks(self, outer: tuple[Callable, Callable] | None) -> tuple[Callable, Callable]:
-        """Pack and unpack for autograd; what they do not take goes to ``outer``."""
+        """Makes pack and unpack for autograd; what they do not take goes to ``outer``."""
         outer_pack, outer_unpack = outer if outer is not None else (None, None)
 
         def pack(tensor: torch.Tensor) -> Any:

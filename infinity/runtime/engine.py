@@ -149,7 +149,7 @@ class Engine:
                 self.storages[flat.untyped_storage()._cdata] = (unit, flat)
 
     def units_of(self, block: torch.nn.Module) -> list[ParamUnit]:
-        """The units that have parameters of ``block`` and are gathered whole."""
+        """Lists the units that have parameters of ``block`` and are gathered whole."""
         params = set(block.parameters())
         whole = [unit for unit in self.units if not self.sizes[unit.index].tile_nbytes]
         return [unit for unit in whole if any(p in params for shard in unit.shards for p in shard.params)]
@@ -222,7 +222,7 @@ class Engine:
         return self.passes.computing
 
     def touch(self, handle: ParamHandle, operation: str) -> None:
-        """A parameter at home is used: inside a forward or backward it is gathered, elsewhere that is refused."""
+        """Gathers a parameter at home that is used inside a forward or backward, and refuses any other use."""
         self.store.check_process()
         if not self.computing:
             raise self.refusal(handle, operation)
@@ -230,14 +230,14 @@ class Engine:
 
     @staticmethod
     def refusal(handle: ParamHandle, operation: str) -> UsageError:
-        """The error for touching a parameter at home."""
+        """Makes the error for touching a parameter at home."""
         instead = mistakes.advice() or (
             f"Read or change it inside `with infinity.full_params(model, [{handle.name!r}]) as params:`."
         )
         return UsageError(f"{operation} on parameter {handle.name}, which is at home on {handle.shard.weight.tier}. {instead}")
 
     def saving_tensors(self) -> AbstractContextManager:
-        """Weights that autograd saves inside are saved as references."""
+        """Has weights that autograd saves inside saved as references."""
         return self.passes.saving()
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
@@ -263,14 +263,14 @@ class Engine:
     # --- what passes ask ---
 
     def begin_pass(self, *, training: bool) -> None:
-        """A root forward starts."""
+        """Begins a root forward."""
         for handle in self.group_of if training else ():
             set_raw_grad(handle.param, None)  # of a backward that was cut short before the engine heard of it
         self.schedule.begin("train" if training else "infer")
         self.prefetcher.begin_pass()
 
     def end_backward(self) -> None:
-        """The outermost backward ended: every gradient is on its way home."""
+        """Ends the outermost backward: every gradient is on its way home."""
         if self.reducer is not None:
             with self.store.guarding():
                 self.reducer.end_backward()
@@ -290,7 +290,7 @@ class Engine:
         self._landed_listeners.append(listener)
 
     def tell_landed(self, unit: ParamUnit) -> None:
-        """All gradients of ``unit`` have landed."""
+        """Tells the listeners that all gradients of ``unit`` have landed."""
         for listener in self._landed_listeners:
             listener(unit)
 
@@ -321,7 +321,7 @@ class Engine:
             raise UsageError("this backward needs weights that went with the engine: run it before unwrap_model")
 
     def begin_step(self) -> None:
-        """An optimizer step starts."""
+        """Begins an optimizer step."""
         if self.stepper is not None and self.updater.step_seconds:
             self.stepper.choose_share(self.updater.elements / self.updater.step_seconds, self._passing_nbytes())
 
@@ -331,7 +331,7 @@ class Engine:
         return max((sum(spec.nbytes_per_element().values()) for spec in specs), default=0.0)
 
     def end_step(self) -> None:
-        """The updates are submitted: the next forward's first units follow them from the disk."""
+        """Ends a step, whose updates are submitted: the next forward's first units follow them from the disk."""
         self.prefetcher.fetch_ahead(self.schedule.first())
         began = self.clock.tick()
         if self.traffic.timeline is not None:

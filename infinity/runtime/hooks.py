@@ -32,13 +32,13 @@ class RefusedCopy:
         module.__dict__[self.NAME] = refuse
 
     def remove(self) -> None:
-        """A second call does nothing."""
+        """Lets the module be pickled and copied again. A second call does nothing."""
         if (module := self._module()) is not None:
             module.__dict__.pop(self.NAME, None)
 
 
 def install_hooks(engine: Engine, root: torch.nn.Module, owners: dict[torch.nn.Module, list[ParamUnit]]) -> list:
-    """Hooks ``root``, every owner, and every stepped parameter. Returns what removes that, each any number of times."""
+    """Installs hooks on ``root``, every owner, and every stepped parameter. Returns what removes that, each any number of times."""
     removers: list = []
     for module in dict.fromkeys([root, *owners]):
         units, is_root = owners.get(module, []), module is root

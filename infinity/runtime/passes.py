@@ -86,7 +86,7 @@ class Passes:
     # --- forward ---
 
     def enter(self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool) -> None:
-        """A forward of ``module`` starts."""
+        """Begins a forward of ``module``."""
         self.engine.store.check_process()
         in_backward = torch._C._current_graph_task_id() != -1
         if not self.frames and not in_backward and is_root:
@@ -121,7 +121,7 @@ class Passes:
         return {local_of(tensor).untyped_storage()._cdata for tensor in own if tensor.layout is torch.strided}
 
     def leave(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        """The forward of ``module`` ended, with an output or with an exception (then it is None).
+        """Ends the forward of ``module``, with an output or with an exception (then the output is None).
 
         Returns the output, with copies of what in it was a view of a weight: the weight may be gone before it is used.
         """
@@ -206,7 +206,7 @@ class Passes:
     # --- what autograd saves ---
 
     def saving(self) -> AbstractContextManager:
-        """Weights saved inside the block are saved as references to their units."""
+        """Has weights saved inside the block saved as references to their units."""
         return self.scopes.scope(*self._saving_hooks())
 
     def _saving_hooks(self) -> tuple[Callable, Callable]:
@@ -221,7 +221,7 @@ class Passes:
     # --- backward ---
 
     def hold_for_backward(self, unit: ParamUnit) -> None:
-        """The running backward needs ``unit``."""
+        """Holds ``unit``, which the running backward needs."""
         self.engine.check_open()
         self.join_task()
         if unit in self.awaited:
@@ -242,7 +242,7 @@ class Passes:
         self._since[unit] = time.perf_counter()
 
     def landed(self, param: torch.Tensor) -> None:
-        """Autograd accumulated a gradient of ``param``: it goes home."""
+        """Sends home a gradient that autograd accumulated in ``param``."""
         handle = handle_of(param)
         grad = raw_grad(param)  # before anything is put right: this one is of the backward that runs
         self.join_task()
@@ -268,13 +268,13 @@ class Passes:
                     self.engine.tell_landed(handle.unit)
 
     def landed_at_home(self, unit: ParamUnit) -> None:
-        """The averages of ``unit``'s gradients over all ranks have landed."""
+        """Tells the listeners that the averages of ``unit``'s gradients over all ranks have landed."""
         landed = any(handle.grad.state is GradState.LANDED for handle in unit.handles if handle.grad)
         if landed and not self.engine.prefetcher.is_held(unit):
             self.engine.tell_landed(unit)
 
     def let_go(self, unit: ParamUnit) -> None:
-        """The backward is done with ``unit``."""
+        """Lets ``unit`` go, with which the backward is done."""
         if unit in self.awaited:
             del self.awaited[unit]
             self.engine.traffic.mark("backward", unit.name, self._since.pop(unit))
@@ -326,7 +326,7 @@ class Passes:
         return bool(self.tasks or self.frames)
 
     def sweep(self) -> None:
-        """The outermost backward has ended: what is still held got no gradient for some of its parameters."""
+        """Lets go of what is still held as the outermost backward ends: it got no gradient for some of its parameters."""
         for unit, missing in (self.awaited | self.expected).items():
             if unit in self.reached:  # else this was torch.autograd.grad, which accumulates nothing
                 self.engine.without_grad[unit] = self.engine.without_grad.get(unit, set()) | missing
@@ -337,7 +337,7 @@ class Passes:
         self.engine.end_backward()
 
     def rebuild(self) -> None:
-        """Nothing is running: whatever an exception left of it is forgotten."""
+        """Forgets whatever an exception left of what was running. Only while nothing is running."""
         self.frames, self.awaited, self.expected, self._since = [], {}, {}, {}
         self.tasks, self.reached = {}, set()
 

@@ -85,13 +85,13 @@ class Prefetcher:
                     unit.conceal()
 
     def rebuild(self) -> None:
-        """Every unit is at home, and nobody holds any: whatever an exception left of that. Only while nothing is in flight."""
+        """Takes every unit home, and every hold off, whatever an exception left of that. Only while nothing is in flight."""
         self._resident, self._holds, self._computing = {}, Counter(), None
         for unit in self.units:
             unit.rebuild()
 
     def is_held(self, unit: ParamUnit) -> bool:
-        """Whether something computes with ``unit``, or is about to."""
+        """Tells whether something computes with ``unit``, or is about to."""
         return unit in self._holds
 
     def release_all(self, units: Iterable[ParamUnit]) -> None:
@@ -147,7 +147,7 @@ class Prefetcher:
         return least
 
     def begin_pass(self) -> None:
-        """A root forward starts: the schedule knows what is expected."""
+        """Begins a root forward: the schedule knows what is expected."""
         self._computing = None
         self.look_ahead.begin_pass(self.schedule.expected())
         if self._ranks.size > 1:

@@ -29,7 +29,7 @@ class Wrapped:
 
 
 def wrapped(model: nn.Module) -> Wrapped:
-    """The record of a wrapped model. Raises UsageError for any other."""
+    """Returns the record of a wrapped model. Raises UsageError for any other."""
     record = model.__dict__.get(RECORD) if isinstance(model, nn.Module) else None
     if record is None:
         raise UsageError(f"this {type(model).__name__} is not wrapped: call infinity.wrap_model(model, ...) first")
@@ -37,7 +37,7 @@ def wrapped(model: nn.Module) -> Wrapped:
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine of a wrapped model. Raises UsageError where its unwrap has begun."""
+    """Returns the engine of a wrapped model. Raises UsageError where its unwrap has begun."""
     record = wrapped(model)
     if record.unwrapping is not None:
         raise UsageError("unwrap_model was cut short by an exception: call it again, with the same model")

@@ -31,7 +31,7 @@ ALIGNMENT = 64  # bytes: a part of a storage starts where its bytes lie as they 
 
 
 def blocks(nbytes: int) -> int:
-    """``nbytes`` in whole blocks of a checksum, of which any part can be written."""
+    """Rounds ``nbytes`` up to whole blocks of a checksum, of which any part can be written."""
     return round_up(nbytes, native.CHECKSUM_NBYTES)
 
 
@@ -40,7 +40,7 @@ def raw_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def storage_span(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
-    """First byte and number of bytes of the storage that are to be saved for ``tensor``."""
+    """Computes the first byte and the number of bytes of the storage that are to be saved for ``tensor``."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     begin = tensor.storage_offset() * tensor.itemsize // ALIGNMENT * ALIGNMENT
     end = (tensor.storage_offset() + last + 1) * tensor.itemsize
@@ -57,7 +57,7 @@ class SavedTensor:
         self._version = tensor._version
 
     def tensor(self) -> torch.Tensor:
-        """The tensor. Raises RuntimeError, as torch does, when it was changed since."""
+        """Returns the tensor. Raises RuntimeError, as torch does, when it was changed since."""
         if self._tensor._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -112,13 +112,13 @@ class Saved:
         store.keep(self)
 
     def bytes_on_device(self) -> torch.UntypedStorage | None:
-        """The storage that has the bytes again, while anything holds it."""
+        """Returns the storage that has the bytes again, while anything holds it."""
         if self._there is None or self._there.expired():
             return None
         return torch.UntypedStorage._new_with_weak_ptr(self._there.cdata)
 
     def was_changed(self) -> bool:
-        """Whether the tensor was changed while it was on its way home, so that its bytes there may be either."""
+        """Tells whether the tensor was changed while it was on its way home, so that its bytes there may be either."""
         self.changed |= self.source is not None and self.source[0]._version != self.source[1]
         return self.changed
 
@@ -131,7 +131,7 @@ class Saved:
             )
 
     def came_back(self, storage: torch.UntypedStorage) -> None:
-        """``storage`` has the bytes."""
+        """Notes that ``storage`` has the bytes."""
         self._there = StorageWeakRef(storage)
 
 
@@ -148,7 +148,7 @@ class View:
     neg: bool
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor, in ``storage`` that has its bytes again."""
+        """Makes the tensor, in ``storage`` that has its bytes again."""
         offset = self.offset - self.saved.begin // self.dtype.itemsize
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, offset, self.size, self.stride)
         tensor = tensor.conj() if self.conj else tensor
@@ -156,7 +156,7 @@ class View:
 
 
 def release_saved(saved: weakref.ref[Saved]) -> None:
-    """The bytes are at home: what they were of may be changed."""
+    """Releases the tensor whose bytes are at home: it may be changed."""
     if (there := saved()) is not None:
         there.was_changed()
         there.source = None

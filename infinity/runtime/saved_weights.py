@@ -52,7 +52,7 @@ class SavedWeight:
             )
 
     def tensor(self) -> torch.Tensor:
-        """The tensor that was saved. Its unit is resident."""
+        """Makes the tensor that was saved. Its unit is resident."""
         bare = torch.empty(0, dtype=self.dtype, device=self.flat.device)
         bare = bare.set_(self.flat.untyped_storage(), self.offset, self.size, self.stride)
         bare = bare.conj() if self.conj else bare
@@ -60,7 +60,7 @@ class SavedWeight:
 
 
 def is_checkpoint(hooks: tuple | None) -> bool:
-    """Whether a pair of saved-tensor hooks is a non-reentrant checkpoint's."""
+    """Tells whether a pair of saved-tensor hooks is a non-reentrant checkpoint's."""
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 

@@ -20,7 +20,7 @@ SHARD_ALIGNMENT = 4096  # elements
 
 
 def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Whether the strides visit ``numel`` consecutive elements once each, in any order of dimensions."""
+    """Tells whether the strides visit ``numel`` consecutive elements once each, in any order of dimensions."""
     expected = 1
     for extent, step in sorted(((n, s) for n, s in zip(shape, stride) if n != 1), key=lambda pair: pair[1]):
         if step != expected:
@@ -51,7 +51,7 @@ class Placement:
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The parameter's view of ``flat``."""
+        """Makes the parameter's view of ``flat``."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
 

@@ -25,7 +25,7 @@ class ForwardEdits:
         self._versions: list[int] = []  # torch's counts when the parameters became resident
 
     def begin(self) -> None:
-        """The parameters are about to be computed with."""
+        """Begins to count changes: the parameters are about to be computed with."""
         self._watched.clear()
         self._versions = [local_of(param)._version for shard in self._shards for param in shard.params]
 

@@ -43,7 +43,7 @@ class ParamHandle:
         return self.shard.params[self.index]
 
     def changed(self) -> None:
-        """The value at home is about to be another one."""
+        """Notes that the value at home is about to be another one."""
         self.version += 1
         self.unit.version += 1
         self.has_loaded_master = False
@@ -61,12 +61,12 @@ class ParamHandle:
 
 
 def handle_of(param: torch.Tensor) -> ParamHandle | None:
-    """The handle of a managed parameter (or of its alias), None for any other tensor."""
+    """Returns the handle of a managed parameter (or of its alias), None for any other tensor."""
     return param.__dict__.get("_infinity") if isinstance(param, torch.Tensor) else None
 
 
 def own_bytes(param: torch.Tensor) -> torch.Tensor:
-    """The detached tensor over a parameter's device bytes, whatever its class is just now. Valid while it is resident."""
+    """Returns the detached tensor over a parameter's device bytes, whatever its class is just now. Valid while it is resident."""
     with DisableTorchFunction():
         return torch.Tensor.detach(local_of(param))
 

@@ -28,7 +28,7 @@ class Lent:
         self._handle.lent = weakref.ref(self)
 
     def end(self) -> None:
-        """The block has ended: the parameter is at rest again. A second call does nothing."""
+        """Ends the block: the parameter is at rest again. A second call does nothing."""
         lent = self._handle.lent
         if lent is not None and lent() is self:
             self._handle.lent = self._before

@@ -219,7 +219,7 @@ class StoredAlias(_Stored, torch.Tensor):
 
     @staticmethod
     def of(source: torch.Tensor) -> StoredAlias:
-        """The alias of a parameter, or of another alias."""
+        """Makes the alias of a parameter, or of another alias."""
         with DisableTorchFunction():
             alias = torch.Tensor._make_wrapper_subclass(
                 StoredAlias, source.shape, strides=source.stride(), dtype=source.dtype, device=source.device
@@ -229,7 +229,7 @@ class StoredAlias(_Stored, torch.Tensor):
         return alias
 
     def gathered(self) -> torch.Tensor:
-        """The parameter's own bytes, once they are on the device."""
+        """Returns the parameter's own bytes, once they are on the device."""
         handle = handle_of(self)
         param = handle.shard.params[handle.index]
         data = own_bytes(param)

@@ -32,12 +32,12 @@ class Group:
 
 
 def is_managed(param: nn.Parameter) -> bool:
-    """Whether the engine moves ``param``. Parameter subclasses (quantised ones, say) stay where they are."""
+    """Tells whether the engine moves ``param``. Parameter subclasses (quantised ones, say) stay where they are."""
     return type(param) is nn.Parameter or is_distributed_parameter(param)
 
 
 def partition(model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.Parameter, int] | None = None) -> list[Group]:
-    """The groups of ``model`` in the order of its modules; every managed parameter is in exactly one.
+    """Makes the groups of ``model`` in the order of its modules; every managed parameter is in exactly one.
 
     ``units``: "auto", or class names of the modules that are units. ``tiled``: weights that run in tiles -> rows of a
     tile; each is a group of its own, which nobody owns. Raises ConfigError for a name without a module.
@@ -145,7 +145,7 @@ def held_nbytes(model: nn.Module, groups: list[Group], nbytes_of: dict[int, int]
 
 
 def parameter_names(model: nn.Module) -> dict[torch.Tensor, list[str]]:
-    """Parameter -> all its names, in the order of ``named_parameters(remove_duplicate=False)``."""
+    """Maps each parameter to all its names, in the order of ``named_parameters(remove_duplicate=False)``."""
     names: dict[torch.Tensor, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)

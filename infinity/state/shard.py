@@ -29,7 +29,7 @@ class ParamShard(ShardArrays):
     # --- parameter values ---
 
     def read_value(self, store: ArrayIO, index: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Parameter ``index`` as a new tensor of ``dtype`` (default: as wrapped), from the master where it is wider."""
+        """Reads parameter ``index`` as a new tensor of ``dtype`` (default: as wrapped), from the master where it is wider."""
         with store.guarding():
             self.wait()
         dtype = dtype or self.spec.wrapped_dtype
@@ -99,7 +99,7 @@ class ParamShard(ShardArrays):
         return {name: torch.where(changed, part, store.read(self.arrays[name], begin, end)) for name, part in encoded.items()}
 
     def holds(self, store: ArrayIO, index: int, value: torch.Tensor) -> bool:
-        """Whether this rank's part of parameter ``index`` at home is ``value``, bit for bit, in the dtype the model computes in."""
+        """Tells whether this rank's part of parameter ``index`` at home is ``value``, bit for bit, in the model's compute dtype."""
         return value.dtype == self.spec.dtype and not self.changes(store, index, value)
 
     def write_changes(self, store: ArrayIO, index: int, parts: dict[str, torch.Tensor], *, version: int) -> None:
@@ -115,7 +115,7 @@ class ParamShard(ShardArrays):
         return "master" in self.arrays and self.spec.wrapped_dtype != torch.float32
 
     def read_master(self, store: ArrayIO, index: int) -> torch.Tensor:
-        """The fp32 master of parameter ``index``, as a new tensor."""
+        """Reads the fp32 master of parameter ``index``, as a new tensor."""
         return self.read_value(store, index, torch.float32)
 
     def write_master(self, store: ArrayIO, index: int, master: torch.Tensor, *, version: int) -> int:
@@ -134,7 +134,7 @@ class ParamShard(ShardArrays):
         return int((~same).sum())
 
     def encode(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Flat values of any float dtype -> the bytes of weight and, where there is one, master."""
+        """Encodes flat values of any float dtype as the bytes of weight and, where there is one, master."""
         dtype = self.spec.dtype
         if not self.spec.stepped or self.spec.master == native.Master.OWN:
             return {"weight": value.to(dtype)}
@@ -150,7 +150,7 @@ class ParamShard(ShardArrays):
     # --- moments ---
 
     def read_moment(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
-        """Moment ``name`` of parameter ``index`` as a new tensor in its dtype at rest; fp32 where that is 8-bit."""
+        """Reads moment ``name`` of parameter ``index`` as a new tensor in its dtype at rest; fp32 where that is 8-bit."""
         self.wait()
         values = self.read_part(store, name, index)
         if name in MOMENTS and self.spec.moment_dtype == torch.uint8:
@@ -179,7 +179,7 @@ class ParamShard(ShardArrays):
         return flat.as_strided(place.shape, place.stride)
 
     def flattened(self, value: torch.Tensor, index: int) -> torch.Tensor:
-        """A copy of parameter ``index``'s ``value``, flat, on the CPU, in the order in which its elements lie."""
+        """Copies parameter ``index``'s ``value``, flat, to the CPU, in the order in which its elements lie."""
         place = self.layout.placements[index]
         flat = torch.empty(place.numel, dtype=value.dtype, device="cpu")
         flat.as_strided(place.shape, place.stride).copy_(value.detach())
@@ -187,6 +187,6 @@ class ParamShard(ShardArrays):
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Elementwise equality of representation: NaN equals itself, and 0.0 differs from -0.0."""
+    """Compares the representation elementwise: NaN equals itself, and 0.0 differs from -0.0."""
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
     return a.view(integer) == b.view(integer)

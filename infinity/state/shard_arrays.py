@@ -103,7 +103,7 @@ class ShardArrays:
         return self.slice_numel * self.spec.dtype.itemsize
 
     def own(self, name: str, rank: int | None = None) -> tuple[int, int]:
-        """Elements of the whole array ``name`` that this rank (or ``rank``) has at home: first and behind the last."""
+        """Returns the elements of the whole array ``name`` that this rank (or ``rank``) has at home: first and behind the last."""
         if name == "grad" and self.ranks.keeps_gradients:
             return 0, self.layout.numel
         each = self.slice_numel // elements_each(name)
@@ -116,14 +116,14 @@ class ShardArrays:
         return self.ranks.rank * self.slice_numel, (self.ranks.rank + 1) * self.slice_numel
 
     def slice_part(self, index: int, rank: int | None = None) -> tuple[int, int]:
-        """Elements of parameter ``index`` in this rank's slice (or ``rank``'s); none where begin = end."""
+        """Returns the elements of parameter ``index`` in this rank's slice (or ``rank``'s); none where begin = end."""
         place = self.layout.placements[index]
         first = (self.ranks.rank if rank is None else rank) * self.slice_numel
         begin, end = max(place.offset, first), min(place.end, first + self.slice_numel)
         return begin, max(begin, end)
 
     def own_part(self, name: str, index: int) -> tuple[int, int]:
-        """Elements of the whole array ``name`` that are parameter ``index``'s and at home here; none where begin = end."""
+        """Returns the elements of the whole array ``name`` that are parameter ``index``'s and at home; none where begin = end."""
         (begin, end), (low, high) = self.part(name, index), self.own(name)
         begin, end = max(begin, low), min(end, high)
         return begin, max(begin, end)
@@ -186,13 +186,13 @@ class ShardArrays:
         self._last_read = event
 
     def submit(self, update: Update) -> None:
-        """AT_HOME or SHADOWED -> STEPPING: ``update`` is under way. Called again with the same one it does nothing."""
+        """Records ``update``, which is under way (AT_HOME or SHADOWED -> STEPPING). A second call with it does nothing."""
         if self._update is not update:
             self._check_move(Activity.STEPPING)
             self._update, self._shadow = update, None
 
     def wait(self) -> None:
-        """STEPPING -> AT_HOME: waits until the last step's bytes are at home. Raises what went wrong with it."""
+        """Waits until the last step's bytes are at home (STEPPING -> AT_HOME). Raises what went wrong with it."""
         if self._update is not None:
             self._update.wait()
             self._update = None
@@ -205,12 +205,12 @@ class ShardArrays:
         self._last_read = PAST
 
     def cast_shadow(self, shadow: Shadow) -> None:
-        """AT_HOME -> SHADOWED: ``shadow`` is about to be submitted."""
+        """Records ``shadow``, which is about to be submitted (AT_HOME -> SHADOWED)."""
         self._check_move(Activity.SHADOWED)
         self._shadow = shadow
 
     def drop_shadow(self) -> None:
-        """SHADOWED -> AT_HOME: forgets the shadow once it is over, for what it is made from is about to change."""
+        """Forgets the shadow once it is over (SHADOWED -> AT_HOME), for what it is made from is about to change."""
         if self._shadow is not None and (ticket := self._shadow.ticket) is not None:
             try:
                 ticket.wait()
@@ -219,14 +219,14 @@ class ShardArrays:
         self._shadow = None
 
     def keep_shadow(self) -> None:
-        """SHADOWED -> STEPPING: makes the shadow the state. What was the state is room for the next one."""
+        """Makes the shadow the state (SHADOWED -> STEPPING). What was the state is room for the next one."""
         self._check_move(Activity.STEPPING)
         before = {name: self.arrays[name] for name in self._beside}
         # In one statement, which nothing interrupts: a state half of which is the shadow's would be no state at all.
         self.arrays, self._beside, self._update, self._shadow = self.arrays | self._beside, before, self._shadow.ticket, None
 
     def forget_update(self) -> None:
-        """-> AT_HOME, whatever came of the last update: the engine is being shut down."""
+        """Forgets the last update, whatever came of it (-> AT_HOME): the engine is being shut down."""
         self._update = self._shadow = None
 
     def forget(self) -> None:
@@ -236,7 +236,7 @@ class ShardArrays:
         self._reserved.clear()
 
     def native_layout(self, rule: native.Rule) -> native.Layout:
-        """The kernel's description of this shard."""
+        """Describes this shard to the kernel."""
         spec = self.spec
         return native.Layout(
             rule=rule,
@@ -247,14 +247,14 @@ class ShardArrays:
         )
 
     def slice_of_grad(self) -> native.Extent:
-        """This rank's slice of a gradient that lies whole in memory."""
+        """Returns this rank's slice of a gradient that lies whole in memory."""
         size = self.spec.grad_dtype.itemsize
         return self.arrays["grad"].extent.part(self.own_slice[0] * size, self.slice_numel * size)
 
     # --- parts of arrays ---
 
     def read_part(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
-        """Parameter ``index``'s part of array ``name`` as it lies there."""
+        """Reads parameter ``index``'s part of array ``name`` as it lies there."""
         begin, end = self.part(name, index)
         low, high = self.own_part(name, index)
         first = self.own(name)[0]
@@ -290,6 +290,6 @@ class ShardArrays:
             store.write(self.arrays[name], low - self.own(name)[0], part[low - begin : high - begin], version=version)
 
     def part(self, name: str, index: int) -> tuple[int, int]:
-        """Elements of array ``name`` that are parameter ``index``'s: first and behind the last."""
+        """Returns the elements of array ``name`` that are parameter ``index``'s: first and behind the last."""
         place, each = self.layout.placements[index], elements_each(name)
         return place.offset // each, -(-place.end // each)

@@ -30,7 +30,7 @@ class ShardSpec:
     stepped: bool
 
     def array_dtypes(self) -> dict[str, torch.dtype]:
-        """Name -> dtype of every array of such a shard."""
+        """Maps the name of every array of such a shard to its dtype."""
         dtypes = {"weight": self.dtype}
         if self.stepped:
             if self.master != native.Master.OWN:
@@ -43,7 +43,7 @@ class ShardSpec:
         return dtypes
 
     def nbytes_per_element(self) -> dict[str, float]:
-        """Name -> bytes of every array, per parameter element."""
+        """Maps the name of every array to its bytes, per parameter element."""
         return self._nbytes_per_element
 
     @cached_property
@@ -52,12 +52,12 @@ class ShardSpec:
 
 
 def elements_each(name: str) -> int:
-    """Parameter elements to one element of array ``name``."""
+    """Counts the parameter elements to one element of array ``name``."""
     return native.MOMENT_BLOCK if name in SCALES.values() else 1
 
 
 def home_of(name: str, weights: Tier, optimizer: Tier, grad: Tier) -> Tier:
-    """The tier of array ``name``. Scales of a state on disk stay on the host: they are too small for blocks of it."""
+    """Returns the tier of array ``name``. Scales of a state on disk stay on the host: they are too small for blocks of it."""
     if name in SCALES.values():
         return Tier.HOST if optimizer is Tier.NVME else optimizer
     return {"weight": weights, "grad": grad}.get(name, optimizer)

@@ -21,7 +21,7 @@ class StepCounter:
         self.begun = self.streaming = True
 
     def end_stream(self) -> None:
-        """The backward is over: the next step makes the rest."""
+        """Ends the backward in which units are stepped: the next step makes the rest."""
         self.streaming = False
 
     def give_up(self) -> None:
@@ -33,7 +33,7 @@ class StepCounter:
         self.index, self.begun, self.untold = index, False, index
 
     def tell(self) -> None:
-        """The caller knows of the last step."""
+        """Notes that the caller knows of the last step."""
         self.untold = -1
 
     def count_backwards(self, count: int) -> None:

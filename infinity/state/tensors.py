@@ -9,7 +9,7 @@ from ..machine import storage_guard
 
 
 def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """``tensor.copy_(value)``, also of an expanded tensor, whose repeated elements are written once."""
+    """Does ``tensor.copy_(value)``, also of an expanded tensor, whose repeated elements are written once."""
     once = tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())
     tensor.detach()[once].copy_(value[once])
 

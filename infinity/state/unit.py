@@ -62,7 +62,7 @@ class ParamUnit(UnitBuffers):
     # --- moves ---
 
     def fetch(self, store: ShardStore, slots: list[native.Lease]) -> None:
-        """STORED -> FETCHING: starts reading into ``slots``, one per shard, once the last step's bytes are at home."""
+        """Starts reading into ``slots``, one per shard (STORED -> FETCHING), once the last step's bytes are at home."""
         self._move(Residency.FETCHING)
         self._slots = slots
         for index, (shard, slot) in enumerate(zip(self.shards, slots)):
@@ -73,7 +73,7 @@ class ParamUnit(UnitBuffers):
                 self._pieces.append(ReadPiece(index, begin, nbytes, read))
 
     def stage(self) -> None:
-        """FETCHING -> STAGED: waits for the reads. When one failed the slots are given back and the error is raised."""
+        """Waits for the reads (FETCHING -> STAGED). When one failed the slots are given back and the error is raised."""
         error = _first_error(self._pieces)
         self._move(Residency.STAGED if error is None else Residency.STORED)
         if error is not None:
@@ -81,7 +81,7 @@ class ParamUnit(UnitBuffers):
             raise error
 
     def drop(self, store: ShardStore) -> None:
-        """FETCHING or STAGED -> STORED without using the bytes. Reads that have not started are taken back."""
+        """Drops the bytes without using them (FETCHING or STAGED -> STORED). Reads that have not started are taken back."""
         if self.residency not in (Residency.FETCHING, Residency.STAGED):
             raise self._illegal("be dropped")
         error: Exception | None = None
@@ -99,13 +99,13 @@ class ParamUnit(UnitBuffers):
             raise error
 
     def gather(self, store: ShardStore, ledger: Ledger) -> None:
-        """STAGED (or STORED, for a memory home) -> RESIDENT."""
+        """Gathers the unit (STAGED, or STORED for a memory home, -> RESIDENT)."""
         self.start_gather(store, ledger)
         self.finish_gather(store)
 
     def start_gather(self, store: ShardStore, ledger: Ledger, *, offered: int = 0) -> int | None:
-        """STAGED (or STORED, for a memory home) -> GATHERING: verifies and copies onto the device what this rank has; what
-        others have is on its way. FETCHING -> GATHERING, where copies run beside the reads: piece by piece, as they come.
+        """Starts a gather (STAGED, or STORED for a memory home, -> GATHERING): verifies and copies onto the device what this rank
+        has; what others have is on its way. FETCHING -> GATHERING, where copies run beside the reads: piece by piece, as they come.
 
         ``offered``: see :meth:`Collectives.gather`. Returns what all ranks offered, None where they did not meet.
         """
@@ -174,7 +174,7 @@ class ParamUnit(UnitBuffers):
                 self._least_offered = pending.least_offered
 
     def finish_gather(self, store: ShardStore) -> None:
-        """GATHERING -> RESIDENT: what is computed from now on comes after the bytes are there."""
+        """Ends a gather (GATHERING -> RESIDENT): what is computed from now on comes after the bytes are there."""
         try:
             if self.arriving is not PAST:
                 with store.traffic.stalled("host->device", self.name):
@@ -210,15 +210,16 @@ class ParamUnit(UnitBuffers):
         self._empty(self._charge)
 
     def release(self) -> None:
-        """RESIDENT -> STORED. The home has the bytes: what a forward edited was sent there when its hold was taken off."""
+        """Frees the device's memory (RESIDENT -> STORED). The home has the bytes: what a forward edited was sent there when its
+        hold was taken off."""
         if self.residency is not Residency.RESIDENT or self.stays:
             raise self._illegal("be released")
         self._move(Residency.STORED)
         self._empty(self._charge)
 
     def rebuild(self) -> None:
-        """At home, whatever the unit was doing when an exception struck. Only while nothing is in flight; the charges of what is
-        given up are the ledger's to forget."""
+        """Takes the unit home, whatever it was doing when an exception struck. Only while nothing is in flight; the charges of what
+        is given up are the ledger's to forget."""
         for pending in self._pending:  # what is under way still writes to the storages
             pending.drop()
         self._slots, self._pieces, self._pending, self._charge = [], [], [], None

@@ -120,7 +120,7 @@ class UnitBuffers:
                 param.__class__ = distributed if is_distributed(param) else plain
 
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
-        """``param.data`` was handed out, through which torch does not count changes."""
+        """Watches for changes through ``param.data``, which was handed out: torch does not count them."""
         self._edits.watch(param, data, self._can_be_compared)
 
     @property
@@ -138,7 +138,7 @@ class UnitBuffers:
             self._edits.write(store, journal, self._collectives, compresses=self._ranks.compresses, stays=self.stays)
 
     def share(self) -> None:
-        """Several modules use the unit, so that its gradients may come long after each other."""
+        """Marks the unit as used by several modules, so that its gradients may come long after each other."""
         self._is_shared = True
 
     @property

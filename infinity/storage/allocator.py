@@ -72,7 +72,7 @@ class ArrayAllocator:
         self.staging: native.PinnedPool | None = None  # weights on their way to the device
 
     def allocate(self, tier: Tier, dtype: torch.dtype, numel: int, what: str) -> StateArray:
-        """A zeroed array of ``numel`` elements at home on ``tier``. Raises CapacityError over the tier's budget."""
+        """Allocates a zeroed array of ``numel`` elements at home on ``tier``. Raises CapacityError over the tier's budget."""
         nbytes = numel * dtype.itemsize
         charge = self.ledger.reserve(tier, round_up(nbytes, native.BLOCK_NBYTES), what)  # memory comes in pages
         if tier is Tier.NVME:
@@ -94,9 +94,9 @@ class ArrayAllocator:
         return min(usable, key=lambda index: (self._file_nbytes[index] + nbytes) / self._shares[index])
 
     def make_region(self, nbytes: int, *, copied: bool = True) -> native.Region:
-        """Page-aligned memory. ``copied``: by the device, with which it is registered. Every page is present when this
-        returns or, of what comes before :meth:`open`, after :meth:`await_pages`: the kernel clears them while the values
-        that will be in them are read and copied. A device registers pages that are there."""
+        """Makes page-aligned memory. ``copied``: by the device, with which it is registered. Every page is present when this
+        returns or, of what comes before :meth:`open`, after :meth:`await_pages`: the kernel clears them while the values that will
+        be in them are read and copied. A device registers pages that are there."""
         later = not self._is_open and self.device.is_host
         region = native.Region(nbytes, huge_pages=True, touch_threads=0 if later else processors.for_pages())
         if later:
@@ -158,8 +158,8 @@ class ArrayAllocator:
             ) from error  # fmt: skip
 
     def allocate_more(self, tier: Tier, nbytes: int, what: str) -> StateArray:
-        """Like :meth:`allocate`, of bytes, and also after :meth:`open`; the plan grows by as much. On disk they are part
-        of a further file."""
+        """Allocates ``nbytes`` bytes as :meth:`allocate` does, and also after :meth:`open`; the plan grows by as much. On disk they
+        are part of a further file."""
         if tier is not Tier.NVME:
             array = self.allocate(tier, torch.uint8, nbytes, what)
             self.ledger.accounts[tier].planned_nbytes += round_up(nbytes, native.BLOCK_NBYTES)

@@ -35,15 +35,15 @@ class ArrayIO(Protocol):
     """Reads and writes the arrays of a shard."""
 
     def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
-        """See :meth:`ShardStore.read`."""
+        """Reads as :meth:`ShardStore.read` does."""
 
     def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
-        """See :meth:`ShardStore.write`."""
+        """Writes as :meth:`ShardStore.write` does."""
 
     def guarding(self) -> AbstractContextManager[None]:
-        """See :meth:`ShardStore.guarding`."""
+        """Guards a block as :meth:`ShardStore.guarding` does."""
 
 
 def bytes_of(pool: native.PinnedPool, lease: native.Lease, nbytes: int) -> torch.Tensor:
-    """A tensor over the first ``nbytes`` of ``lease``."""
+    """Makes a tensor over the first ``nbytes`` of ``lease``."""
     return native.tensor_at(pool.region, lease.address, nbytes, torch.uint8)

@@ -81,7 +81,7 @@ class ShardStore(ArrayAllocator):
     # --- moving parts of arrays, synchronously ---
 
     def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
-        """Elements ``begin`` to ``end`` as a new CPU tensor. Checksums are verified on the way from the disk."""
+        """Reads elements ``begin`` to ``end`` as a new CPU tensor. Checksums are verified on the way from the disk."""
         self.check_process()
         out = torch.empty(end - begin, dtype=array.dtype, device="cpu")
         with self.guarding():
@@ -131,7 +131,7 @@ class ShardStore(ArrayAllocator):
         array.extent.version = version
 
     def read_block(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> torch.Tensor:
-        """Whole checksummed blocks of an array on disk, from byte ``offset`` on, as a tensor over ``lease``."""
+        """Reads whole checksummed blocks of an array on disk, from byte ``offset`` on, as a tensor over ``lease``."""
         self.io.read(array.extent, offset, lease.address, nbytes, lease=lease).wait()
         self.verify(array, lease.address, nbytes, offset=offset)
         return bytes_of(self._service, lease, nbytes)
@@ -143,7 +143,7 @@ class ShardStore(ArrayAllocator):
 
     @contextmanager
     def borrow(self, nbytes: int) -> Iterator[native.Lease]:
-        """A piece of the service buffer. Waits for transfers that still have it."""
+        """Borrows a piece of the service buffer. Waits for transfers that still have it."""
         lease = self.take_lease(self._service, nbytes)
         try:
             yield lease
@@ -151,8 +151,8 @@ class ShardStore(ArrayAllocator):
             lease.release()
 
     def take_lease(self, pool: native.PinnedPool, nbytes: int, give_up: Callable[[], bool] = lambda: False) -> native.Lease:
-        """A lease of ``nbytes``: waits for transfers that still use the pool, then asks ``give_up`` to let something go, which
-        says whether it did. Raises InternalError when there is nothing left to wait for."""
+        """Takes a lease of ``nbytes``: waits for transfers that still use the pool, then asks ``give_up`` to let something go,
+        which says whether it did. Raises InternalError when there is nothing left to wait for."""
         while (lease := pool.try_lease(nbytes)) is None:
             self.refuse_hung()
             if pool.wait_for_transfer():
@@ -196,9 +196,9 @@ class ShardStore(ArrayAllocator):
 
     @contextmanager
     def writing_behind(self) -> Iterator[WriteBehind]:
-        """For many writes, of which those that follow each other on disk become large ones that nobody waits for. All is at
-        home when the block ends. One that raises leaves some of it unwritten: the store is of no use then. Raises UsageError
-        inside another one."""
+        """Yields a writer for many writes, of which those that follow each other on disk become large ones that nobody waits for.
+        All is at home when the block ends. One that raises leaves some of it unwritten: the store is of no use then. Raises
+        UsageError inside another one."""
         if self._behind is not None:
             raise UsageError("this store is being written behind already")
         writer = self._behind = WriteBehind(self, self._service)
@@ -211,8 +211,8 @@ class ShardStore(ArrayAllocator):
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """The disk's first error inside any such block ends all of them: what it left half done must not be trained
-        on, read or saved."""
+        """Ends every such block with the disk's first error inside any of them: what it left half done must not be trained on, read
+        or saved."""
         if self.failure is not None:
             raise self.failure()
         try:

@@ -37,7 +37,7 @@ class OpenPart:
     ticket: native.Ticket | None = None
 
     def holds(self, array: StateArray, start: int, end: int) -> bool:
-        """Whether some of those bytes are in it."""
+        """Tells whether some of bytes ``start`` to ``end`` of ``array`` are in this part."""
         return self.array is array and self.start < end and start < self.end
 
 

@@ -56,7 +56,7 @@ class DeepSpeedAio:
 
 
 def find(path: str, nbytes: int) -> DeepSpeedAio | str:
-    """A runner, or why there is none."""
+    """Returns a runner, or why there is none."""
     try:
         from deepspeed.ops.op_builder import AsyncIOBuilder
 

@@ -26,7 +26,7 @@ class Fio:
         return self._run(direction, *self.best[direction])
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: nothing is kept."""
 
     def _run(self, direction: str, block: str, depth: int) -> Times:
         command = [
@@ -42,7 +42,7 @@ class Fio:
 
 
 def find(path: str, nbytes: int) -> Fio | str:
-    """A runner, or why there is none."""
+    """Returns a runner, or why there is none."""
     if shutil.which("fio") is None:
         return "not installed (apt install fio)"
     rival = Fio(path, nbytes)

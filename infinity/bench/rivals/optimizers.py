@@ -65,7 +65,7 @@ OPTIMIZER_RIVALS = (
 
 @contextmanager
 def openmp_threads(count: int) -> Iterator[None]:
-    """``count`` threads for every OpenMP runtime in this process: torch and DeepSpeed may each have one."""
+    """Sets ``count`` threads for every OpenMP runtime in this process inside the block: torch and DeepSpeed may each have one."""
     before = torch.get_num_threads()
     _set_openmp_threads(count)
     try:

@@ -24,8 +24,8 @@ ROUNDS = 3
 
 
 def multiplies_bf16(device: str | None) -> bool:
-    """Whether products of bf16 matrices are fast where the model computes. A processor without AVX-512 has torch's plain loop for them, which
-    takes some fifty times as long as fp32."""
+    """Tells whether products of bf16 matrices are fast where the model computes. A processor without AVX-512 has torch's plain loop
+    for them, which takes some fifty times as long as fp32."""
     import torch
 
     if device is not None and not device.startswith("cpu"):
@@ -43,7 +43,7 @@ class Compute:
 
 
 def compute_time(model: nn.Module, config: Any, *, batch: int, length: int, dtype: torch.dtype, checkpointing: bool) -> Compute:
-    """Of ``model``, which may be on meta, with ``config`` (transformers')."""
+    """Measures or estimates the compute time of a step of ``model``, which may be on meta, with ``config`` (transformers')."""
     layers = _layer_count(config)
     params = sum(param.numel() for param in model.parameters())
     flops = _flops(config, params, batch * length, length) * (4 / 3 if checkpointing else 1)

@@ -114,7 +114,7 @@ def make_job(args: argparse.Namespace, model: nn.Module, batches: Batches, confi
 
 
 def make_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW that decays matrices only; a bias or a norm's scale has no reason to be small."""
+    """Makes an AdamW that decays matrices only; a bias or a norm's scale has no reason to be small."""
     import torch
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -126,7 +126,7 @@ def make_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch
 
 
 def lr_share(step: int, *, steps: int, warmup_steps: int) -> float:
-    """Linear over the warm-up, so that step 0 is not lost to a rate of zero; then half a cosine."""
+    """Computes the learning rate's share: linear over the warm-up, so that step 0 is not lost to a zero one; then half a cosine."""
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     passed = (step - warmup_steps) / max(1, steps - warmup_steps)
@@ -158,7 +158,7 @@ def _interrupted(job: Job, interrupt: Interrupt) -> bool:
 
 
 def train_step(job: Job, step: int) -> float:
-    """One optimizer step; returns its loss. A loss that is not finite raises before the weights are touched."""
+    """Takes one optimizer step; returns its loss. A loss that is not finite raises before the weights are touched."""
     import torch
 
     # Dropout too follows from (seed, step, rank) alone, as the batches do.
@@ -182,7 +182,7 @@ def train_step(job: Job, step: int) -> float:
 
 
 def held_out_loss(model: nn.Module, batches: list[torch.Tensor]) -> float:
-    """Mean loss of a predicted token in nats; a last batch with fewer windows counts for fewer."""
+    """Computes the mean loss of a predicted token in nats; a last batch with fewer windows counts for fewer."""
     import torch
 
     device = next(model.parameters()).device

@@ -27,8 +27,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def read_model_config(path: Path | None, *, trust: bool = False) -> Any:
-    """The `transformers` configuration of a folder, of a config.json, or the built-in one. Code that lies there runs with ``trust``
-    only: nobody is asked."""
+    """Reads the `transformers` configuration of a folder, of a config.json, or the built-in one. Code that lies there runs with
+    ``trust`` only: nobody is asked."""
     import transformers
 
     if path is None:
@@ -55,12 +55,13 @@ def _check_sizes(path: Path, config: Any) -> None:
 
 
 def is_trusted(model_config: Any) -> bool:
-    """Whether the configuration came of code in the model's folder, which was allowed then."""
+    """Tells whether the configuration came of code in the model's folder, which was allowed then."""
     return type(model_config).__module__.partition(".")[0] == "transformers_modules"
 
 
 def built_in_model_config() -> Any:
-    """50.8 M parameters. The fused form of GELU: the one GPT-2 was written with takes a sixth longer per step."""
+    """Makes the configuration of a GPT-2 of 50.8 M parameters. The fused form of GELU: the one GPT-2 was written with takes a sixth
+    longer per step."""
     from transformers import GPT2Config
 
     return GPT2Config(
@@ -79,7 +80,7 @@ def built_in_model_config() -> Any:
 
 
 def max_positions(model_config: Any) -> int:
-    """The longest sequence the model takes; one without positions takes any."""
+    """Returns the longest sequence the model takes; one without positions takes any."""
     return getattr(model_config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
@@ -93,7 +94,7 @@ def choose_sequence_length(wanted: int | None, model_config: Any) -> int:
 
 
 def read_tokenizer(path: Path | None, *, trust: bool = False) -> Any:
-    """The folder's tokenizer, or `None`: then a token is a byte."""
+    """Reads the folder's tokenizer, or returns `None`: then a token is a byte."""
     import transformers
 
     if path is None or not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -117,7 +118,8 @@ def check_vocabulary(model_config: Any, tokenizer: Any) -> None:
 def build_model(
     path: Path | None, model_config: Any, *, dtype: str, seed: int, say: Callable[[str], None], trust: bool = False
 ) -> nn.Module:
-    """Weights of the folder, or fresh ones from the seed. A weight that the folder lacks comes from the seed too.
+    """Builds the model with the folder's weights, or with fresh ones from the seed. A weight that the folder lacks comes from the
+    seed too.
 
     Where the folder has every weight under the model's own names the model stays on meta: the engine then takes them
     from the folder (:func:`is_streamed`), and they are never all in memory.
@@ -147,7 +149,7 @@ def build_model(
 
 
 def is_streamed(model: nn.Module, path: Path | None) -> bool:
-    """Whether ``model`` is on meta and the safetensors in ``path`` have all of it."""
+    """Tells whether ``model`` is on meta and the safetensors in ``path`` have all of it."""
     from ...checkpoint.weight_files import WeightFiles
 
     if path is None or not path.is_dir() or not all(param.is_meta for param in model.parameters()):
@@ -174,7 +176,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def no_cache(model: nn.Module) -> Iterator[None]:
-    """A cache of keys and values serves generation; in training it would only hold memory."""
+    """Turns off the cache of keys and values inside the block: it serves generation, and in training it would only hold memory."""
     config, used = model.config, getattr(model.config, "use_cache", None)
     if used is not None:
         config.use_cache = False

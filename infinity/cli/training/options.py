@@ -143,12 +143,12 @@ def _zero_or_more(text: str) -> float:
 
 
 def has_checkpoint(folder: Path | None) -> bool:
-    """Whether a save was ever completed there; one that was killed leaves data but no manifest."""
+    """Tells whether a save was ever completed there; one that was killed leaves data but no manifest."""
     return folder is not None and (folder / "manifest.json").is_file()
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """What can be refused without reading the data or building the model."""
+    """Refuses what can be refused without reading the data or building the model."""
     if args.model is not None:
         _check_model_path(args.model)
     if args.resume and args.checkpoint is None:

@@ -15,7 +15,7 @@ from ...machine.sizes import format_nbytes
 
 
 def existing(folder: Path) -> Path:
-    """``folder``, or the first one above it that is there."""
+    """Returns ``folder``, or the first one above it that is there."""
     folder = Path(os.path.abspath(folder))
     return next(each for each in (folder, *folder.parents) if each.exists())
 

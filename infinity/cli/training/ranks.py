@@ -34,11 +34,11 @@ class Ranks:
         return self.rank == 0
 
     def mean(self, value: float) -> float:
-        """Of every rank's ``value``."""
+        """Averages every rank's ``value``."""
         return self._reduce(value, "SUM") / self.count
 
     def largest(self, value: int) -> int:
-        """Of every rank's ``value``: a signal that any of them got, say."""
+        """Returns the largest of every rank's ``value``: a signal that any of them got, say."""
         return int(self._reduce(value, "MAX"))
 
     def _reduce(self, value: float, how: str) -> float:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def measure_disks(config: infinity.Config) -> dict[str, float] | None:
-    """Rates in bytes per second, summed over the folders that are striped; `None` when nothing lives there."""
+    """Returns the disks' rates in bytes per second, summed over the folders that are striped; `None` when nothing lives there."""
     from ...machine.disk_profile import rates
 
     if "nvme" not in (config.params, config.optimizer):
@@ -34,7 +34,7 @@ def measure_disks(config: infinity.Config) -> dict[str, float] | None:
 
 
 def predict_step(job: Job, config: infinity.Config, compute_seconds: float) -> float:
-    """Seconds of a step, from the plan and the machine's rates; ``compute_seconds`` are of its whole batch."""
+    """Predicts the seconds of a step, from the plan and the machine's rates; ``compute_seconds`` are of its whole batch."""
     from ...machine.rates import Rates
     from ...planning.predict import predict
     from ...runtime.registry import wrapped

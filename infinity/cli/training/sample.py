@@ -55,5 +55,5 @@ def _decode(tokens: torch.Tensor, tokenizer: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """What a model wrote may hold control characters, which a terminal would obey."""
+    """Replaces control characters in what a model wrote, which a terminal would obey."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

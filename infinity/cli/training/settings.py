@@ -26,7 +26,7 @@ MASTER_NBYTES = {"split": 2, "fp32": 4, "none": 0}  # what it keeps beside a wei
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's options by `Config` field name; what the command line says goes over what --config says."""
+    """Collects the engine's options by `Config` field name; what the command line says goes over what --config says."""
     settings = _read_config_file(args.config) if args.config else {}
     given = {
         "params": args.params,
@@ -89,7 +89,7 @@ def _memory_share(settings: dict[str, Any]) -> float | None:
 
 
 def engine_config(settings: dict[str, Any], model: nn.Module | None = None) -> infinity.Config:
-    """The engine's `Config`. A host budget in percent needs the model; without one it is left open."""
+    """Makes the engine's `Config`. A host budget in percent needs the model; without one it is left open."""
     share = _memory_share(settings)
     if share is None:
         return infinity.Config.make(settings)
@@ -100,7 +100,7 @@ def engine_config(settings: dict[str, Any], model: nn.Module | None = None) -> i
 
 
 def training_state_nbytes(model: nn.Module, config: infinity.Config) -> int:
-    """Weights, what the master keeps beside them, and moments. Frozen parameters have only their weights."""
+    """Counts the bytes of weights, what the master keeps beside them, and moments. Frozen parameters have only their weights."""
     total = 0
     for parameter in model.parameters():
         per_element = parameter.element_size()

@@ -1,0 +1,123 @@
+"""Docstrings of public functions open with what the function does: a verb in the third person ("Returns", "Counts").
+
+Words used here:
+
+**public**: a function or method whose name begins with no underscore, inside classes and functions too; properties are attributes.
+**opening**: a docstring's first word, without punctuation.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import infinity
+
+PACKAGE = Path(infinity.__file__).parent
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+PROPERTIES = {"property", "cached_property", "setter", "getter", "deleter"}
+
+# A new verb is added here, in its place in the alphabet; a noun or a clause is not.
+SORTED_VERBS = """
+    Adds Allocates Applies Arranges Asks Averages Begins Blocks Borrows Brings Builds Calls Changes Charges Checks Chooses
+    Closes Collects Comes Compares Completes Computes Copies Counts Creates Decodes Describes Does Draws Drops Encodes Ends
+    Enters Fills Finds Forgets Frees Gathers Gives Goes Guards Has Holds Installs Joins Keeps Lands Lays Leaves Lets Lists Loads
+    Looks Makes Maps Marks Measures Meets Merges Moves Multiplies Names Notes Opens Overwrites Parses Plans Predicts Prints Puts
+    Raises Reads Recognises Records Refers Refuses Registers Releases Removes Replaces Reports Restores Returns Rounds Runs Says
+    Scales Sends Sets Spends Splits Starts Steps Strikes Sums Surrounds Takes Tells Times Translates Turns Waits Watches
+    Writes Yields
+""".split()
+VERBS = frozenset(SORTED_VERBS)
+
+
+def is_property(function: Function) -> bool:
+    """Tells whether a decorator makes ``function`` an attribute."""
+    found = (each.func if isinstance(each, ast.Call) else each for each in function.decorator_list)
+    return any((each.attr if isinstance(each, ast.Attribute) else getattr(each, "id", "")) in PROPERTIES for each in found)
+
+
+def documented(source: str) -> Iterator[tuple[str, list[str]]]:
+    """Yields (name, words of the docstring) of every public function in ``source`` that has one."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, Function) and not node.name.startswith("_") and not is_property(node):
+            if words := (ast.get_docstring(node) or "").split():
+                yield node.name, words
+
+
+def opening(words: list[str]) -> str:
+    return words[0].strip(".,:;!?`'\"()")
+
+
+def violations(sources: dict[str, str]) -> list[str]:
+    """Lists "file:function: first words" of every docstring in ``sources`` (path -> text) that opens with no verb."""
+    return [
+        f"{path}:{name}: {' '.join(words[:5])}"
+        for path, source in sorted(sources.items())
+        for name, words in documented(source)
+        if opening(words) not in VERBS
+    ]
+
+
+def sources() -> dict[str, str]:
+    return {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+
+
+def test_docstrings_of_public_functions_open_with_a_verb():
+    """Reads every docstring of the package."""
+    assert not violations(sources())
+
+
+def test_the_verbs_are_sorted():
+    """Compares the list with its alphabet: each verb stands there once."""
+    assert sorted(VERBS) == SORTED_VERBS
+
+
+def test_a_noun_is_found():
+    """The twin: nouns and clauses are reported wherever the function stands; verbs, properties and private names are not."""
+    wrong = """
+def nbytes():
+    '''Bytes of a parameter.'''
+
+class Shard:
+    async def fetch(self):
+        '''STORED -> FETCHING: starts reading.'''
+        def inside():
+            '''Whether it is there.'''
+
+    @staticmethod
+    def value():
+        '''``value`` that was sent.'''
+"""
+    assert sorted(violations({"state/shard.py": wrong})) == [
+        "state/shard.py:fetch: STORED -> FETCHING: starts reading.",
+        "state/shard.py:inside: Whether it is there.",
+        "state/shard.py:nbytes: Bytes of a parameter.",
+        "state/shard.py:value: ``value`` that was sent.",
+    ]
+    right = """
+def nbytes():
+    '''Returns: bytes of a parameter.'''
+
+def undocumented():
+    pass
+
+def _private():
+    '''Bytes.'''
+
+class Shard:
+    @property
+    def size(self):
+        '''The size.'''
+
+    @functools.cached_property
+    def whole(self):
+        '''The whole.'''
+
+    @size.setter
+    def size(self, value):
+        '''The size.'''
+"""
+    assert not violations({"state/shard.py": right})
