@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +38,31 @@ class RefusedCopy:
             module.__dict__.pop(self.NAME, None)
 
 
+class LandingHook:
+    """Lands a parameter's gradient when autograd has accumulated it, until :meth:`remove`."""
+
+    def __init__(self, param: torch.Tensor, landed: Callable[[torch.Tensor], None]):
+        self._param, self._landed = param, landed
+        self._register()
+
+    def _register(self) -> None:
+        wanted = self._param.requires_grad
+        self._param.requires_grad_(True)  # torch takes hooks of such parameters only; this one may be unfrozen later
+        self._registered = self._param.register_post_accumulate_grad_hook(self._landed)
+        self._param.requires_grad_(wanted)
+
+    def come_last(self) -> None:
+        """Lets hooks that were registered since run before it: transformers adds partial gradients up over a mesh in one."""
+        hooks = self._param._post_accumulate_grad_hooks
+        if len(hooks) > 1 and next(reversed(hooks)) != self._registered.id:
+            self._registered.remove()
+            self._register()
+
+    def remove(self) -> None:
+        """Takes the hook off. A second call does nothing."""
+        self._registered.remove()
+
+
 def install_hooks(engine: Engine, root: torch.nn.Module, owners: dict[torch.nn.Module, list[ParamUnit]]) -> list:
     """Installs hooks on ``root``, every owner, and every stepped parameter. Returns what removes that, each any number of times."""
     removers: list = []
@@ -64,8 +90,7 @@ def install_hooks(engine: Engine, root: torch.nn.Module, owners: dict[torch.nn.M
     for unit in engine.units:
         for handle in unit.handles:
             if handle.grad is not None:
-                param, wanted = handle.param, handle.param.requires_grad
-                param.requires_grad_(True)  # torch takes hooks of such parameters only; this one may be unfrozen later
-                removers.append(param.register_post_accumulate_grad_hook(landed))
-                param.requires_grad_(wanted)
+                removers.append(LandingHook(handle.param, landed))
+                if engine.ranks.tensor is not None:
+                    engine.passes.landing_hooks.append(removers[-1])
     return removers

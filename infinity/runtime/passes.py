@@ -36,6 +36,7 @@ from .saved_weights import OPAQUE, is_checkpoint, saving_hooks
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .hooks import LandingHook
 
 
 @dataclass(eq=False)
@@ -60,6 +61,7 @@ class Passes:
         self.expected: dict[ParamUnit, set[ParamHandle]] = {}  # in lockstep: what a unit still has to get, held or not
         self._since: dict[ParamUnit, float] = {}  # when the backward came to each of those
         self.tasks: dict[int, weakref.ref] = {}  # that are running, with their tokens
+        self.landing_hooks: list[LandingHook] = []  # that are to run after every other, which a forward may have registered
         self.reached: set[ParamUnit] = set()  # units that got a gradient in this backward
 
     @property
@@ -140,8 +142,11 @@ class Passes:
         if torch.is_grad_enabled() and output is not None:
             self._watch_backward(frame, args, kwargs, output)
         self._unhold(frame)
-        if not self.frames and not torch.is_grad_enabled():
-            self.engine.prefetcher.release_idle()
+        if not self.frames:
+            for hook in self.landing_hooks:
+                hook.come_last()
+            if not torch.is_grad_enabled():
+                self.engine.prefetcher.release_idle()
         return output
 
     def _hold(self, unit: ParamUnit, *, backward: bool) -> int | None:

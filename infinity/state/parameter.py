@@ -31,7 +31,11 @@ class _ManagedGrad:
         if param is None:
             return self
         handle = handle_of(param)
-        return raw_grad(param) if handle is None or handle.grad is None else handle.engine.gradients.get(handle)
+        if handle is None or handle.grad is None:
+            return raw_grad(param)
+        if torch._C._current_graph_task_id() != -1 and (accumulated := raw_grad(param)) is not None:
+            return accumulated  # which has not landed: a hook of somebody else's runs before ours
+        return handle.engine.gradients.get(handle)
 
     def __set__(self, param, value):
         handle = handle_of(param)
