@@ -1,11 +1,13 @@
 """Content: names everything that a checkpoint holds of a model and its optimizer.
 
 Tensors are stored per parameter, under its name:  ``weight/<name>`` in the dtype the model computes in,
-``master/<name>`` (low halves or fp32) where there is one, ``exp_avg/<name>`` and ``exp_avg_sq/<name>``.
+``master/<name>`` (low halves or fp32) where there is one, ``exp_avg/<name>`` and ``exp_avg_sq/<name>``. 8-bit moments and their
+scales have the offset of the part that they are of behind a ``#``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,9 +17,12 @@ from ..errors import UsageError
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of
+from ..state.dtensors import is_distributed, part_offset
 from ..state.handle import ParamHandle, handle_of
 from ..state.shard_spec import ARRAYS
 from ..state.unit import ParamUnit
+from .boxes import Box, boxes_of_run, order_of, view_of_run
+from .saved_tensors import LocalPart
 
 SAVED = [name for name in ARRAYS if name != "grad"]
 
@@ -34,28 +39,57 @@ def engine_of_pair(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     return engine
 
 
-def unit_tensors(engine: Engine, unit: ParamUnit) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Reads the unit's tensors, flat, as far as they are at home here, and the element that each part begins with."""
-    tensors, begins = {}, {}
+def part_of_rank(handle: ParamHandle) -> LocalPart:
+    """Describes what of a parameter's global tensor its unit computes with on this rank."""
+    place = handle.shard.layout.placements[handle.index]
+    return LocalPart(Box(part_offset(handle.param), tuple(place.shape)), order_of(place.shape, place.stride))
+
+
+Entry = tuple[torch.Tensor, dict[str, Any]]  # values, and what the header says of them
+
+
+def unit_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
+    """Reads what of the unit's tensors is at home here and is this rank's to write, by the files that it goes to.
+
+    A run of elements is several boxes, and a file has one part of a tensor at most.
+    """
+    files: list[dict[str, Entry]] = []
     for handle in unit.handles:
-        shard = handle.shard
+        if not engine.gradients.counts(handle):
+            continue  # the ranks of the mesh hold it in common, and another one writes it
         for name in SAVED:
-            # Elements in the order of their strides: what is read back is what lies at home, whatever the layout.
-            if name in shard.arrays and (name in ("weight", "master") or handle.step):
-                begin = shard.own_part(name, handle.index)[0] - shard.part(name, handle.index)[0]
-                part = shard.read_own_part(engine.store, name, handle.index)
-                empty = not shard.layout.placements[handle.index].numel
-                if part.numel() or (empty and engine.ranks.rank == 0):
-                    tensors[f"{name}/{handle.name}"] = part
-                    begins[f"{name}/{handle.name}"] = begin
-    return tensors, begins
+            if name in handle.shard.arrays and (name in ("weight", "master") or handle.step):
+                for number, (key, entry) in enumerate(_entries(engine, handle, name)):
+                    if number == len(files):
+                        files.append({})
+                    files[number][key] = entry
+    return files
+
+
+def _entries(engine: Engine, handle: ParamHandle, name: str) -> Iterator[tuple[str, Entry]]:
+    shard, part = handle.shard, part_of_rank(handle)
+    first = shard.part(name, handle.index)[0]
+    begin, end = (at - first for at in shard.own_part(name, handle.index))
+    values = shard.read_own_part(engine.store, name, handle.index)
+    if shard.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
+        if begin < end or (not part.box.numel and engine.ranks.rank == 0):
+            told = {"saved_offsets": [begin], "part": part.describe()}
+            yield f"{name}/{handle.name}#{'-'.join(map(str, part.box.offset)) or 0}", (values, told)
+        return
+    boxes = list(boxes_of_run(part.box.shape, part.order, begin, end))
+    if not part.box.numel and engine.ranks.rank == 0:
+        boxes = [(Box((0,) * len(part.box.shape), part.box.shape), begin)]
+    for box, at in boxes:
+        whole = view_of_run(values[at - begin : at - begin + box.numel], box, part.order)
+        yield f"{name}/{handle.name}", (whole, {"saved_offsets": list(box.moved(part.box.offset).offset)})
 
 
 def describe_parameter(handle: ParamHandle) -> dict[str, Any]:
-    spec, place = handle.shard.spec, handle.shard.layout.placements[handle.index]
+    spec, param = handle.shard.spec, handle.param
+    place = handle.shard.layout.placements[handle.index]
     return {
-        "shape": list(place.shape),
-        "stride": list(place.stride),
+        "shape": list(param.shape),  # of the global tensor
+        "stride": list(param.stride() if is_distributed(param) else place.stride),
         "dtype": str(spec.dtype).removeprefix("torch."),
         "master": spec.master.name if spec.stepped else None,
         "moments": str(spec.moment_dtype).removeprefix("torch."),

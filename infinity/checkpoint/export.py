@@ -1,7 +1,4 @@
-"""Export: a checkpoint's weights as a folder that ``transformers`` loads, without a model, a GPU or other ranks.
-
-part   consecutive elements of one tensor, as one rank wrote them
-"""
+"""Export: a checkpoint's weights as a folder that ``transformers`` loads, without a model, a GPU or other ranks."""
 
 from __future__ import annotations
 
@@ -11,19 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from .. import native
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError, CorruptionError, InfinityError
+from ..state.shard_spec import MASTER_DTYPES
+from .boxes import Box
 from .folder import OF_READERS
 from .load import checkpoint_of
 from .manifest import MANIFEST, check_file
-from .parts import list_parts, read_parts
+from .parts import read_tensors
 from .pretrained import Source, write_sources
+from .saved_tensors import SavedTensors
 from .weight_files import FILE_DTYPES
 
 KINDS = {str(kind).removeprefix("torch."): kind for kind in FILE_DTYPES.values()}
+MASTERS = {kind.name: dtype for kind, dtype in MASTER_DTYPES.items()}
 BESIDE = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model")
 
 
@@ -52,23 +52,34 @@ def export(checkpoint: Path, folder: Path, *, dtype: torch.dtype | None = None, 
 def _export(manifest: dict[str, Any], data: Path, folder: Path, *, dtype: torch.dtype | None, model: Path | None) -> dict[str, int]:
     for name, entry in manifest["files"].items():
         check_file(data / name, entry)
-    parts = _Parts(data, manifest)
-    sources: dict[str, Source] = {}
+    other = read_tensors(data / OF_READERS)
     for name, entry in manifest["parameters"].items():
-        kind = dtype or KINDS[entry["dtype"]]
         _check_place(name, entry)
-        sources[name] = _numel(entry) * kind.itemsize, _reader(parts, name, entry, kind)
-    other = {key: tensor for key, _, tensor in read_parts(data / OF_READERS)}
-    kept = [f"buffer/{name}" for name in manifest["persistent_buffers"]]
-    kept += [key for key in other if key.startswith("unmanaged/")]
-    for key in kept:
-        sources[key.partition("/")[2]] = other[key].nbytes, lambda key=key: other[key]
-    write_sources(folder, sources)
+    with SavedTensors(data, manifest) as saved:
+        sources = _sources(saved, manifest, other, dtype)
+        write_sources(folder, sources)
     for pattern in BESIDE if model is not None else ():
         for path in model.glob(pattern):
             shutil.copy(path, folder / path.name)
     count = sum(_numel(entry) for entry in manifest["parameters"].values())
     return {"parameters": count, "nbytes": sum(nbytes for nbytes, _ in sources.values())}
+
+
+def _sources(
+    saved: SavedTensors, manifest: dict[str, Any], other: dict[str, torch.Tensor], dtype: torch.dtype | None
+) -> dict[str, Source]:
+    sources: dict[str, Source] = {}
+    for name, entry in manifest["parameters"].items():
+        kind = dtype or KINDS[entry["dtype"]]
+        saved.check("weight", name, KINDS[entry["dtype"]])
+        if kind == torch.float32 and entry["master"] in MASTERS:
+            saved.check("master", name, MASTERS[entry["master"]])
+        sources[name] = _numel(entry) * kind.itemsize, _reader(saved, name, entry, kind)
+    kept = [f"buffer/{name}" for name in manifest["persistent_buffers"]]
+    kept += [key for key in other if key.startswith("unmanaged/")]
+    for key in kept:
+        sources[key.partition("/")[2]] = other[key].nbytes, lambda key=key: other[key]
+    return sources
 
 
 def _check_place(name: str, entry: dict[str, Any]) -> None:
@@ -84,40 +95,16 @@ def _numel(entry: dict[str, Any]) -> int:
     return torch.Size(entry["shape"]).numel()
 
 
-def _reader(parts: _Parts, name: str, entry: dict[str, Any], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+def _reader(saved: SavedTensors, name: str, entry: dict[str, Any], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    whole = Box((0,) * len(entry["shape"]), tuple(entry["shape"]))
+
     def read() -> torch.Tensor:
-        flat = parts.read(f"weight/{name}", _numel(entry))
+        value = saved.read("weight", name, whole, KINDS[entry["dtype"]])
         if dtype == torch.float32 and entry["master"] == "SPLIT":
-            flat = native.join_master(flat, parts.read(f"master/{name}", _numel(entry)))
+            low = saved.read("master", name, whole, torch.int16)
+            value = native.join_master(value.view(-1), low.view(-1)).view(value.shape)
         elif dtype == torch.float32 and entry["master"] == "FLOAT32":
-            flat = parts.read(f"master/{name}", _numel(entry))
-        return flat.to(dtype).as_strided(entry["shape"], entry["stride"])
+            value = saved.read("master", name, whole, torch.float32)
+        return value.to(dtype)
 
     return read
-
-
-class _Parts:
-    """Finds the parts of every tensor."""
-
-    def __init__(self, data: Path, manifest: dict[str, Any]):
-        self._data = data
-        self._parts: dict[str, list[tuple[int, str]]] = {}
-        for file in manifest["files"]:
-            if file.startswith("unit-"):
-                for key, begin, *_ in list_parts(data / file):
-                    self._parts.setdefault(key, []).append((begin, file))
-
-    def read(self, key: str, numel: int) -> torch.Tensor:
-        """Reads the whole tensor, flat."""
-        found = []
-        reached = 0
-        for begin, file in sorted(self._parts.get(key, [])):
-            with safe_open(self._data / file, framework="pt") as opened:
-                part = opened.get_tensor(key)
-            if part.numel() and begin != reached:
-                break
-            found.append(part)
-            reached += part.numel()
-        if reached != numel:
-            raise CorruptionError(f"{self._data} holds {reached} of the {numel} elements of {key}")
-        return torch.cat(found) if len(found) != 1 else found[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,19 +13,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import native
 from ..distributed.collectives import Collectives
 from ..errors import CorruptionError, InfinityError, UsageError
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
 from ..state.handle import ParamHandle
-from ..state.shard_spec import MOMENTS
+from ..state.shard_spec import MOMENTS, SCALES, elements_each
 from ..state.tensors import overwrite
-from .content import SAVED, buffers_of, describe_groups, describe_parameter, engine_of_pair, unmanaged_parameters
+from .boxes import boxes_of_run, view_of_run
+from .content import SAVED, buffers_of, describe_groups, describe_parameter, engine_of_pair, part_of_rank, unmanaged_parameters
 from .folder import OF_READERS, reading
 from .manifest import MANIFEST, MOST_STEPS, check_file, read_manifest
-from .parts import list_parts, read_parts
+from .parts import read_tensors
 from .random_state import check_random_state, restore_random_state
+from .saved_tensors import SavedTensors
 from .values import decode_value
+
+logger = logging.getLogger(__name__)
 
 
 def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -80,7 +86,7 @@ def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module
     if optimizer is not None and checked.groups is not None:
         for group, saved in zip(optimizer.param_groups, checked.groups):
             group.update({key: value for key, value in saved.items() if key != "params"})
-    rank = engine.ranks.data_rank
+    rank = _rank_in(manifest, engine)
     _load_rest(model, checked.other, rank)
     engine.count_backwards(0)
     if checked.generators is not None:
@@ -93,12 +99,12 @@ def _check(
     manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> _Checked:
     """Raises CorruptionError or UsageError where the checkpoint is not whole, or is another model's. Nothing is changed."""
-    rank = engine.ranks.data_rank
     try:
+        rank = _rank_in(manifest, engine)
         _check_parameters(engine, manifest["parameters"])
         for name, entry in manifest["files"].items():
             check_file(data / name, entry)
-        other = {key: tensor for key, _, tensor in read_parts(data / OF_READERS)}
+        other = read_tensors(data / OF_READERS)
         groups, extra = decode_value(manifest["groups"], other), decode_value(manifest["extra"], other)
         _check_complete(engine, manifest, data)
         generators = check_random_state(manifest["random"][rank], other, rank) if rank < len(manifest["random"]) else None
@@ -128,19 +134,74 @@ def _load_rest(model: nn.Module, other: dict[str, torch.Tensor], rank: int) -> N
                 overwrite(target, other[prefix + name])
 
 
+def _rank_in(manifest: dict[str, Any], engine: Engine) -> int:
+    """Finds whose buffers and generators of a checkpoint are this rank's: those of the same place in the data ranks, and of the same
+    part of the tensors where that was there."""
+    ranks, count = engine.ranks, len(manifest["random"])
+    saved = manifest.get("data_ranks", count)
+    if type(saved) is not int or saved < 1:
+        raise TypeError(f"data_ranks is {saved!r}")
+    place = ranks.data_rank + saved * (ranks.tensor.rank if ranks.tensor is not None else 0)
+    return place if ranks.data_rank < saved and place < count else ranks.data_rank
+
+
 def _load_units(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
-    by_name = {handle.name: handle for unit in engine.units for handle in unit.handles}
-    for handle in by_name.values():
+    """Reads of every array what this rank has at home. 8-bit moments of another part than any rank has are encoded anew."""
+    handles = [handle for unit in engine.units for handle in unit.handles]
+    for handle in handles:
         handle.changed()
-    for name in manifest["files"]:
-        if name.startswith("unit-"):
-            for key, begin, tensor in read_parts(data / name):
-                array, _, parameter = key.partition("/")
-                handle = by_name[parameter]
-                if array in handle.shard.arrays:
-                    handle.shard.write_part(engine.store, array, handle.index, tensor, begin=begin, version=engine.step_index)
-    for handle in by_name.values():
-        _restore_step(engine, handle, manifest["parameters"][handle.name]["step"])
+    encoded_anew = []
+    with SavedTensors(data, manifest) as saved:
+        for handle in handles:
+            step = manifest["parameters"][handle.name]["step"]
+            arrays = [name for name in handle.shard.arrays if name in ("weight", "master") or (step and name in SAVED)]
+            coded = handle.shard.spec.moment_dtype == torch.uint8 and step
+            if coded and not all(saved.has_part(name, handle.name, part_of_rank(handle)) for name in MOMENTS if name in arrays):
+                encoded_anew.append(handle.name)
+                _load_decoded(saved, engine, handle, [name for name in MOMENTS if name in arrays])
+                arrays = [name for name in arrays if name in ("weight", "master")]
+            for name in arrays:
+                _load_array(saved, engine, handle, name)
+            _restore_step(engine, handle, step)
+    if encoded_anew:
+        logger.warning(
+            "the 8-bit moments of %d parameters (%s, ...) were saved in other parts than this mesh has: they are decoded and encoded anew, and "
+            "differ from the saved ones by at most the distance of two codes", len(encoded_anew), encoded_anew[0],
+        )  # fmt: skip
+
+
+def _load_array(saved: SavedTensors, engine: Engine, handle: ParamHandle, name: str) -> None:
+    shard, part = handle.shard, part_of_rank(handle)
+    first = shard.part(name, handle.index)[0]
+    begin, end = (at - first for at in shard.own_part(name, handle.index))
+    dtype = shard.arrays[name].dtype
+    if shard.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
+        values = saved.read_codes(name, handle.name, part, begin, end)
+    else:
+        values = _read_run(saved, handle, name, begin, end, dtype)
+    shard.write_part(engine.store, name, handle.index, values, begin=begin, version=engine.step_index)
+
+
+def _load_decoded(saved: SavedTensors, engine: Engine, handle: ParamHandle, names: list[str]) -> None:
+    shard = handle.shard
+    for name in names:
+        first = shard.part(name, handle.index)[0]
+        begin, end = (at - first for at in shard.own_part(name, handle.index))
+        if begin < end:
+            values = _read_run(saved, handle, name, begin, end, torch.float32)
+            codes, scales = native.encode_moments(values, sq=name == "exp_avg_sq")
+            shard.write_part(engine.store, name, handle.index, codes, begin=begin, version=engine.step_index)
+            at = begin // elements_each(SCALES[name])
+            shard.write_part(engine.store, SCALES[name], handle.index, scales, begin=at, version=engine.step_index)
+
+
+def _read_run(saved: SavedTensors, handle: ParamHandle, name: str, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    """Reads elements ``begin`` to ``end`` of this rank's part of a parameter, in the order in which they lie."""
+    part, values = part_of_rank(handle), torch.empty(end - begin, dtype=dtype, device="cpu")
+    for box, at in boxes_of_run(part.box.shape, part.order, begin, end):
+        here = view_of_run(values[at - begin : at - begin + box.numel], box, part.order)
+        here.copy_(saved.read(name, handle.name, box.moved(part.box.offset), dtype))
+    return values
 
 
 def _restore_step(engine: Engine, handle: ParamHandle, step: int) -> None:
@@ -165,50 +226,25 @@ def _check_parameters(engine: Engine, saved: dict[str, Any]) -> None:
         )
     for name, mine in ours.items():
         # A model wrapped without an optimizer takes the weights and leaves the rest.
-        keys = ("shape", "stride", "dtype", "master", "moments") if mine["master"] else ("shape", "stride", "dtype")
+        keys = ("shape", "dtype", "master", "moments") if mine["master"] else ("shape", "dtype")
         for key in keys:
             if saved[name][key] != mine[key]:
                 raise UsageError(f"{name}: {key} is {saved[name][key]} in the checkpoint and {mine[key]} in this model")
 
 
 def _check_complete(engine: Engine, manifest: dict[str, Any], data: Path) -> None:
-    """The unit files together hold every array that the manifest's steps ask for, each at its length here."""
+    """Raises where the unit files together do not hold every array that the manifest's steps ask for."""
     if type(manifest["step_index"]) is not int or not 0 <= manifest["step_index"] < MOST_STEPS:
         raise TypeError(f"step_index is {manifest['step_index']!r}")
-    parts: dict[str, list[tuple[int, int]]] = {}
-    dtypes: dict[str, set[torch.dtype | None]] = {}
-    for name in manifest["files"]:
-        if name.startswith("unit-"):
-            for key, begin, end, dtype in list_parts(data / name):
-                parts.setdefault(key, []).append((begin, end))
-                dtypes.setdefault(key, set()).add(dtype)
-    if strange := parts.keys() - {f"{array}/{name}" for name in manifest["parameters"] for array in SAVED}:
-        raise CorruptionError(f"{data} holds {sorted(strange)[0][:80]!r}, which is of no parameter of the checkpoint")
-    lengths = {key: _covered(spans) for key, spans in parts.items()}
+    saved = SavedTensors(data, manifest)
     for unit in engine.units:
         for handle in unit.handles:
             step = manifest["parameters"][handle.name]["step"]
             if type(step) is not int or not 0 <= step < MOST_STEPS:
                 raise ValueError(f"{handle.name} has taken {step!r} steps")
             for array in handle.shard.arrays:
-                begin, end = handle.shard.part(array, handle.index)
-                wanted = array in ("weight", "master") or (step and array in SAVED)
-                if wanted and lengths.get(f"{array}/{handle.name}") != end - begin:
-                    raise CorruptionError(f"{data} holds no {array} of {handle.name} with {end - begin} elements")
-                if wanted and end > begin and dtypes[f"{array}/{handle.name}"] != {handle.shard.arrays[array].dtype}:
-                    raise CorruptionError(
-                        f"{data} holds {array} of {handle.name} in another dtype than {handle.shard.arrays[array].dtype}"
-                    )
-
-
-def _covered(spans: list[tuple[int, int]]) -> int:
-    """How far from the first element on ``spans`` follow each other without a gap."""
-    reached = 0
-    for begin, end in sorted(span for span in spans if span[0] < span[1]):
-        if begin != reached:
-            return -1
-        reached = end
-    return reached
+                if array in ("weight", "master") or (step and array in SAVED):
+                    saved.check(array, handle.name, handle.shard.arrays[array].dtype)
 
 
 def _check_optimizer(optimizer: InfinityOptimizer, rule_name: str | None, groups: list[dict] | None) -> None:

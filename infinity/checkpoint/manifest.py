@@ -18,9 +18,10 @@ from ..errors import CorruptionError, UsageError
 from ..untrusted import is_regular, parse_json, read_text
 from .folder import DATA_NAME
 
-FORMAT = 2
+FORMAT = 3
+READ_FORMATS = (2, 3)
 MANIFEST = "manifest.json"
-FILE_NAME = re.compile(r"unit-\d{5}(-rank-\d{5})?\.safetensors|other\.safetensors")
+FILE_NAME = re.compile(r"unit-\d{5}(-rank-\d{5})?(-\d{1,3})?\.safetensors|other\.safetensors")
 MOST_STEPS = 1 << 53
 
 
@@ -72,8 +73,8 @@ def read_manifest(root: Path) -> dict[str, Any]:
         raise CorruptionError(f"{path} is not a checkpoint's manifest: {error!r}") from error
     if not intact:
         raise CorruptionError(f"{path} was changed: its checksum is not the one it was written with")
-    if content.get("format") != FORMAT:
-        raise UsageError(f"{path} has format {content.get('format')}, this version reads {FORMAT}")
+    if content.get("format") not in READ_FORMATS:
+        raise UsageError(f"{path} has format {content.get('format')}, this version reads {' and '.join(map(str, READ_FORMATS))}")
     if not isinstance(content.get("data"), str) or not DATA_NAME.fullmatch(content["data"]):
         raise CorruptionError(f"{path} names data that is not beside it: {str(content.get('data'))[:80]!r}")
     files = content.get("files")

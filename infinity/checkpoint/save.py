@@ -36,7 +36,7 @@ from .content import (
     engine_of_pair,
     flat_bytes,
     persistent_buffers,
-    unit_tensors,
+    unit_files,
     unmanaged_parameters,
 )
 from .folder import OF_READERS, remove_data, writing
@@ -79,6 +79,7 @@ def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.opt
         "optimizer": optimizer.rule_name if optimizer is not None else None,
         "groups": encode_value(describe_groups(optimizer), tensors, "groups"),
         "random": collectives.collect(read_random_state(), "random state"),
+        "data_ranks": engine.ranks.data_size,
         "step_index": engine.step_index,
         "extra": encode_value(extra, tensors, "extra"),
         "persistent_buffers": persistent_buffers(model),
@@ -163,17 +164,17 @@ def _token(collectives: Collectives) -> str:
 def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
     """Writes what this rank has at home. Returns the manifest's entries."""
     entries = {}
+    rank = "" if engine.ranks.alone else f"-rank-{engine.ranks.job_rank:05d}"
     for unit in engine.units:
-        rank = "" if engine.ranks.size == 1 else f"-rank-{engine.ranks.rank:05d}"
-        name = f"unit-{unit.index:05d}{rank}.safetensors"
-        entries[name] = _write_tensors(data / name, *unit_tensors(engine, unit))
+        for number, parts in enumerate(unit_files(engine, unit)):
+            name = f"unit-{unit.index:05d}{rank}{f'-{number}' if number else ''}.safetensors"
+            tensors, told = ({key: entry[at] for key, entry in parts.items()} for at in (0, 1))
+            entries[name] = _write_tensors(data / name, tensors, told)
     return entries
 
 
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor], begins: dict[str, int] | None = None) -> dict[str, Any]:
-    begins = begins or {}
-    offsets = {name: [begins.get(name, 0)] + [0] * (tensor.dim() - 1) for name, tensor in tensors.items()}
-    told = {name: {"saved_offsets": offset[: tensors[name].dim()]} for name, offset in offsets.items()}
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor], told: dict[str, Any] | None = None) -> dict[str, Any]:
+    told = told or {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
     header = {"format": "pt", "DCP_VERSION": "1.0", PARTS_KEY: json.dumps(told)}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=header)
     with open(path, "rb+") as file:

@@ -62,6 +62,11 @@ class DataRanks:
         return self.rank + (self.size * self.replicas.rank if self.replicas is not None else 0)
 
     @property
+    def job_rank(self) -> int:
+        """This rank among all of the job, in the order of :meth:`Collectives.collect`."""
+        return self.data_rank + (self.data_size * self.tensor.rank if self.tensor is not None else 0)
+
+    @property
     def data_size(self) -> int:
         """Ranks that each have a part of the batch."""
         return self.size * (self.replicas.size if self.replicas is not None else 1)

@@ -143,12 +143,12 @@ class GradValues(GradHomes):
         handles = [handle for handle in self._handles if handle.grad.state is not GradState.ABSENT]
         if not handles:
             return torch.zeros((), dtype=torch.float32, device=self.device.where)
-        parts = torch.stack([self._own_norm(h, order).to(torch.float32) * self._counts(h) for h in handles])
+        parts = torch.stack([self._own_norm(h, order).to(torch.float32) * self.counts(h) for h in handles])
         everyones = self.collectives.exchange(parts, f"the norm of {len(handles)} gradients", over_tensors=True)
         return torch.linalg.vector_norm(everyones, order)
 
-    def _counts(self, handle: ParamHandle) -> bool:
-        """Tells whether this rank's gradient of ``handle`` is counted: of one that ranks hold in common the first is."""
+    def counts(self, handle: ParamHandle) -> bool:
+        """Tells whether this rank's part of ``handle`` is the one that counts: of what ranks hold in common the first is."""
         if is_distributed(handle.param):
             return counts_here(handle.param)
         return self.ranks.tensor is None or self.ranks.tensor.rank == 0

@@ -16,12 +16,13 @@ import torch
 try:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 except ImportError:  # a build of torch without torch.distributed
 
     class DTensor:  # type: ignore[no-redef]
         """Stands for a class of which there are no instances."""
 
-    Partial = Replicate = Shard = distribute_tensor = DTensorSpec = TensorMeta = None
+    Partial = Replicate = Shard = distribute_tensor = DTensorSpec = TensorMeta = compute_local_shape_and_global_offset = None
 
 from ..errors import ConfigError, UsageError
 
@@ -115,6 +116,13 @@ def counts_here(param: torch.Tensor) -> bool:
         return True
     coordinate = param.device_mesh.get_coordinate() or ()
     return all(at == 0 for at, placement in zip(coordinate, param.placements) if isinstance(placement, Replicate))
+
+
+def part_offset(param: torch.Tensor) -> tuple[int, ...]:
+    """Finds the first element of this rank's local part, in every dimension of the global tensor."""
+    if not isinstance(param, DTensor):
+        return (0,) * param.dim()
+    return tuple(compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)[1])
 
 
 def let_scalers_mix() -> None:

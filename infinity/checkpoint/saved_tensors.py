@@ -1,0 +1,210 @@
+"""SavedTensors: finds and reads any box of any tensor in a checkpoint, whatever ranks wrote it on whatever mesh.
+
+Format 3 holds each array of a parameter as boxes of the global tensor, so that torch.distributed.checkpoint's readers have it too.
+8-bit moments are an exception: their scales are of blocks of a local part's elements in the order in which they lie, so they are
+runs of a part, which the header names, and are exact where the reader has the same part.
+
+Format 2 holds every array as runs of the whole tensor in the order in which its elements lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from .. import native
+from ..errors import CorruptionError
+from ..state.shard_spec import MOMENTS, SCALES, elements_each
+from .boxes import Box, boxes_of_run, cover, order_of, view_of_run
+from .parts import opened_file, read_header
+from .weight_files import FILE_DTYPES
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One box of a tensor, in a file."""
+
+    file: str
+    key: str
+    box: Box
+    begin: int | None = None  # its first element in a flat entry; None: the entry is the box
+    order: tuple[int, ...] = ()  # of the elements there
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """What one rank of a tensor's mesh has of it: which box, and the order in which its elements lie."""
+
+    box: Box
+    order: tuple[int, ...]
+
+    @classmethod
+    def told(cls, told: Any, shape: Sequence[int], key: str) -> LocalPart:
+        """Reads what :meth:`describe` wrote. Raises ValueError where that is no part of a tensor of ``shape``."""
+        part = cls(Box(tuple(told["offset"]), tuple(told["shape"])), tuple(told["order"]))
+        numbers = [*part.box.offset, *part.box.shape, *part.order]
+        if not all(type(n) is int for n in numbers) or not part.box.within(shape) or sorted(part.order) != list(range(len(shape))):
+            raise ValueError(f"{key} is of part {told!r}")
+        return part
+
+    def describe(self) -> dict[str, Any]:
+        """Describes the part as plain data."""
+        return {"offset": list(self.box.offset), "shape": list(self.box.shape), "order": list(self.order)}
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Elements of a part's flat array, in a file."""
+
+    file: str
+    key: str
+    begin: int
+    end: int
+
+
+class SavedTensors:
+    """The tensors of the units in a checkpoint's data folder. Used as a context: files stay open inside."""
+
+    def __init__(self, data: Path, manifest: dict[str, Any]):
+        self._data, self._parameters = data, manifest["parameters"]
+        self._is_flat = manifest["format"] == 2
+        self._boxes: dict[str, list[_Stored]] = {}  # array/name
+        self._runs: dict[str, dict[LocalPart, list[_Run]]] = {}  # the same, of 8-bit moments and their scales: by part
+        self._dtypes: dict[str, set[torch.dtype | None]] = {}
+        self._files, self._opened = ExitStack(), {}
+        for file in manifest["files"]:
+            if file.startswith("unit-"):
+                self._list(file)
+
+    def __enter__(self) -> SavedTensors:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._opened.clear()
+        self._files.close()
+
+    # --- what there is ---
+
+    def _list(self, file: str) -> None:
+        with opened_file(self._data / file) as opened:
+            header = read_header(opened)
+            for key in opened.keys():
+                entry, told = opened.get_slice(key), header.get(key, {})
+                self._add(file, key, tuple(entry.get_shape()), FILE_DTYPES.get(entry.get_dtype()), told)
+
+    def _add(self, file: str, key: str, shape: tuple[int, ...], dtype: torch.dtype | None, told: dict[str, Any]) -> None:
+        array, _, name = key.partition("/")
+        if not self._is_flat and self._is_coded(array, name.rpartition("#")[0]):
+            name = name.rpartition("#")[0]
+        described = self._parameters.get(name)
+        if described is None or array not in ("weight", "master", *MOMENTS, *SCALES.values()):
+            raise CorruptionError(f"{self._data} holds {key[:80]!r}, which is of no parameter of the checkpoint")
+        whole, offset = f"{array}/{name}", told.get("saved_offsets") or [0] * len(shape)
+        if len(offset) != len(shape) or not all(type(at) is int and at >= 0 for at in offset):
+            raise ValueError(f"{key} begins at {offset!r}")
+        self._dtypes.setdefault(whole, set()).add(dtype)
+        extents = tuple(described["shape"])
+        if self._is_coded(array, name):
+            if self._is_flat:
+                part = LocalPart(Box((0,) * len(extents), extents), order_of(extents, described["stride"]))
+            else:
+                part = LocalPart.told(told["part"], extents, key)
+            run = _Run(file, key, offset[0], offset[0] + math.prod(shape))
+            self._runs.setdefault(whole, {}).setdefault(part, []).append(run)
+        elif self._is_flat:
+            order = order_of(extents, described["stride"])
+            begin, end = offset[0], offset[0] + math.prod(shape)
+            if end > math.prod(extents):
+                raise ValueError(f"{key} has elements behind its tensor's last")
+            stored = self._boxes.setdefault(whole, [])
+            stored += [_Stored(file, key, box, first - begin, order) for box, first in boxes_of_run(extents, order, begin, end)]
+            if begin == end:
+                self._boxes[whole].append(_Stored(file, key, Box((0,) * len(extents), (0,) * len(extents))))
+        else:
+            self._boxes.setdefault(whole, []).append(_Stored(file, key, Box(tuple(offset), shape)))
+
+    def _is_coded(self, array: str, name: str) -> bool:
+        """Tells whether an array's elements are codes of blocks, or their scales."""
+        described = self._parameters.get(name)
+        return array in SCALES.values() or (array in MOMENTS and described is not None and described["moments"] == "uint8")
+
+    def check(self, array: str, name: str, dtype: torch.dtype) -> None:
+        """Raises CorruptionError where not every element of ``array`` of parameter ``name`` is there once, in ``dtype``."""
+        key, shape = f"{array}/{name}", self._parameters[name]["shape"]
+        if self._is_coded(array, name):
+            parts = self._runs.get(key, {})
+            whole = cover([part.box for part in parts], shape) and all(
+                _reach(runs) == -(-part.box.numel // elements_each(array)) for part, runs in parts.items()
+            )
+        else:
+            whole = key in self._boxes and cover([stored.box for stored in self._boxes[key]], shape)
+        if not whole:
+            raise CorruptionError(f"{self._data} holds no {array} of {name} with {math.prod(shape)} elements")
+        if math.prod(shape) and self._dtypes[key] != {dtype}:
+            raise CorruptionError(f"{self._data} holds {array} of {name} in another dtype than {dtype}")
+
+    # --- reading ---
+
+    def _open(self, file: str) -> Any:
+        if file not in self._opened:
+            self._opened[file] = self._files.enter_context(safe_open(self._data / file, framework="pt"))
+        return self._opened[file]
+
+    def read(self, array: str, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """Reads ``box`` of the global tensor. 8-bit moments come decoded, in fp32."""
+        out = torch.empty(box.shape, dtype=dtype, device="cpu")
+        if self._is_coded(array, name):
+            for part in self._runs[f"{array}/{name}"]:
+                if (common := part.box.common(box)) is not None:
+                    values = common.moved(part.box.offset, -1).of(self._decoded(array, name, part))
+                    common.moved(box.offset, -1).of(out).copy_(values)
+            return out
+        for stored in self._boxes[f"{array}/{name}"]:
+            if (common := stored.box.common(box)) is not None:
+                values = self._open(stored.file).get_slice(stored.key)
+                here = common.moved(stored.box.offset, -1)
+                if stored.begin is not None:
+                    run = values[stored.begin : stored.begin + stored.box.numel]
+                    values = here.of(view_of_run(run, stored.box, stored.order))
+                elif not box.shape:
+                    values = self._open(stored.file).get_tensor(stored.key)
+                else:
+                    values = values[tuple(slice(at, at + n) for at, n in zip(here.offset, here.shape))]
+                common.moved(box.offset, -1).of(out).copy_(values)
+        return out
+
+    def has_part(self, array: str, name: str, part: LocalPart) -> bool:
+        """Tells whether the codes of 8-bit moments can be read as they are: somebody wrote the same part."""
+        return part in self._runs.get(f"{array}/{name}", {})
+
+    def read_codes(self, array: str, name: str, part: LocalPart, begin: int, end: int) -> torch.Tensor:
+        """Reads entries ``begin`` to ``end`` of the flat array of ``part``."""
+        found = [torch.empty(0, dtype=torch.uint8, device="cpu")]
+        for run in sorted(self._runs[f"{array}/{name}"][part], key=lambda run: run.begin):
+            low, high = max(begin, run.begin), min(end, run.end)
+            if low < high:
+                found.append(self._open(run.file).get_slice(run.key)[low - run.begin : high - run.begin])
+        return torch.cat(found)
+
+    def _decoded(self, array: str, name: str, part: LocalPart) -> torch.Tensor:
+        numel = part.box.numel
+        codes = self.read_codes(array, name, part, 0, numel)
+        scales = self.read_codes(SCALES[array], name, part, 0, -(-numel // elements_each(SCALES[array])))
+        return view_of_run(native.decode_moments(codes, scales, sq=array == "exp_avg_sq"), part.box, part.order)
+
+
+def _reach(runs: list[_Run]) -> int:
+    """How far from the first element on ``runs`` follow each other without a gap."""
+    reached = 0
+    for run in sorted((run for run in runs if run.begin < run.end), key=lambda run: run.begin):
+        if run.begin != reached:
+            return -1
+        reached = run.end
+    return reached
