@@ -158,7 +158,7 @@ def _buffers_of_others(mine: dict[str, torch.Tensor], collectives: Collectives) 
 
 def _token(collectives: Collectives) -> str:
     """A name nobody had before, the same on all ranks."""
-    return bytes(collectives.broadcast(torch.tensor(list(secrets.token_bytes(6)), dtype=torch.uint8), "a name").tolist()).hex()
+    return collectives.collect(secrets.token_hex(6), "a name")[0]
 
 
 def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:

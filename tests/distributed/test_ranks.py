@@ -446,18 +446,19 @@ def test_a_checkpoint_of_four_ranks_is_loaded_by_one(four):
 
 @pytest.mark.slow
 def test_torch_distributed_checkpoint_loads_what_four_ranks_wrote(four):
-    """torch's own reader puts the slices together: weights and moments, flat, in one process without Infinity."""
+    """torch's own reader puts the slices together: weights and moments, in one process without Infinity."""
     import torch.distributed.checkpoint as dcp
 
     folder = next((four["folder"][0] / "checkpoint").glob("infinity-*"))
     saved = four["save"][0]
     names = list(dict(rank_jobs.build().named_parameters()))
-    state = {f"weight/{name}": torch.full((saved["weights"][name].numel(),), float("nan")) for name in names}
-    state |= {f"exp_avg/{name}": torch.full((saved["weights"][name].numel(),), float("nan")) for name in names}
+    state = {
+        f"{kind}/{name}": torch.full_like(saved["weights"][name], float("nan")) for name in names for kind in ("weight", "exp_avg")
+    }
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
     for i, name in enumerate(names):
-        assert torch.equal(state[f"weight/{name}"], saved["weights"][name].reshape(-1))
-        assert torch.equal(state[f"exp_avg/{name}"], saved["optimizer"]["state"][i]["exp_avg"].reshape(-1))
+        assert torch.equal(state[f"weight/{name}"], saved["weights"][name])
+        assert torch.equal(state[f"exp_avg/{name}"], saved["optimizer"]["state"][i]["exp_avg"])
 
 
 @pytest.mark.slow

@@ -322,5 +322,46 @@ def off(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
+def values_of(model: nn.Module, optimizer) -> dict[str, torch.Tensor]:
+    """Weights, masters and moments as global tensors."""
+    found = {f"weight/{name}": value for name, value in whole(model.state_dict()).items()}
+    names = [name for name, _ in model.named_parameters()]
+    for index, state in optimizer.state_dict()["state"].items():
+        found |= {f"{key}/{names[index]}": value for key, value in whole(state).items()}
+    return found
+
+
+def wrapped_on(kind: str, config: dict, dp: int, dtype: torch.dtype, seed: int) -> tuple:
+    """A model and its optimizer on a mesh of the launch: of dp x tp ranks."""
+    mesh = mesh_of(dp)
+    model = decoder(seed, dtype)
+    if mesh["tp"].size() > 1:
+        model = parallel(model, mesh["tp"], kind)
+    return *infinity.wrap_model(model, adamw(model), config, mesh=mesh), mesh
+
+
+def saved(path: str, kind: str, config: dict, dp: int, dtype=torch.bfloat16) -> dict[str, Any]:
+    """Two steps, a checkpoint, what it has, and a step more."""
+    model, optimizer, mesh = wrapped_on(kind, config, dp, dtype, 5)
+    train(model, optimizer, kind, steps=2, data_rank=mesh.get_local_rank("dp"))
+    infinity.save_checkpoint(path, model, optimizer, extra="two steps")
+    found = values_of(model, optimizer)
+    train(model, optimizer, kind, steps=1, data_rank=mesh.get_local_rank("dp"))
+    after = values_of(model, optimizer)
+    infinity.unwrap_model(model, optimizer)
+    return {"values": found, "after": after}
+
+
+def loaded(path: str, kind: str, config: dict, dp: int, dtype=torch.bfloat16) -> dict[str, Any]:
+    """The same checkpoint on another mesh, and a step more."""
+    model, optimizer, mesh = wrapped_on(kind, config, dp, dtype, 6)
+    extra = infinity.load_checkpoint(path, model, optimizer)
+    found = values_of(model, optimizer)
+    train(model, optimizer, kind, steps=1, data_rank=mesh.get_local_rank("dp"))
+    after = values_of(model, optimizer)
+    infinity.unwrap_model(model, optimizer)
+    return {"extra": extra, "values": found, "after": after}
+
+
 if __name__ == "__main__":
     serve(globals())

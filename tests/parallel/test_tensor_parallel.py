@@ -1,0 +1,216 @@
+"""Tensor parallelism over homes: two ranks over gloo, and four where it is marked slow.
+
+**twin**: the same training by torch's own tensor parallelism, and by one process with the whole model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import parallel_jobs
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ranks import Failed, launch
+from safetensors.torch import load_file
+
+import infinity
+from infinity.checkpoint.export import export
+
+HOMES = ("device", "host", "nvme")
+KINDS = {"rows": "columns and rows", "sequences": "sequences"}
+WINDOW = "260KiB"  # of the device: two blocks of this model's parts, not three
+
+
+def config_of(home: str, swap) -> dict[str, Any]:
+    return models.at_home(home, home, swap)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> dict[str, Any]:
+    """Everything that two ranks do, in one launch."""
+    folder = tmp_path_factory.mktemp("two")
+    swap = folder / "swap"
+    swap.mkdir()
+    jobs: dict[str, dict] = {}
+    for short, kind in KINDS.items():
+        jobs[f"twins:{short}"] = {"kind": kind}
+        jobs[f"twins:{short}-clipped"] = {"kind": kind, "clip": True}
+        for home in HOMES:
+            jobs[f"trained:{short}-{home}"] = {"kind": kind, "config": config_of(home, swap)}
+            jobs[f"trained:{short}-{home}-clipped"] = {"kind": kind, "config": config_of(home, swap), "clip": "ours"}
+        jobs[f"trained:{short}-clipped by the config"] = {"kind": kind, "config": config_of("nvme", swap) | {"max_grad_norm": 0.5}}
+        jobs[f"trained:{short}-window"] = {"kind": kind, "config": config_of("nvme", swap) | {"device_memory": WINDOW}}
+        jobs[f"twins:{short}-checkpointed"] = {"kind": kind, "checkpoints": True, "micro": 2}
+        jobs[f"trained:{short}-checkpointed"] = {
+            "kind": kind, "config": config_of("nvme", swap) | {"activations": "host"}, "checkpoints": True, "micro": 2,
+        }  # fmt: skip
+        jobs[f"scaled:{short}"] = {"kind": kind, "config": config_of("nvme", swap)}
+        jobs[f"round_trips:{short}"] = {"kind": kind, "config": config_of("nvme", swap)}
+    jobs["trained:sequences-torch's clip"] = {"kind": "sequences", "config": config_of("host", swap), "clip": "torch's"}
+    jobs["scaled:one process"] = {"kind": "columns and rows", "config": None}
+    jobs["frozen"] = {"config": config_of("nvme", swap)}
+    host = {"params": "host", "optimizer": "host"}
+    for name, dp in (("dp2", 2), ("tp2", 1)):
+        jobs[f"saved:{name}"] = {"path": str(folder / name), "kind": "sequences", "config": config_of("nvme", swap), "dp": dp}
+        coded = {"kind": "sequences", "config": host | {"moments": "int8"}, "dp": dp}
+        jobs[f"saved:{name}-int8"] = {"path": str(folder / f"{name}-int8"), **coded}
+    for name in ("dp2", "tp2"):
+        for onto, dp in (("dp2", 2), ("tp2", 1)):
+            jobs[f"loaded:{name} onto {onto}"] = {"path": str(folder / name), "kind": "columns and rows", "config": host, "dp": dp}
+            coded = {"kind": "sequences", "config": host | {"moments": "int8"}, "dp": dp}
+            jobs[f"loaded:{name} onto {onto}-int8"] = {"path": str(folder / f"{name}-int8"), **coded}
+    found, done = launch(folder, 2, jobs, script="parallel_jobs.py")
+    failed = [f"{name}: {rank!r}"[-3000:] for name, ranks in found.items() for rank in ranks if isinstance(rank, Failed)]
+    assert done.returncode == 0, failed or done.stderr[-4000:]
+    found["folder"] = folder
+    return found
+
+
+def near(found: list[float], expected: list[float], distance: float = 1e-6) -> bool:
+    return len(found) == len(expected) > 0 and all(abs(a - b) <= distance * max(1.0, abs(b)) for a, b in zip(found, expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_torchs_tensor_parallelism(two, kind):
+    twin = two[f"twins:{kind}"][0]
+    for rank in two[f"trained:{kind}-host"]:
+        assert near(rank["losses"], twin["torch"]["losses"]), (rank["losses"], twin["torch"]["losses"])
+        assert near(rank["losses"], twin["one process"]["losses"], 1e-4)
+
+
+@pytest.mark.parametrize("clipped", ["", "-clipped"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_homes_change_no_bit(two, kind, clipped):
+    first = two[f"trained:{kind}-device{clipped}"]
+    for home in HOMES:
+        for mine, theirs in zip(two[f"trained:{kind}-{home}{clipped}"], first):
+            assert (mine["losses"], mine["norms"], mine["again"]) == (theirs["losses"], theirs["norms"], theirs["again"])
+            assert not models.differing(mine["weights"], theirs["weights"])
+            assert not models.differing(mine["moments"], theirs["moments"])
+            assert mine["unwrapped"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_window_of_few_blocks_changes_no_bit(two, kind):
+    for mine, theirs in zip(two[f"trained:{kind}-window"], two[f"trained:{kind}-host"]):
+        assert mine["losses"] == theirs["losses"]
+        assert not models.differing(mine["weights"], theirs["weights"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointing_accumulation_and_activations_at_home(two, kind):
+    twin = two[f"twins:{kind}-checkpointed"][0]["torch"]
+    for rank in two[f"trained:{kind}-checkpointed"]:
+        assert near(rank["losses"], twin["losses"], 1e-5), (rank["losses"], twin["losses"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_at_home_follow_the_formula(two, kind):
+    """Each array has as many elements as this rank's parts, padded: half of what is cut, and all of the rest."""
+    whole = sum(param.numel() for param in parallel_jobs.decoder().parameters())
+    for rank in two[f"trained:{kind}-nvme"]:
+        assert set(rank["arrays"].values()) == {rank["padded"]}
+        assert rank["local"] <= rank["padded"] <= 1.2 * rank["local"] + 4 * 4096
+        assert whole / 2 <= rank["local"] < 0.55 * whole
+        assert set(rank["at_rest"]) == {0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_counts_each_element_once_with_the_same_bits_on_all_ranks(two, kind):
+    first, second = two[f"trained:{kind}-nvme-clipped"]
+    assert first["norms"] == second["norms"]
+    assert near(first["norms"], two[f"twins:{kind}-clipped"][0]["one process"]["norms"])
+    by_config = two[f"trained:{kind}-clipped by the config"]
+    assert [rank["losses"] for rank in by_config] == [rank["losses"] for rank in (first, second)]
+    assert not models.differing(by_config[0]["weights"], first["weights"])
+
+
+def test_torchs_own_clipping_has_the_right_norm_of_stand_ins(two):
+    assert near(two["trained:sequences-torch's clip"][0]["norms"], two["twins:sequences-clipped"][0]["torch"]["norms"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_overflow_in_one_part_skips_the_step_on_all(two, kind):
+    expected = two["scaled:one process"][0]
+    for rank in two[f"scaled:{kind}"]:
+        assert rank["scales"] == expected["scales"] == [4.0, 2.0, 2.0]
+        assert near(rank["losses"], expected["losses"], 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loads_edits_and_reads(two, kind):
+    for rank in two[f"round_trips:{kind}"]:
+        for what in (
+            "state is of DTensors",
+            "loaded",
+            "goes on",
+            "global tensors load",
+            "full_params is right",
+            "edited",
+            "infers",
+        ):
+            assert rank[what] is True, what
+        assert rank["full_params gives"] == ("DTensor", (256, 64)) and rank["shape"] == ((256, 64), True)
+        for what in ("to_local", "full_tensor"):
+            assert "full_params(model, ['blocks.0.up.weight'])" in rank[what]
+
+
+def test_adapters_beside_a_frozen_base(two):
+    for rank in two["frozen"]:
+        assert rank["losses"][0] == rank["losses"][1]
+        assert rank["off"] < 1e-6
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.parametrize("onto", ["dp2", "tp2"])
+@pytest.mark.parametrize("name", ["dp2", "tp2"])
+def test_any_mesh_reads_any_other(two, name, onto):
+    """bf16 with split masters and fp32 moments: weights, masters and moments have their bits; on the same mesh the next step too."""
+    saved = two[f"saved:{name}"][0]
+    for rank in two[f"loaded:{name} onto {onto}"]:
+        assert rank["extra"] == "two steps"
+        assert not models.differing(rank["values"], saved["values"])
+
+
+@pytest.mark.parametrize("onto", ["dp2", "tp2"])
+@pytest.mark.parametrize("name", ["dp2", "tp2"])
+def test_8_bit_moments_are_exact_in_the_same_parts_and_near_in_others(two, name, onto):
+    saved = two[f"saved:{name}-int8"][0]
+    for rank in two[f"loaded:{name} onto {onto}-int8"]:
+        if name == onto:
+            assert not models.differing(rank["values"], saved["values"])
+            assert not models.differing(rank["after"], saved["after"])
+            continue
+        for key, value in saved["values"].items():
+            if key.startswith("exp_avg"):
+                assert (rank["values"][key] - value).abs().max() <= value.abs().max() / 8
+            else:
+                assert torch.equal(rank["values"][key], value), key
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2"])
+def test_one_process_reads_and_exports_what_ranks_wrote(two, tmp_path, name):
+    saved = two[f"saved:{name}"][0]
+    model = parallel_jobs.decoder(7, torch.bfloat16)
+    model, optimizer = infinity.wrap_model(model, parallel_jobs.adamw(model), {"params": "host", "optimizer": "host"})
+    infinity.load_checkpoint(two["folder"] / name, model, optimizer)
+    assert not models.differing(parallel_jobs.values_of(model, optimizer), saved["values"])
+    infinity.unwrap_model(model, optimizer)
+    export(two["folder"] / name, tmp_path / "out", dtype=torch.float32)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(value, saved["values"][f"master/{key}"]) for key, value in found.items())
+    assert found.keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2"])
+def test_torchs_reader_gives_global_tensors(two, name):
+    saved = two[f"saved:{name}"][0]["values"]
+    keys = [key for key in saved if key.partition("/")[0] in ("weight", "exp_avg", "exp_avg_sq")]
+    state = {key: torch.full_like(saved[key], float("nan")) for key in keys}
+    folder = next((two["folder"] / name).glob("infinity-*"))
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    assert not models.differing(state, {key: saved[key] for key in keys})
