@@ -9,6 +9,7 @@ placement    how one axis of the mesh divides the global tensor: Shard, or Repli
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -116,6 +117,20 @@ def counts_here(param: torch.Tensor) -> bool:
         return True
     coordinate = param.device_mesh.get_coordinate() or ()
     return all(at == 0 for at, placement in zip(coordinate, param.placements) if isinstance(placement, Replicate))
+
+
+def span_of(param: torch.Tensor) -> int:
+    """Counts the elements that ``param`` is given room for: those of the largest local part on any rank of its mesh.
+
+    So that all ranks lay the same parameters out at the same places, whatever remainder a division leaves to one of them.
+    """
+    if not isinstance(param, DTensor):
+        return param.numel()
+    shape = list(param.shape)
+    for size, placement in zip(param.device_mesh.shape, param.placements):
+        if isinstance(placement, Shard):
+            shape[placement.dim] = -(-shape[placement.dim] // size)
+    return math.prod(shape)
 
 
 def part_offset(param: torch.Tensor) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..machine.sizes import round_up
-from .dtensors import local_of
+from .dtensors import local_of, span_of
 
 PARAM_ALIGNMENT = 64  # elements
 SHARD_ALIGNMENT = 4096  # elements
@@ -66,10 +66,11 @@ class FlatLayout:
     def of(cls, params: Sequence[torch.Tensor], slices: int = 1) -> FlatLayout:
         """Lays ``params`` out one after the other, the whole divisible into ``slices``."""
         placements, offset = [], 0
-        for param in map(local_of, params):
-            stride = tuple(param.stride())
-            if not is_dense(param.shape, stride):
-                stride = torch.empty(param.shape, device="meta").stride()
-            placements.append(Placement(offset, param.shape, tuple(stride)))
-            offset = round_up(offset + param.numel(), PARAM_ALIGNMENT)
+        for param in params:
+            local = local_of(param)
+            stride = tuple(local.stride())
+            if not is_dense(local.shape, stride):
+                stride = torch.empty(local.shape, device="meta").stride()
+            placements.append(Placement(offset, local.shape, tuple(stride)))
+            offset = round_up(offset + span_of(param), PARAM_ALIGNMENT)
         return cls(tuple(placements), round_up(max(offset, 1), SHARD_ALIGNMENT * slices))

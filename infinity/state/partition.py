@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from .dtensors import is_distributed_parameter, local_of
+from .dtensors import is_distributed_parameter, span_of
 
 SMALL_NBYTES = 256 * 1024
 
@@ -58,7 +58,7 @@ def partition(model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.
 
 
 def _nbytes(params: list[nn.Parameter]) -> int:
-    return sum(local_of(param).numel() * param.element_size() for param in params)
+    return sum(span_of(param) * param.element_size() for param in params)
 
 
 def _repeated_blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

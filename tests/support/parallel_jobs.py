@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,11 @@ def trained(
     weights = whole(model.state_dict())
     states = optimizer.state_dict()["state"]
     moments = {f"{index} {name}": value for index, state in states.items() for name, value in whole(state).items()}
+    common = [p._local_tensor if isinstance(p, DTensor) else p for p in model.state_dict().values()
+              if not isinstance(p, DTensor) or all(isinstance(each, Replicate) for each in p.placements)]  # fmt: skip
+    digests: list = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, [hashlib.sha1(p.float().numpy().tobytes()).hexdigest() for p in common])
+    told["replicas are equal"] = len(set(map(tuple, digests))) == 1 and len(common) > 0
     plain, plain_optimizer = infinity.unwrap_model(model, optimizer)
     after = whole(plain.state_dict())
     again = train(plain, plain_optimizer, kind, steps=1, data_rank=mesh.get_local_rank("dp"))
