@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from .errors import CapacityError, ConfigError, CorruptionError, InfinityError, InternalError, PeerError, StorageError, UsageError
 
 if TYPE_CHECKING:
+    from . import parallel
     from .api.full_params import full_params
     from .api.stats import Stats, stats
     from .api.unwrap import unwrap_model
@@ -39,6 +40,7 @@ __all__ = [
     "clip_grad_norm_",
     "full_params",
     "load_checkpoint",
+    "parallel",
     "save_checkpoint",
     "save_pretrained",
     "stats",
@@ -59,9 +61,12 @@ _HOMES = {
     "unwrap_model": "api.unwrap",
     "wrap_model": "api.wrap",
 }
+_ROOMS = ("parallel",)  # whose functions are called by their room's name
 
 
 def __getattr__(name: str):
+    if name in _ROOMS:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

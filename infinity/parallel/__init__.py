@@ -1,0 +1,26 @@
+"""Parallel: cuts models over the axes of a DeviceMesh, by torch's own DTensor.
+
+model = infinity.parallel.tensor_parallel(model, mesh["tp"])
+model, optimizer = infinity.wrap_model(model, optimizer, config, mesh=mesh)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .plans import find_plan
+    from .tensor_parallel import tensor_parallel
+
+__all__ = ["find_plan", "tensor_parallel"]
+
+_HOMES = {"find_plan": "plans", "tensor_parallel": "tensor_parallel"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value  # also over the submodule of the same name
+    return value

@@ -1,0 +1,200 @@
+"""Plans: say how each layer of a model is cut for tensor parallelism, found from the layers' shapes where the model has no plan.
+
+plan       name of a module, with ``*`` for the number of a block -> style
+style      one of STYLES, which are those of transformers' plans
+pair       layers from the width of the model to another, then one back: the first are cut by columns and the last by rows, so that
+           nothing passes between them, and one all-reduce follows the last (Shoeybi et al., Megatron-LM, 2019, section 3)
+width      features of what passes from block to block
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+from ..errors import ConfigError
+
+STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicate")
+ATTENTION_LAYERS = 3  # at least so many are from width to width before one is taken for the way back
+SUMS_OF_HEADS = ("inner_dim", "all_head_size")  # features of all heads together
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
+
+
+def find_plan(model: nn.Module) -> dict[str, str]:
+    """Finds how ``model`` is cut: by its own plan, as models of transformers have, or by the shapes of its layers.
+
+    The result can be changed and given to :func:`tensor_parallel`. Raises ConfigError where nothing is found that could be cut.
+    """
+    if own := own_plan(model):
+        return own
+    plan: dict[str, str] = {}
+    width = _width(model)
+    blocks = list(_blocks(model))
+    inside = {module for _, block in blocks for module in block.modules()}
+    for name, block in blocks:
+        for layer, style in _styles_of_block(name, block, width):
+            plan.setdefault(general(layer), style)
+    if not plan:
+        raise ConfigError(
+            f"{type(model).__name__} has no repeated blocks of linear layers that could be cut: give tensor_parallel a plan, "
+            f"{{module name: style}} with styles {', '.join(STYLES)}"
+        )
+    for name, module in model.named_modules():
+        if module in inside or not hasattr(module, "weight"):
+            continue
+        if isinstance(module, nn.Embedding) and module.num_embeddings == _vocabulary(model):
+            plan[name] = "embedding_rowwise"
+        elif isinstance(module, nn.Linear) and module.out_features == _vocabulary(model) and module.in_features == width:
+            plan[name] = "colwise_gather_output"
+    return plan
+
+
+def own_plan(model: nn.Module) -> dict[str, str]:
+    """Reads the plan that a model of transformers has; empty where there is none."""
+    plan = getattr(model, "tp_plan", None)
+    return dict(plan) if isinstance(plan, dict) else {}
+
+
+def general(name: str) -> str:
+    """Replaces the numbers in a module's name by ``*``."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
+
+
+def expand(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
+    """Applies a plan to the modules of ``model``: full name -> style. Raises ConfigError for an unknown style, or a name of nothing."""
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise ConfigError(f"plan: {pattern} has style {style!r}; there are {', '.join(STYLES)}")
+    found = {name: plan[general(name)] for name, _ in model.named_modules() if name not in plan and general(name) in plan}
+    found |= {name: plan[name] for name, _ in model.named_modules() if name in plan}
+    used = {general(name) for name in found} | found.keys()
+    if missing := [pattern for pattern in plan if pattern not in used]:
+        raise ConfigError(f"plan: {missing[0]} is no module of {type(model).__name__}")
+    return found
+
+
+def shape_of(layer: nn.Module) -> tuple[int, int] | None:
+    """Reads the features that a linear layer takes and gives; None of any other module."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    if is_conv1d(layer):
+        return tuple(layer.weight.shape)
+    return None
+
+
+def is_conv1d(layer: nn.Module) -> bool:
+    """Tells whether ``layer`` is GPT-2's linear layer, whose weight lies as [in, out]."""
+    return type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost children of a ModuleList or Sequential with a sibling of the same class."""
+    seen: set[nn.Module] = set()
+    for name, parent in model.named_modules():
+        if isinstance(parent, (nn.ModuleList, nn.Sequential)) and parent not in seen:
+            counts = Counter(type(child) for child in parent.children())
+            for key, child in parent.named_children():
+                if counts[type(child)] > 1 and child not in seen and shape_of(child) is None:
+                    seen.update(child.modules())
+                    yield f"{name}.{key}" if name else key, child
+
+
+def _width(model: nn.Module) -> int:
+    """The features that most linear layers of the blocks take."""
+    counts = Counter(shape[0] for _, block in _blocks(model) for layer in block.modules() if (shape := shape_of(layer)) is not None)
+    return counts.most_common(1)[0][0] if counts else 0
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """The rows of the embedding that the model says it takes tokens with, else of the largest one."""
+    try:
+        return model.get_input_embeddings().num_embeddings
+    except (AttributeError, NotImplementedError):
+        pass
+    return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
+
+
+def _styles_of_block(prefix: str, block: nn.Module, width: int) -> Iterator[tuple[str, str]]:
+    """Finds the pairs among a block's layers, which are registered in the order in which they are used.
+
+    A layer that gives several things at once (GPT-2's queries, keys and values) cannot be cut by its columns: it is left whole with
+    the one that follows.
+    """
+    columns: list[tuple[str, nn.Module]] = []
+    for name, layer in block.named_modules():
+        if (shape := shape_of(layer)) is None:
+            continue
+        whole = f"{prefix}.{name}" if name else prefix
+        first = shape_of(columns[0][1]) if columns else None
+        is_back = first is not None and shape[1] == width and (shape[0] != width or len(columns) >= ATTENTION_LAYERS)
+        if is_back and shape[0] == first[1]:
+            yield from ((column, "colwise") for column, _ in columns)
+            yield whole, "rowwise"
+            yield from _biases_of_heads(prefix, block, columns)
+            columns = []
+        elif first is not None and shape == (width, width) and first[1] in (3 * width, 2 * width):
+            columns = []  # of a layer that gives several things at once, and the one behind it
+        elif shape[0] == width:
+            columns.append((whole, layer))
+        else:
+            columns = []
+
+
+def _biases_of_heads(prefix: str, block: nn.Module, columns: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, str]]:
+    """Embeddings beside a pair's layers that have a column for each head (T5's relative positions)."""
+    parent = columns[0][0].rpartition(".")[0]
+    module = block.get_submodule(parent.removeprefix(prefix).lstrip("."))
+    heads = {getattr(module, name) for name in HEADS if isinstance(getattr(module, name, None), int)}
+    for name, child in module.named_children():
+        if isinstance(child, nn.Embedding) and child.embedding_dim in heads:
+            yield f"{parent}.{name}", "colwise"
+
+
+def check_divisible(model: nn.Module, styles: dict[str, str], size: int) -> None:
+    """Raises ConfigError where heads or features that are cut do not divide by ``size``. A vocabulary may leave a remainder."""
+    for name, style in styles.items():
+        layer = model.get_submodule(name)
+        if (shape := shape_of(layer)) is None or style not in ("colwise", "rowwise"):
+            continue
+        features = shape[1] if style == "colwise" else shape[0]
+        if features % size:
+            raise ConfigError(f"{name}: {features} features cannot be cut into {size} equal parts (tp={size})")
+        parent = model.get_submodule(name.rpartition(".")[0])
+        for owner in (parent, getattr(parent, "config", None)):
+            for attribute in HEADS:
+                heads = getattr(owner, attribute, None)
+                if isinstance(heads, int) and heads % size and features % heads == 0 and "mlp" not in name:
+                    raise ConfigError(f"{name}: {heads} heads ({attribute}) cannot be shared out to {size} ranks (tp={size})")
+
+
+def count_heads_here(model: nn.Module, styles: dict[str, str], size: int) -> None:
+    """Has every attention whose layers are cut know of this rank's heads only, where it counts them itself."""
+    for parent in {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}:
+        module = model.get_submodule(parent)
+        features = {shape[1] for child in module.children() if (shape := shape_of(child)) is not None}
+        if not any(isinstance(getattr(module, name, None), int) for name in HEADS):
+            continue
+        for name in (*HEADS, *SUMS_OF_HEADS):
+            value = module.__dict__.get(name)
+            if isinstance(value, int) and (name in HEADS or value in features):
+                setattr(module, name, value // size)
+
+
+def describe_plan(plan: dict[str, str], model: nn.Module) -> str:
+    """Describes a plan as lines of a table, with what is cut and what each rank keeps whole."""
+    width = max(map(len, plan), default=0)
+    cut = {param for name in expand_known(model, plan) for param in model.get_submodule(name).parameters()}
+    whole = sum(param.numel() for param in model.parameters() if param not in cut)
+    total = sum(param.numel() for param in model.parameters())
+    lines = [f"  {name:<{width}}  {style}" for name, style in plan.items()]
+    return "\n".join(
+        [f"tensor parallel: {type(model).__name__}", *lines, f"  {whole / max(1, total):.1%} of the parameters stay whole"]
+    )
+
+
+def expand_known(model: nn.Module, plan: dict[str, str]) -> list[str]:
+    """Lists the modules whose parameters ``plan`` cuts."""
+    return [name for name, _ in model.named_modules() if plan.get(name, plan.get(general(name), "replicate")) != "replicate"]

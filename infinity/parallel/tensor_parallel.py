@@ -1,0 +1,142 @@
+"""tensor_parallel: cuts a model's layers over the ranks of a mesh axis, so that each has a part of every large weight."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ..errors import ConfigError
+from .plans import check_divisible, count_heads_here, describe_plan, expand, find_plan, general, is_conv1d, own_plan, shape_of
+from .regions import install_regions
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | None = None, *, quiet: bool = False) -> nn.Module:
+    """Cuts ``model`` over ``mesh`` by torch's DTensor, before :func:`infinity.wrap_model`. The same object comes back.
+
+    model
+        With the same values on every rank, or on ``meta``.
+    mesh
+        The ``tp`` axis of the job's mesh: of one dimension.
+    plan
+        {module name, with ``*`` for the number of a block: style}. None: :func:`find_plan`. Styles: ``colwise`` and ``rowwise`` for linear
+        layers, ``embedding_rowwise`` for the vocabulary, ``colwise_gather_output`` for a head whose logits are to be whole, ``replicate``.
+    quiet
+        Does not print the plan.
+
+    Tied parameters stay tied. Dropout between a layer that is cut by columns and the one that is cut by rows draws another mask on
+    every rank, elsewhere the same one. Raises ConfigError, with the model as it was, for a plan that does not fit: unknown names or
+    styles, heads or features that do not divide by the ranks.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise ConfigError(f"tensor_parallel takes the tp axis of a mesh (mesh['tp']), of one dimension, not {mesh!r}")
+    is_own = plan is None and bool(own_plan(model))
+    plan = dict(plan) if plan is not None else find_plan(model)
+    if any(isinstance(param, DTensor) for param in model.parameters()):
+        raise ConfigError("this model is cut already: some of its parameters are DTensors")
+    if not is_own:
+        styles = expand(model, plan)
+        check_divisible(model, styles, mesh.size())
+    if not quiet and mesh.get_rank() == 0:
+        print(describe_plan(plan, model), flush=True)
+    if mesh.size() == 1:
+        return model
+    ties = _ties(model)
+    if is_own:
+        _apply_own(model, mesh, plan)
+    else:
+        for name, style in styles.items():
+            module = model.get_submodule(name)
+            if style != "replicate":
+                parallelize_module(module, mesh, _style(module, style))
+        count_heads_here(model, styles, mesh.size())
+    _tie_again(model, ties)
+    install_regions(model, plan, mesh)
+    return model
+
+
+def _apply_own(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
+    """Has transformers apply its own plan, whose styles are more than ours."""
+    theirs = importlib.import_module("transformers.distributed.tensor_parallel")
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
+    styles = {name: plan[general(name)] for name in names if general(name) in plan}
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name in styles.keys() - params:  # whose parameters transformers cuts as it loads them; these are there already
+        module, style = model.get_submodule(name), theirs.ALL_PARALLEL_STYLES[styles[name]]
+        for key, _ in list(module.named_parameters(recurse=False)):
+            style.validate_param(module, key, mesh, parameter_name=f"{name}.{key}")
+            style.shard_param(module, key, mesh)
+    theirs.apply_tensor_parallelism(model, mesh, styles)
+
+
+def _style(module: nn.Module, style: str) -> Any:
+    if is_conv1d(module):
+        return _Conv1DColumns() if style == "colwise" else _Conv1DRows()
+    if style == "embedding_rowwise":
+        return RowwiseParallel(input_layouts=Replicate())
+    if style == "colwise_gather_output":
+        return ColwiseParallel(output_layouts=Replicate())
+    return ColwiseParallel() if style == "colwise" else RowwiseParallel()
+
+
+class _Conv1DColumns(ColwiseParallel):
+    """Cuts GPT-2's linear layer, whose weight lies as [in, out], by its outputs."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return _distribute(self, module, device_mesh, {"weight": Shard(1), "bias": Shard(0)})
+
+
+class _Conv1DRows(RowwiseParallel):
+    """Cuts GPT-2's linear layer by its inputs."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.desired_input_layouts = (Shard(-1),)
+        return _distribute(self, module, device_mesh, {"weight": Shard(0), "bias": Replicate()})
+
+
+def _distribute(style: Any, module: nn.Module, mesh: DeviceMesh, placements: dict[str, Any]) -> nn.Module:
+    def partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, param in list(module.named_parameters(recurse=False)):
+            cut = distribute_tensor(param, mesh, [placements[key]], src_data_rank=style.src_data_rank)
+            module.register_parameter(key, nn.Parameter(cut, requires_grad=param.requires_grad))
+
+    def prepare_input(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> Any:
+        return style._prepare_input_fn(style.input_layouts, style.desired_input_layouts, module, inputs, mesh)
+
+    def prepare_output(module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        return style._prepare_output_fn(style.output_layouts, style.use_local_output, module, outputs, mesh)
+
+    return distribute_module(module, mesh, partition, prepare_input, prepare_output)
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    """Names of the parameters that are one."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
+    """Makes parameters one again of which torch has cut each copy for itself. Raises ConfigError where they were cut in different ways.
+
+    A module that only keeps a parameter for a layer (BERT's head keeps its decoder's bias) takes the layer's.
+    """
+    for names in ties:
+        owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+        used = [n for n in names if shape_of(owners[n]) is not None or isinstance(owners[n], nn.Embedding)] or names
+        first, param = used[0], model.get_parameter(used[0])
+        for name in used[1:]:
+            other = model.get_parameter(name)
+            if getattr(other, "placements", None) != getattr(param, "placements", None):
+                raise ConfigError(
+                    f"{first} and {name} are one parameter, but the plan cuts them in different ways "
+                    f"({getattr(param, 'placements', 'whole')} and {getattr(other, 'placements', 'whole')}): give both the same style"
+                )
+        for name in names:
+            owners[name].register_parameter(name.rpartition(".")[2], param)
