@@ -4,6 +4,8 @@ Values come from a safetensors file or folder where one is given, else from the 
 ``reset_parameters``, and a ``transformers`` model's ``_init_weights``. At no time is more in memory than a few blocks
 of a file, or what one module's initialisation touches.
 
+A distributed parameter has the bits that one process would give it: its module is initialised, or its file read, for the global
+tensor, of which each rank keeps its own part.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import nn
 
 from ..checkpoint.weight_files import WeightFiles
 from ..errors import ConfigError
+from ..state.dtensors import empty_parameter_like, is_distributed
 from ..state.tensors import put, take_storage
 from .initialiser import Home, Initialiser
 
@@ -33,10 +36,43 @@ class Materialized:
         self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._wholes: dict[nn.Parameter, nn.Parameter] = {}  # a global tensor -> the distributed parameter that it stands for
+        self._apart: list[tuple[nn.Module, str, nn.Parameter]] = []  # where one stands, and for what
         self.sent: set[nn.Parameter] = set()
 
     def fill(self, home: Home) -> None:
-        """Raises ConfigError, naming the tensor, when a value is nowhere to be had."""
+        """Sends every value of a meta tensor home. Raises ConfigError, naming the tensor, when one is nowhere to be had."""
+        self._take_apart()
+        self._fill(home)
+        self._put_together()
+
+    def _take_apart(self) -> None:
+        """Has a global meta tensor stand for every distributed parameter on meta."""
+        wholes: dict[nn.Parameter, nn.Parameter] = {}
+        for module in self._model.modules():
+            for name, param in module._parameters.items():
+                if param is not None and param.is_meta and is_distributed(param):
+                    if param not in wholes:
+                        wholes[param] = nn.Parameter(
+                            torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
+                        )
+                        self._wholes[wholes[param]] = param
+                    self._apart.append((module, name, param))
+                    module._parameters[name] = wholes[param]
+
+    def _put_together(self) -> None:
+        """Puts the distributed parameters back, real and without storage: their values are at home."""
+        for param in self._wholes.values():
+            real = empty_parameter_like(param)
+            self._swapped.append((param, real))
+            _swap(self._recurrent, param, real)
+            self.sent.add(param)
+        for module, name, param in self._apart:
+            module._parameters[name] = param
+        self._wholes.clear()
+
+    def _fill(self, home: Home) -> None:
+        home = _OfWholes(home, self._wholes)
         files = WeightFiles(self._weights) if self._weights is not None else None
         targets = dict(_targets(self._model))
         wanted = {name for name in targets if files and name in files.tensors}
@@ -74,6 +110,8 @@ class Materialized:
 
     def undo(self) -> None:
         """Restores the model as it was. A second call does nothing more."""
+        for module, name, param in self._apart:
+            module._parameters[name] = param
         for param, meta in self._swapped:
             if not param.is_meta:
                 _swap(self._recurrent, param, meta)
@@ -127,6 +165,22 @@ class Materialized:
                 made.add(tensor)
                 self._overwritten.append((tensor, tensor.detach().clone()))
             put(tensor, piece.begin, piece.values)
+
+
+class _OfWholes:
+    """Takes values of global tensors to the homes of the distributed parameters that they stand for."""
+
+    def __init__(self, home: Home, params: dict[nn.Parameter, nn.Parameter]):
+        self._home, self._params = home, params
+
+    def send(self, param: nn.Parameter, begin: int, values: torch.Tensor, *, drawn: bool) -> None:
+        self._home.send(self._params.get(param, param), begin, values, drawn=drawn)
+
+    def span(self, param: nn.Parameter) -> tuple[int, int]:
+        return self._home.span(self._params.get(param, param))
+
+    def recall(self, param: nn.Parameter) -> torch.Tensor:
+        return self._home.recall(self._params.get(param, param))
 
 
 def _targets(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
+from ..checkpoint.boxes import Box, boxes_of_run
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError
 from ..optim.rules import moment_names
 from ..runtime.engine import Engine
-from ..state.dtensors import local_of
+from ..state.dtensors import is_distributed, like, local_of, part_offset
 from ..state.handle import raw_grad
 from ..state.shard import ParamShard
 from ..storage.arrays import ArrayIO
@@ -26,20 +29,46 @@ class Homes:
     def send(self, param: nn.Parameter, begin: int, values: torch.Tensor, *, drawn: bool) -> None:
         shard, index = self._places[param]
         if drawn:  # at random, by every rank for itself
-            values = shard.collectives.broadcast(values.clone(), "the initial values")
-        shard.write_first_values(self._store, index, begin, values)
+            values = shard.collectives.broadcast(values.clone(), "the initial values", over_tensors=True)
+        if not is_distributed(param):
+            shard.write_first_values(self._store, index, begin, values)
+            return
+        part = self._part(param)
+        for box, first in boxes_of_run(param.shape, range(param.dim()), begin, begin + values.numel()):
+            if (common := box.common(part)) is not None:
+                run = values[first - begin : first - begin + box.numel].view(box.shape)
+                here = common.moved(part.offset, -1)  # consecutive elements of the part, too: its rows are shorter, not others
+                at = sum(offset * math.prod(part.shape[dim + 1 :]) for dim, offset in enumerate(here.offset))
+                shard.write_first_values(self._store, index, at, common.moved(box.offset, -1).of(run).reshape(-1))
 
     def span(self, param: nn.Parameter) -> tuple[int, int]:
         shard, index = self._places[param]
         place = shard.layout.placements[index]
         if not place.is_row_major:
-            return 0, place.numel
-        begin, end = shard.slice_part(index)
-        return begin - place.offset, end - place.offset
+            return 0, param.numel()
+        begin, end = (at - place.offset for at in shard.slice_part(index))
+        if not is_distributed(param) or begin == end:
+            return begin, end
+        last = torch.unravel_index(torch.tensor([begin, end - 1], device="cpu"), place.shape)
+        part = self._part(param)
+        first, behind = (
+            sum(
+                (int(at[which]) + offset) * math.prod(param.shape[dim + 1 :])
+                for dim, (at, offset) in enumerate(zip(last, part.offset))
+            )
+            for which in (0, 1)
+        )
+        return first, behind + 1
 
     def recall(self, param: nn.Parameter) -> torch.Tensor:
         shard, index = self._places[param]
-        return shard.read_value(self._store, index)
+        value = like(param, shard.read_value(self._store, index))
+        return value.full_tensor() if is_distributed(value) else value
+
+    @staticmethod
+    def _part(param: nn.Parameter) -> Box:
+        """What of the global tensor is on this rank."""
+        return Box(part_offset(param), tuple(local_of(param).shape))
 
 
 @torch.no_grad()

@@ -207,12 +207,13 @@ class Collectives:
                 source = self.ranks.row.ranks[peer]
                 self._do(lambda raw=raw, source=source: dist.broadcast(raw, source, group=self.ranks.row.group), what)
 
-    def broadcast(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        """Makes ``tensor`` the first data rank's, in place; contiguous."""
-        if self.ranks.data_size > 1:
+    def broadcast(self, tensor: torch.Tensor, what: str, *, over_tensors: bool = False) -> torch.Tensor:
+        """Makes ``tensor`` the first data rank's, in place; contiguous. ``over_tensors``: the first of all ranks'."""
+        if self.ranks.data_size > 1 or (over_tensors and self.ranks.tensor is not None):
             raw = _bytes_of(tensor.view(-1))
             sent = raw.cpu()
-            for channel in (self.ranks.replicas, self.ranks.row):  # to the first rank of each row, then along the rows
+            # To the first rank of each part, then of each row, then along the rows.
+            for channel in (self.ranks.tensor if over_tensors else None, self.ranks.replicas, self.ranks.row):
                 if channel is not None:
                     channel.rendezvous(what)
                     self._do(lambda channel=channel: dist.broadcast(sent, channel.ranks[0], group=channel.group), what)

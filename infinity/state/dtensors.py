@@ -119,6 +119,13 @@ def counts_here(param: torch.Tensor) -> bool:
     return all(at == 0 for at, placement in zip(coordinate, param.placements) if isinstance(placement, Replicate))
 
 
+def empty_parameter_like(param: torch.Tensor) -> torch.nn.Parameter:
+    """Makes a distributed parameter as ``param``, which is on meta, whose local part has no storage."""
+    local = torch.empty_like(param._local_tensor, device="cpu")
+    local.untyped_storage().resize_(0)
+    return torch.nn.Parameter(DTensor(local, param._spec, requires_grad=False), requires_grad=param.requires_grad)
+
+
 def span_of(param: torch.Tensor) -> int:
     """Counts the elements that ``param`` is given room for: those of the largest local part on any rank of its mesh.
 

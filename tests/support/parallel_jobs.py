@@ -369,6 +369,30 @@ def loaded(path: str, kind: str, config: dict, dp: int, dtype=torch.bfloat16) ->
     return {"extra": extra, "values": found, "after": after}
 
 
+def on_meta(config: dict, weights: str | None, dp: int = 1) -> dict[str, Any]:
+    """A model that is cut before it has values, drawn or read from a file; beside one process."""
+    mesh = mesh_of(dp)
+    with torch.device("meta"):
+        model, alone = Decoder(), Decoder()
+    if mesh["tp"].size() > 1:
+        infinity.parallel.tensor_parallel(model, mesh["tp"], quiet=True)
+    before = {name: param for name, param in model.named_parameters()}
+    optimizer = adamw(model)
+    torch.manual_seed(dist.get_rank())  # the first rank's draw counts
+    model, optimizer = infinity.wrap_model(model, optimizer, config | {"weights": weights}, mesh=mesh)
+    found = {"weights": whole(model.state_dict()), "same objects": all(before[n] is p for n, p in model.named_parameters())}
+    found["losses"] = train(model, optimizer, "plain", steps=2, data_rank=mesh.get_local_rank("dp"))["losses"]
+    infinity.unwrap_model(model, optimizer)
+    if dist.get_rank() == 0 and weights is None:
+        torch.manual_seed(0)
+        alone.to_empty(device="cpu")
+        for module in alone.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        found["one process"] = whole(alone.state_dict())
+    return found
+
+
 # --- models of transformers ---
 
 
