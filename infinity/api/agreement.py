@@ -17,7 +17,7 @@ from ..machine.device import Device
 from ..machine.tiers import Tier
 from ..planning.budgets import measured_free
 from ..planning.plan import check_folders
-from ..state.dtensors import describe_placements, local_of
+from ..state.dtensors import describe_placements, is_common, local_of
 from ..state.handle import raw_grad
 from ..state.partition import is_managed
 from ..state.tensors import overwrite
@@ -60,13 +60,8 @@ def tell_of_other_values(model: nn.Module, collectives: Collectives) -> None:
     """Says where the ranks have been given other values: of replicas the first one's count, but stages of a pipeline are none."""
     if collectives.ranks.data_size == 1:
         return
-    mine = {}
     with collectives.together("comparing the values"):
-        for name, param in model.named_parameters():
-            local = local_of(param)
-            if is_managed(param) and not param.is_meta and local.numel():
-                sample = local.detach().reshape(-1)[:: max(1, local.numel() // SAMPLED)].cpu().contiguous()
-                mine[name] = hashlib.blake2b(sample.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
+        mine = _samples({name: local_of(param) for name, param in model.named_parameters() if is_managed(param)})
     everyones = collectives.collect(mine, "samples of the values", among_data=True)
     others = sorted({name for theirs in everyones for name, digest in theirs.items() if digest != everyones[0].get(name)})
     if others and collectives.ranks.is_first:
@@ -75,6 +70,35 @@ def tell_of_other_values(model: nn.Module, collectives: Collectives) -> None:
             "have different parts of a model, stages of a pipeline say, they are no replicas: give wrap_model a mesh that says so.",
             len(others), len(mine), others[0],
         )  # fmt: skip
+
+
+def _samples(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    """Digests of a few elements of each tensor that has values."""
+    found = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_meta and tensor.numel():
+            sample = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // SAMPLED)].cpu().contiguous()
+            found[name] = hashlib.blake2b(sample.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
+    return found
+
+
+def compare_common_values(model: nn.Module, collectives: Collectives) -> None:
+    """Raises ConfigError where ranks with other parts of the tensors have other values of what they hold in common."""
+    channel = collectives.ranks.tensor
+    if channel is None:
+        return
+    with collectives.together("comparing what the tp ranks have in common"):
+        mine = _samples({name: local_of(p) for name, p in model.named_parameters() if is_managed(p) and is_common(p)})
+    everyones = collectives.collect(mine, "samples of what the tp ranks have in common", among_data=False)
+    each = collectives.ranks.data_size
+    firsts = everyones[collectives.ranks.data_rank :: each]
+    others = sorted({name for theirs in firsts for name, digest in theirs.items() if digest != firsts[0].get(name)})
+    if others:
+        raise ConfigError(
+            f"{len(others)} of {len(mine)} parameters that are whole on every rank of the tp axis ({others[0]}, ...) have other values on other "
+            "ranks of it. Cut them (infinity.parallel.tensor_parallel, or torch's parallelize_module), or give every rank the same values: "
+            "the same seed, or the same file."
+        )
 
 
 def broadcast_rest(model: nn.Module, collectives: Collectives) -> None:

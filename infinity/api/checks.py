@@ -14,10 +14,11 @@ from torch import nn
 
 from .. import native
 from ..config.config import Config
+from ..distributed.data_ranks import DataRanks
 from ..errors import ConfigError, UsageError
 from ..machine.sizes import format_nbytes
 from ..optim.optimizer import InfinityOptimizer
-from ..state.dtensors import check_placements, local_of
+from ..state.dtensors import check_placements, is_distributed, local_of
 from ..state.handle import handle_of
 from ..state.partition import is_managed, parameter_names
 
@@ -58,6 +59,25 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
     _check_storages(names)
     if optimizer is not None:
         _check_optimizer(optimizer, names, config)
+
+
+def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) -> None:
+    """Raises ConfigError where a model's DTensors do not fit the mesh, and for what is not to be had with them."""
+    parts = ranks.tensor.size if ranks.tensor is not None else 1
+    distributed = {name: param for name, param in model.named_parameters() if is_distributed(param)}
+    for name, param in distributed.items():
+        if param.device_mesh.size() != parts:
+            raise ConfigError(
+                f"parameter {name} is cut over {param.device_mesh.size()} ranks, but the mesh that wrap_model was given has tp={parts}: give it "
+                "the mesh of the whole job, whose tp axis the model was cut over"
+            )
+    if parts == 1 and not distributed:
+        return
+    for field, instead in (("micro_batch", "use a smaller batch, or recompute blocks with torch's checkpoint"),
+                           ("speculate", "leave it out: updates still overlap with the next forward"),
+                           ("recompute", "use torch's checkpoint, or the model's gradient_checkpointing_enable()")):  # fmt: skip
+        if getattr(config, field):
+            raise ConfigError(f"{field}: not available with tensor parallelism (tp={parts}) in this version: {instead}")
 
 
 def _check_owners(model: nn.Module) -> None:

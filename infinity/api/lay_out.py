@@ -24,6 +24,7 @@ from ..optim.rules import moment_names, recognise
 from ..planning.memory_plan import MemoryPlan
 from ..planning.plan import make_plan
 from ..planning.unit_sizes import ShardSize, UnitSize
+from ..state.dtensors import is_distributed
 from ..state.partition import Group, held_nbytes, is_managed, partition
 from ..state.shard import ParamShard
 from ..state.shard_spec import ShardSpec
@@ -89,7 +90,7 @@ def lay_out_groups(
             plan = make_plan(sizes, config, held_nbytes=held, free=free, device=device)
         except CapacityError as error:
             refused = error
-            if any(size.is_sliced for size in sizes):
+            if any(size.is_sliced for size in sizes) or any(map(is_distributed, model.parameters())):
                 break  # tiles would be gathered one by one
             continue
         if tiled:

@@ -12,7 +12,7 @@ from ..distributed.collectives import Collectives
 from ..errors import ConfigError
 from ..optim.rules import moment_names
 from ..runtime.engine import Engine
-from ..state.dtensors import is_distributed, like, local_of, part_offset
+from ..state.dtensors import global_of, is_distributed, local_of, part_offset
 from ..state.handle import raw_grad
 from ..state.shard import ParamShard
 from ..storage.arrays import ArrayIO
@@ -62,8 +62,7 @@ class Homes:
 
     def recall(self, param: nn.Parameter) -> torch.Tensor:
         shard, index = self._places[param]
-        value = like(param, shard.read_value(self._store, index))
-        return value.full_tensor() if is_distributed(value) else value
+        return global_of(param, shard.read_value(self._store, index))
 
     @staticmethod
     def _part(param: nn.Parameter) -> Box:

@@ -32,14 +32,14 @@ from ..optim.rules import recognise, saved_step
 from ..runtime.engine import Engine
 from ..runtime.hooks import install_hooks
 from ..runtime.registry import RECORD, Wrapped
-from ..state.dtensors import let_scalers_mix
+from ..state.dtensors import let_scalers_mix, mesh_of_parameters
 from ..state.handle import handle_of, raw_grad, set_raw_grad
 from ..state.partition import Group, is_managed, parameter_names
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
-from .agreement import broadcast_rest, describe, free_everywhere, own_budgets, tell_of_other_values
+from .agreement import broadcast_rest, compare_common_values, describe, free_everywhere, own_budgets, tell_of_other_values
 from .before import Before, MovedRest
-from .checks import check, tell_of_the_rest
+from .checks import check, check_tensor_parallel, tell_of_the_rest
 from .lay_out import choose_device, groups_of_optimizer, lay_out_groups, shards_of_group, unit_size
 from .meta_init import Materialized
 from .send_home import Homes, send_shard_home
@@ -67,13 +67,16 @@ def wrap_model(
     config
         A :class:`Config`, a dict of its fields, or the path of a TOML or JSON file.
     mesh
-        A ``torch.distributed.device_mesh.DeviceMesh`` of the whole job with axes ``dp``, or ``dp_replicate`` and
-        ``dp_shard``. None: the default process group, where there is one. Every rank has to call, with the same model and
-        configuration; values of the first rank count.
+        A ``torch.distributed.device_mesh.DeviceMesh`` of the whole job with axes ``dp``, or ``dp_replicate`` and ``dp_shard`` (or
+        ``fsdp``), ``cp`` or ``sp``, and ``tp``, over which the model's parameters are DTensors (Shard or Replicate). None: that of
+        its DTensors, else the default process group, where there is one. Every rank has to call, with the same model and
+        configuration; values of the first data rank count.
 
     Raises ConfigError, CapacityError, StorageError or UsageError with model and optimizer as they were, on all ranks; PeerError where
     another rank is gone.
     """
+    if mesh is None and isinstance(model, nn.Module):
+        mesh = mesh_of_parameters(model.parameters())
     ranks, traffic = data_ranks(mesh), Traffic()
     let_scalers_mix()
     collectives = Collectives(ranks, traffic)
@@ -81,9 +84,11 @@ def wrap_model(
         with collectives.together("checking what wrap_model was given"):
             config = Config.make(config)
             check(model, optimizer, config)
+            check_tensor_parallel(model, config, collectives.ranks)
             description = {} if collectives.ranks.alone else describe(model, optimizer, config)
         collectives.compare(description, "wrap_model")
         tell_of_other_values(model, collectives)
+        compare_common_values(model, collectives)
         local_size = -collectives.least([-ranks.local_size], "ranks on a machine")[0]
         ranks = dataclasses.replace(ranks, shard=config.shard, compresses=config.compress_gathers, local_size=local_size)
         if config.shard_in_node:

@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import StorageError
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of
+from ..state.dtensors import global_of, local_of
 from ..state.handle import handle_of
 from .weight_files import save_file
 
@@ -97,10 +98,10 @@ def _sources(model: nn.Module, store) -> dict[str, Source]:
         written.add(id(tensor))
         handle = handle_of(tensor)
         if handle is None:
-            sources[name] = tensor.nbytes, lambda tensor=tensor: tensor.detach().clone()
+            sources[name] = tensor.nbytes, lambda tensor=tensor: global_of(tensor, local_of(tensor.detach())).clone()
         else:
             nbytes = tensor.numel() * handle.shard.spec.wrapped_dtype.itemsize
-            sources[name] = nbytes, lambda handle=handle: handle.shard.read_value(store, handle.index)
+            sources[name] = nbytes, lambda handle=handle: global_of(handle.param, handle.shard.read_value(store, handle.index))
     return sources
 
 

@@ -96,21 +96,22 @@ def _gloo_group(ranks: list[int]) -> dist.ProcessGroup:
     """Makes a group for what the host says; only ``ranks`` call.
 
     Where the default group is bound to a device, torch would have the ranks outside take part in a split of its communicator, for
-    which the ones inside never come. And torch names such a group by its ranks: the addresses of one that was made and ended before
-    would be read for the new one's, so each generation has a part of the store of its own.
+    which the ones inside never come.
     """
-    world = dist.distributed_c10d._world
-    default = dist.distributed_c10d._get_default_group()
-    backend, store = world.pg_map[default]
-    generation = (store.add(f"infinity/groups/{'_'.join(map(str, ranks))}", 1) - 1) // len(ranks)
-    bound = getattr(default, "bound_device_id", None)
-    if bound is not None:
-        default.bound_device_id = None
-    world.pg_map[default] = backend, dist.PrefixStore(f"infinity/{generation}", store)
+    c10d = dist.distributed_c10d
+    default, bound = c10d._get_default_group(), None
+    # torch would name such a group by its ranks and by how many groups this process has: ranks that have made others would not find
+    # each other, and the addresses of a group that was ended would be read for the new one's.
+    calls = c10d._get_default_store().add(f"infinity/groups/{'_'.join(map(str, ranks))}", 1)
+    name = f"infinity {'_'.join(map(str, ranks))} {(calls - 1) // len(ranks)}"
+    name_of, c10d._process_group_name = c10d._process_group_name, lambda *_, **__: name
     try:
+        bound = getattr(default, "bound_device_id", None)
+        if bound is not None:
+            default.bound_device_id = None
         return dist.new_group(ranks, timeout=_timeout(), backend="gloo", use_local_synchronization=True)
     finally:
-        world.pg_map[default] = backend, store
+        c10d._process_group_name = name_of
         if bound is not None:
             default.bound_device_id = bound
 

@@ -10,6 +10,7 @@ placement    how one axis of the mesh divides the global tensor: Shard, or Repli
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -68,6 +69,12 @@ def like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     # Not DTensor.from_local, which takes a view of what may be a stand-in.
     spec = DTensorSpec(param.device_mesh, param.placements, TensorMeta(lies.shape, lies.stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)
+
+
+def global_of(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Gathers the global tensor of which ``local`` is this rank's part; every rank of ``param``'s mesh calls. ``local`` of a plain one."""
+    value = like(param, local)
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def over(spec: Any, local: torch.Tensor) -> torch.Tensor:
@@ -168,6 +175,21 @@ def let_scalers_mix() -> None:
 
     unscale.is_infinity = True
     handlers[op] = unscale
+
+
+def mesh_of_parameters(params: Iterable[torch.Tensor]) -> Any:
+    """Finds the mesh of a whole job from its distributed parameters: the one that theirs is a part of. None without any."""
+    for param in params:
+        if isinstance(param, DTensor):
+            mesh = param.device_mesh
+            root = getattr(mesh, "_get_root_mesh", lambda: None)()
+            return root if root is not None and root.mesh_dim_names else mesh
+    return None
+
+
+def is_common(param: torch.Tensor) -> bool:
+    """Tells whether every rank of the mesh has the whole of ``param``."""
+    return not isinstance(param, DTensor) or all(isinstance(placement, Replicate) for placement in param.placements)
 
 
 def describe_placements(param: torch.Tensor) -> str:

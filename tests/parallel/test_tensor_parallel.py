@@ -13,13 +13,26 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import Failed, launch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import infinity
 from infinity.checkpoint.export import export
 
 HOMES = ("device", "host", "nvme")
 KINDS = {"rows": "columns and rows", "sequences": "sequences"}
+FAMILIES = ("llama", "qwen3", "t5", "bert", "gpt2")
+REFUSED = {
+    "heads": "ConfigError: blocks.0.up: 27 features cannot be cut into 2 equal parts",
+    "style": "ConfigError: plan: blocks.*.up has style 'columns'; there are colwise, rowwise",
+    "name": "ConfigError: plan: blocks.*.upper is no module of Decoder",
+    "two axes": "ConfigError: tensor_parallel takes the tp axis of a mesh",
+    "values": "ConfigError: 26 of 40 parameters that are whole on every rank of the tp axis",
+    "degrees": "ConfigError: parameter embedding.weight is cut over 2 ranks, but the mesh that wrap_model was given has tp=1",
+    "partial": "ConfigError: parameter norm.weight is a DTensor with placement Partial",
+    "micro_batch": "ConfigError: micro_batch: not available with tensor parallelism (tp=2)",
+    "speculate": "ConfigError: speculate: not available with tensor parallelism (tp=2)",
+    "recompute": "ConfigError: recompute: not available with tensor parallelism (tp=2)",
+}
 WINDOW = "260KiB"  # of the device: two blocks of this model's parts, not three
 
 
@@ -54,6 +67,16 @@ def two(tmp_path_factory) -> dict[str, Any]:
     jobs["trained:sequences-torch's clip"] = {"kind": "sequences", "config": config_of("host", swap), "clip": "torch's"}
     jobs["scaled:one process"] = {"kind": "columns and rows", "config": None}
     jobs["frozen"] = {"config": config_of("nvme", swap)}
+    for name in FAMILIES:
+        jobs[f"families:{name}"] = {"name": name, "configs": [config_of("host", swap), config_of("nvme", swap)]}
+    weights = folder / "model.safetensors"
+    save_file(parallel_jobs.decoder(3).state_dict(), weights)
+    for home in ("host", "nvme"):
+        jobs[f"on_meta:drawn-{home}"] = {"config": config_of(home, swap), "weights": None}
+        jobs[f"on_meta:file-{home}"] = {"config": config_of(home, swap), "weights": str(weights)}
+    jobs |= {f"refused:{what}": {"what": what} for what in REFUSED}
+    jobs["without_mesh"] = {"config": config_of("host", swap)}
+    jobs |= {f"dropped:{checkpoints}": {"checkpoints": checkpoints} for checkpoints in (False, True)}
     host = {"params": "host", "optimizer": "host"}
     for name, dp in (("dp2", 2), ("tp2", 1)):
         jobs[f"saved:{name}"] = {"path": str(folder / name), "kind": "sequences", "config": config_of("nvme", swap), "dp": dp}
@@ -171,6 +194,52 @@ def test_adapters_beside_a_frozen_base(two):
     for rank in two["frozen"]:
         assert rank["losses"][0] == rank["losses"][1]
         assert rank["off"] < 1e-6
+
+
+# --- plans, values, refusals ---
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_of_transformers_train_under_their_own_or_a_found_plan(two, name):
+    """Gradients of one process, the same bits from every home, and no more bytes than the plan says."""
+    for rank in two[f"families:{name}"]:
+        first, *others = rank["homes"]
+        assert near(first["losses"][:1], rank["one process"][:1]) and near(first["losses"], rank["one process"], 1e-4)
+        assert first["grads off"] < 1e-6 and first["q_norm off"] < 1e-6
+        assert rank["names"]
+        assert rank["cut"] < 0.7 * rank["whole"]
+        for other in others:
+            assert other["losses"] == first["losses"]
+            assert not models.differing(other["weights"], first["weights"])
+
+
+@pytest.mark.parametrize("home", ["host", "nvme"])
+@pytest.mark.parametrize("source", ["drawn", "file"])
+def test_a_model_on_meta_has_the_bits_of_one_process(two, source, home):
+    expected = two[f"on_meta:{source}-{home}"][0]["one process"] if source == "drawn" else parallel_jobs.decoder(3).state_dict()
+    for rank in two[f"on_meta:{source}-{home}"]:
+        assert not models.differing(rank["weights"], expected)
+        assert rank["same objects"]
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_input_is_refused_with_the_numbers_and_the_next_wrap_works(two, what):
+    for said in two[f"refused:{what}"]:
+        assert said.startswith(REFUSED[what]) and "CHANGED" not in said, said
+
+
+def test_the_mesh_is_found_in_the_model(two):
+    assert two["without_mesh"] == [True, True]
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_dropout_masks_differ_inside_a_region_only(two, checkpoints):
+    first, second = two[f"dropped:{checkpoints}"][0]["masks"]
+    for (inside, outside), (other_inside, other_outside) in zip(first, second, strict=True):
+        assert outside == other_outside and inside != other_inside
+    assert two[f"dropped:{checkpoints}"][0]["state"] == two[f"dropped:{checkpoints}"][1]["state"]
+    if checkpoints:  # each block again, the last one first
+        assert [first[2], first[3]] == [first[1], first[0]]
 
 
 # --- checkpoints ---

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -391,6 +391,98 @@ def on_meta(config: dict, weights: str | None, dp: int = 1) -> dict[str, Any]:
                 module.reset_parameters()
         found["one process"] = whole(alone.state_dict())
     return found
+
+
+def refused(what: str) -> str:
+    """Bad input: an error on all ranks, with the model as it was, and the next wrap works."""
+    mesh = mesh_of()["tp"]
+    model = decoder()
+    config: dict[str, Any] = {"params": "host", "optimizer": "host"}
+    given, plan = mesh, None
+    cut = what not in ("values", "not cut")
+    if what == "heads":
+        plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+        for block in model.blocks:
+            block.up, block.down = nn.Linear(WIDTH, 27), nn.Linear(27, WIDTH)
+    elif what == "style":
+        plan = {"blocks.*.up": "columns"}
+    elif what == "name":
+        plan = {"blocks.*.upper": "colwise"}
+    elif what == "two axes":
+        mesh = mesh_of()
+    elif what == "values":
+        torch.manual_seed(dist.get_rank())
+        model = Decoder()
+    elif what == "degrees":
+        given = mesh_of(2)
+    elif what == "partial":
+        placements = [Partial()]
+        value = DTensor.from_local(torch.ones(WIDTH), mesh, placements, run_check=False)
+        model.norm.weight = nn.Parameter(value)
+        cut = False
+    elif what in ("micro_batch", "speculate", "recompute"):
+        config[what] = 1 if what == "micro_batch" else True
+    try:
+        if cut:
+            model = infinity.parallel.tensor_parallel(model, mesh, plan, quiet=True)
+        infinity.wrap_model(model, adamw(model), config, mesh=given)
+        said = "was taken"
+    except infinity.InfinityError as error:
+        said = f"{type(error).__name__}: {error}"
+    plain = [type(p) for p in model.parameters()]
+    if what in ("heads", "style", "name", "two axes"):
+        said += "" if set(plan_types(plain)) == {"Parameter"} else " BUT THE MODEL WAS CHANGED"
+    again, optimizer = parallel(decoder(), mesh_of()["tp"], "columns and rows"), None
+    again, optimizer = infinity.wrap_model(again, adamw(again), {}, mesh=mesh_of()["tp"])
+    train(again, optimizer, "plain", steps=1)
+    infinity.unwrap_model(again, optimizer)
+    return said
+
+
+def plan_types(kinds: list[type]) -> list[str]:
+    return [kind.__name__ for kind in kinds]
+
+
+def without_mesh(config: dict) -> bool:
+    """wrap_model finds the mesh in the model's DTensors. One rank has a group more than the other."""
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    model = parallel(decoder(), mesh_of()["tp"], "columns and rows")
+    model, optimizer = infinity.wrap_model(model, adamw(model), config)
+    train(model, optimizer, "plain", steps=1)
+    parts = wrapped(model).engine.ranks.tensor.size
+    infinity.unwrap_model(model, optimizer)
+    return parts == dist.get_world_size()
+
+
+def dropped(checkpoints: bool) -> dict[str, Any]:
+    """Masks of dropout: inside a region, and outside; and the gradients of a block that is recomputed."""
+    mesh = mesh_of()["tp"]
+
+    class Dropping(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.outside = nn.Dropout(0.5), nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.inside(torch.ones_like(self.up(x)))
+            masks.append(((hidden != 0).flatten()[:64].tolist(), None))
+            result = self.outside(self.down(hidden))
+            masks[-1] = masks[-1][0], (result != 0).flatten()[:64].tolist()
+            return result
+
+    masks: list = []
+    torch.manual_seed(2)
+    model = nn.ModuleDict({"blocks": nn.ModuleList([Dropping(), Dropping()])})
+    infinity.parallel.tensor_parallel(model, mesh, {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, quiet=True)
+    torch.manual_seed(3)
+    x = torch.ones(2, 4, WIDTH, requires_grad=True)
+    for block in model["blocks"]:
+        x = checkpoint(block, x, use_reentrant=False) if checkpoints else block(x)
+    x.sum().backward()
+    everyones: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, masks)
+    return {"masks": everyones, "state": torch.get_rng_state()[:100].tolist()}
 
 
 # --- models of transformers ---

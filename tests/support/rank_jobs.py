@@ -666,7 +666,7 @@ def refused(what: str) -> dict[str, Any]:
     elif what == "bad model" and rank == 1:
         optimizer = torch.optim.AdamW(build().parameters())
     elif what == "mesh":
-        arguments["mesh"] = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        arguments["mesh"] = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
     elif what == "axis":
         arguments["mesh"] = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "x"))
     try:
