@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,14 +52,43 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | N
     if is_own:
         _apply_own(model, mesh, plan)
     else:
-        for name, style in styles.items():
-            module = model.get_submodule(name)
-            if style != "replicate":
-                parallelize_module(module, mesh, _style(module, style))
+        _apply(model, mesh, styles)
         count_heads_here(model, styles, mesh.size())
     _tie_again(model, ties)
     install_regions(model, plan, mesh)
     return model
+
+
+def _apply(model: nn.Module, mesh: DeviceMesh, styles: dict[str, str]) -> None:
+    shared = _SharedInput()
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        if style == "replicate":
+            continue
+        parallelize_module(module, mesh, _style(module, style, shared))
+        if style == "rowwise":
+            module.register_forward_pre_hook(shared.forget)
+            shared = _SharedInput()
+
+
+class _SharedInput:
+    """Makes one DTensor of what several column layers are given, so that their gradients are added before ranks add them up: one
+    all-reduce in the backward of an attention, and not three (the g of Megatron-LM's section 3)."""
+
+    def __init__(self) -> None:
+        self._given: tuple[torch.Tensor, bool, DTensor] | None = None
+
+    def prepare(self, style: ColwiseParallel, module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> Any:
+        """Prepares a layer's input as ``style`` does, or returns the one that was prepared of the same tensor."""
+        given, graded = inputs[0], torch.is_grad_enabled()
+        if self._given is None or self._given[0] is not given or self._given[1] is not graded:
+            prepared = style._prepare_input_fn(style.input_layouts, style.desired_input_layouts, module, inputs, mesh)
+            self._given = given, graded, prepared
+        return self._given[2]
+
+    def forget(self, *_: Any) -> None:
+        """Lets go of the input: the row layer is next."""
+        self._given = None
 
 
 def _apply_own(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
@@ -74,9 +105,11 @@ def _apply_own(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None
     theirs.apply_tensor_parallelism(model, mesh, styles)
 
 
-def _style(module: nn.Module, style: str) -> Any:
+def _style(module: nn.Module, style: str, shared: _SharedInput) -> Any:
     if is_conv1d(module):
-        return _Conv1DColumns() if style == "colwise" else _Conv1DRows()
+        return _Columns(shared, {"weight": Shard(1), "bias": Shard(0)}) if style == "colwise" else _Conv1DRows()
+    if style == "colwise" and isinstance(module, nn.Linear):
+        return _Columns(shared, {"weight": Shard(0), "bias": Shard(0)})
     if style == "embedding_rowwise":
         return RowwiseParallel(input_layouts=Replicate())
     if style == "colwise_gather_output":
@@ -84,11 +117,15 @@ def _style(module: nn.Module, style: str) -> Any:
     return ColwiseParallel() if style == "colwise" else RowwiseParallel()
 
 
-class _Conv1DColumns(ColwiseParallel):
-    """Cuts GPT-2's linear layer, whose weight lies as [in, out], by its outputs."""
+class _Columns(ColwiseParallel):
+    """Cuts a linear layer by its outputs, also GPT-2's, whose weight lies as [in, out]."""
+
+    def __init__(self, shared: _SharedInput, placements: dict[str, Any]):
+        super().__init__()
+        self._shared, self._placements = shared, placements
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _distribute(self, module, device_mesh, {"weight": Shard(1), "bias": Shard(0)})
+        return _distribute(self, module, device_mesh, self._placements, partial(self._shared.prepare, self))
 
 
 class _Conv1DRows(RowwiseParallel):
@@ -96,22 +133,20 @@ class _Conv1DRows(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.desired_input_layouts = (Shard(-1),)
-        return _distribute(self, module, device_mesh, {"weight": Shard(0), "bias": Replicate()})
+        prepare = partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts)
+        return _distribute(self, module, device_mesh, {"weight": Shard(0), "bias": Replicate()}, prepare)
 
 
-def _distribute(style: Any, module: nn.Module, mesh: DeviceMesh, placements: dict[str, Any]) -> nn.Module:
+def _distribute(style: Any, module: nn.Module, mesh: DeviceMesh, placements: dict[str, Any], prepare: Callable) -> nn.Module:
     def partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for key, param in list(module.named_parameters(recurse=False)):
             cut = distribute_tensor(param, mesh, [placements[key]], src_data_rank=style.src_data_rank)
             module.register_parameter(key, nn.Parameter(cut, requires_grad=param.requires_grad))
 
-    def prepare_input(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> Any:
-        return style._prepare_input_fn(style.input_layouts, style.desired_input_layouts, module, inputs, mesh)
-
     def prepare_output(module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         return style._prepare_output_fn(style.output_layouts, style.use_local_output, module, outputs, mesh)
 
-    return distribute_module(module, mesh, partition, prepare_input, prepare_output)
+    return distribute_module(module, mesh, partition, prepare, prepare_output)
 
 
 def _ties(model: nn.Module) -> list[list[str]]:

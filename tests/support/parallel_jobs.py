@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -483,6 +484,53 @@ def dropped(checkpoints: bool) -> dict[str, Any]:
     everyones: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, masks)
     return {"masks": everyones, "state": torch.get_rng_state()[:100].tolist()}
+
+
+def communication(layers: int) -> dict[str, Any]:
+    """Elements of every collective of a forward, of its loss and of its backward, by torch's own count."""
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Sizes(TorchDispatchMode):
+        """Notes how many elements each collective is given."""
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if any(issubclass(kind, DTensor) for kind in types):
+                return NotImplemented  # which it makes collectives of
+            if func.namespace == "_c10d_functional" and not func.__name__.startswith(("wait", "_wrap")):
+                sizes.append(args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    def counting(work: Callable[[], Any]) -> Any:
+        sizes.clear()
+        with CommDebugMode() as counted, Sizes():
+            result = work()
+        assert counted.get_total_counts() == len(sizes)
+        return result
+
+    sizes: list[int] = []
+    mesh, batch = mesh_of()["tp"], tokens(0)
+    found: dict[str, Any] = {"bs": batch.numel(), "bsh": batch.numel() * WIDTH, "bsv": batch.numel() * VOCABULARY}
+    for where in ("torch", "ours"):
+        model = decoder()
+        plan = infinity.parallel.find_plan(model) | {"head": "replicate"}
+        infinity.parallel.tensor_parallel(model, mesh, plan, quiet=True)
+        parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+        optimizer = adamw(model)
+        if where == "ours":
+            model, optimizer = infinity.wrap_model(model, optimizer, {"params": "host", "optimizer": "host"}, mesh=mesh)
+        told: dict[str, list[int]] = {}
+        with loss_parallel():
+            logits = counting(lambda: model(batch))
+            told["forward"] = list(sizes)
+            loss = counting(lambda: F.cross_entropy(logits.flatten(0, 1), batch.flatten()))
+            told["loss"] = list(sizes)
+            counting(lambda: loss.backward())
+            told["backward"] = list(sizes)
+        found[where] = told
+        if where == "ours":
+            infinity.unwrap_model(model, optimizer)
+    return found
 
 
 # --- models of transformers ---
