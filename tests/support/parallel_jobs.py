@@ -466,7 +466,7 @@ def dropped(checkpoints: bool) -> dict[str, Any]:
             self.inside, self.outside = nn.Dropout(0.5), nn.Dropout(0.5)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.inside(torch.ones_like(self.up(x)))
+            hidden = self.inside(1 + 0 * self.up(x))
             masks.append(((hidden != 0).flatten()[:64].tolist(), None))
             result = self.outside(self.down(hidden))
             masks[-1] = masks[-1][0], (result != 0).flatten()[:64].tolist()
