@@ -293,3 +293,58 @@ def test_torchs_reader_gives_global_tensors(two, name):
     folder = next((two["folder"] / name).glob("infinity-*"))
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
     assert not models.differing(state, {key: saved[key] for key in keys})
+
+
+# --- four ranks: data and tensor parallel together ---
+
+MESHES = {"dp4": 4, "dp2tp2": 2, "tp4": 1}
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("four")
+    swap = folder / "swap"
+    swap.mkdir()
+    jobs: dict[str, dict] = {}
+    for short, kind in KINDS.items():
+        jobs[f"twins:{short}"] = {"kind": kind, "dp": 2, "clip": True}
+        for home in HOMES:
+            jobs[f"trained:{short}-{home}"] = {"kind": kind, "config": config_of(home, swap), "dp": 2, "clip": "ours"}
+        for shard in ("optimizer", "gradients"):
+            config = config_of("host", swap) | {"shard": shard}
+            jobs[f"trained:{short}-{shard}"] = {"kind": kind, "config": config, "dp": 2, "clip": "ours"}
+    host = {"params": "host", "optimizer": "host"}
+    for name, dp in MESHES.items():
+        jobs[f"saved:{name}"] = {"path": str(folder / name), "kind": "sequences", "config": config_of("nvme", swap), "dp": dp}
+    for name in MESHES:
+        for onto, dp in MESHES.items():
+            jobs[f"loaded:{name} onto {onto}"] = {"path": str(folder / name), "kind": "sequences", "config": host, "dp": dp}
+    found, done = launch(folder, 4, jobs, script="parallel_jobs.py")
+    failed = [f"{name}: {rank!r}"[-3000:] for name, ranks in found.items() for rank in ranks if isinstance(rank, Failed)]
+    assert done.returncode == 0, failed or done.stderr[-4000:]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_and_tensor_parallel_together(four, kind):
+    """Norms of one process that is given both batches; the same bits from every home and for every way of sharding."""
+    twin = four[f"twins:{kind}"][0]["one process"]
+    first = four[f"trained:{kind}-host"]
+    assert len({tuple(rank["norms"]) for rank in first}) == 1
+    assert near(first[0]["norms"][:1], twin["norms"][:1]) and near(first[0]["norms"], twin["norms"], 1e-4)
+    for what in ("device", "nvme", "optimizer", "gradients"):
+        for mine, theirs in zip(four[f"trained:{kind}-{what}"], first):
+            assert (mine["losses"], mine["norms"]) == (theirs["losses"], theirs["norms"])
+            assert not models.differing(mine["weights"], theirs["weights"])
+            assert not models.differing(mine["moments"], theirs["moments"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("onto", MESHES)
+@pytest.mark.parametrize("name", MESHES)
+def test_any_mesh_of_four_reads_any_other(four, name, onto):
+    saved = four[f"saved:{name}"][0]
+    for rank in four[f"loaded:{name} onto {onto}"]:
+        assert not models.differing(rank["values"], saved["values"])
+        assert name != onto or not models.differing(rank["after"], saved["after"])
