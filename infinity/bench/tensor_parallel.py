@@ -116,6 +116,7 @@ def main() -> None:
 
 def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
 
     import infinity
 
@@ -128,7 +129,9 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     def make(home: str | None) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = infinity.parallel.tensor_parallel(_Model(width, layers), mesh, quiet=True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=home is None)
+        cut = [isinstance(param, DTensor) for param in model.parameters()]  # torch's fused step takes no mixed group
+        groups = [{"params": [p for p, is_cut in zip(model.parameters(), cut) if is_cut is each]} for each in (True, False)]
+        optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=home is None)
         if home is None:
             return model, optimizer
         return infinity.wrap_model(model, optimizer, {"params": home, "optimizer": home, "nvme_paths": [folder]}, mesh=mesh)
