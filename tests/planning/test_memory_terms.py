@@ -9,7 +9,11 @@ import torch
 from test_plan import MIB, config_of, equal_units, plan_of, unit
 from torch import nn
 
+from infinity.config.config import Config
+from infinity.machine.device import Device
 from infinity.machine.tiers import Tier
+from infinity.machine.traffic import Traffic
+from infinity.planning.budgets import Budgets
 from infinity.planning.memory_plan import LADDER, MemoryPlan
 from infinity.planning.step_traffic import traffic
 from infinity.state.partition import Group, held_nbytes, partition
@@ -74,6 +78,24 @@ def test_a_step_moves_what_the_arrays_on_the_disk_ask_for(tmp_path, passes):
     assert edges["device->host"] == passes * weight
     assert edges["nvme->host"] == 2 * passes * weight + (passes + 1) * weight + state - 0
     assert edges["host->nvme"] == passes * weight + state
+
+
+def test_one_memory_is_counted_once(tmp_path):
+    """Where the processor computes and neither budget is given, what the device and the host hold together has to fit."""
+    plan = plan_of(equal_units(4, NUMEL), config_of(tmp_path, params="host", optimizer="host"))
+    device, host = (plan.planned_nbytes(tier) for tier in (Tier.DEVICE, Tier.HOST))
+    assert device > 10 and host > device
+
+    def over(free: int, **given) -> dict[Tier, int]:
+        config = Config(nvme_paths=[str(tmp_path)], nvme_capacity="1TiB", **given)
+        return Budgets(config, {Tier.DEVICE: free, Tier.HOST: free}, Device(torch.device("cpu"), Traffic())).over(plan)
+
+    assert over(device + host) == {}
+    assert over(device + host - 1) == {Tier.HOST: 1}
+    assert over(host) == {Tier.HOST: device}
+    assert over(host - 5) == {Tier.HOST: device + 5}
+    assert over(device - 3) == {Tier.DEVICE: 3, Tier.HOST: host + 3}
+    assert over(host, device_memory=device - 7) == {Tier.DEVICE: 7}  # two memories, as they are given
 
 
 # --- groups, and what is held at once ---
