@@ -17,7 +17,7 @@ from ..machine.device import Device
 from ..machine.tiers import Tier
 from ..planning.budgets import measured_free
 from ..planning.plan import check_folders
-from ..state.dtensors import describe_placements, is_common, local_of
+from ..state.dtensors import describe_placements, is_common, is_distributed, local_of
 from ..state.handle import raw_grad
 from ..state.partition import is_managed
 from ..state.tensors import overwrite
@@ -80,6 +80,19 @@ def _samples(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
             sample = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // SAMPLED)].cpu().contiguous()
             found[name] = hashlib.blake2b(sample.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
     return found
+
+
+def tell_of_untied(model: nn.Module, collectives: Collectives) -> None:
+    """Says where two distributed parameters look like one that was tied before it was cut: torch's parallelize_module makes two of it."""
+    cut = {name: local_of(param) for name, param in model.named_parameters() if is_distributed(param) and is_managed(param)}
+    alike: dict[tuple, str] = {}
+    for name, digest in _samples({name: local for name, local in cut.items() if local.dim() > 1}).items():
+        other = alike.setdefault((tuple(cut[name].shape), digest), name)
+        if other != name and not bool((cut[name] == cut[name].reshape(-1)[0]).all()) and collectives.ranks.is_first:
+            logger.warning(
+                "parameters %s and %s have the same values, but are not one: they will train apart. If they were tied before they were cut, tie them "
+                "again (module.weight = other.weight), or cut the model with infinity.parallel.tensor_parallel, which does.", other, name,
+            )  # fmt: skip
 
 
 def compare_common_values(model: nn.Module, collectives: Collectives) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+LOST = re.compile(r"gloo|nccl|connection|process group|peer", re.IGNORECASE)  # in what a transport says
 LONGEST = 400  # characters of a reason
 PATIENCE_SECONDS = 2.0  # until a process that has closed its connections has ended, or said why
 
@@ -70,6 +72,9 @@ def join(store: Any, rank: int, size: int) -> None:
 
         def tell_too(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
             before(kind, error, traceback)
+            # A collective of torch's own, inside the model, says only that a connection was closed.
+            if isinstance(error, RuntimeError) and LOST.search(str(error)) and (known := reasons()):
+                print(f"rank {rank} of {size} ends here because of another: {known}", file=sys.stderr, flush=True)
             leave(error)
 
         sys.excepthook = tell_too

@@ -5,6 +5,12 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import models
@@ -74,6 +80,8 @@ def two(tmp_path_factory) -> dict[str, Any]:
     for home in ("host", "nvme"):
         jobs[f"on_meta:drawn-{home}"] = {"config": config_of(home, swap), "weights": None}
         jobs[f"on_meta:file-{home}"] = {"config": config_of(home, swap), "weights": str(weights)}
+    jobs |= {f"generates:{name}": {"name": name, "config": config_of("host", swap)} for name in ("llama", "gpt2")}
+    jobs |= {f"untied:{again}": {"tie_again": again} for again in (False, True)}
     jobs |= {f"refused:{what}": {"what": what} for what in REFUSED}
     jobs["without_mesh"] = {"config": config_of("host", swap)}
     jobs |= {f"dropped:{checkpoints}": {"checkpoints": checkpoints} for checkpoints in (False, True)}
@@ -213,6 +221,17 @@ def test_models_of_transformers_train_under_their_own_or_a_found_plan(two, name)
             assert not models.differing(other["weights"], first["weights"])
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_generation_and_a_saved_folder_are_those_of_one_process(two, name):
+    assert two[f"generates:{name}"] == [{"same": True, "saved": True}] * 2
+
+
+def test_two_weights_that_were_one_are_told(two):
+    """The twin: tied again, nothing is said."""
+    assert any("embedding.weight and head.weight have the same values" in text for text in two["untied:False"][0])
+    assert not any("same values" in text for text in two["untied:True"][0])
+
+
 @pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("source", ["drawn", "file"])
 def test_a_model_on_meta_has_the_bits_of_one_process(two, source, home):
@@ -240,6 +259,33 @@ def test_dropout_masks_differ_inside_a_region_only(two, checkpoints):
     assert two[f"dropped:{checkpoints}"][0]["state"] == two[f"dropped:{checkpoints}"][1]["state"]
     if checkpoints:  # each block again, the last one first
         assert [inside for inside, _ in first[2:]] == [first[1][0], first[0][0]]
+
+
+@pytest.mark.parametrize("how", ["killed", "raises in a forward", "raises in a backward"])
+def test_a_rank_that_falls_ends_the_others_which_name_it(tmp_path, how):
+    """In a collective of torch's own, without a launcher that ends the others first."""
+    (tmp_path / "jobs").write_bytes(pickle.dumps({"falls": {"how": how}}))
+    script = str(Path(parallel_jobs.__file__))
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(tmp_path)], env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        _, said = ranks[0].communicate(timeout=60)
+        ranks[1].communicate(timeout=60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert ranks[0].returncode != 0 and ranks[1].returncode != 0
+    told = "rank 1 (process" if how == "killed" else "rank 1 failed: ValueError: the user's own"
+    assert told in said, said[-3000:]
 
 
 # --- checkpoints ---

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import os
+import shutil
+import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -456,6 +461,23 @@ def without_mesh(config: dict) -> bool:
     return parts == dist.get_world_size()
 
 
+def untied(tie_again: bool) -> list[str]:
+    """parallelize_module makes two of an embedding and a head that were one: what is said of it."""
+    model = decoder()
+    model.head.weight = model.embedding.weight
+    parallel(model, mesh_of()["tp"], "columns and rows")
+    if tie_again:
+        model.head.weight = model.embedding.weight
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("infinity").addHandler(handler)
+    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host"}, mesh=mesh_of()["tp"])
+    infinity.unwrap_model(model, optimizer)
+    logging.getLogger("infinity").removeHandler(handler)
+    return said
+
+
 def dropped(checkpoints: bool) -> dict[str, Any]:
     """Masks of dropout: inside a region, and outside; and the gradients of a block that is recomputed."""
     mesh = mesh_of()["tp"]
@@ -533,6 +555,25 @@ def communication(layers: int) -> dict[str, Any]:
     return found
 
 
+def falls(how: str) -> None:
+    """Rank 1 falls in the middle of its second forward, or of its backward."""
+    model = parallel(decoder(), mesh_of()["tp"], "columns and rows")
+    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"}, mesh=mesh_of()["tp"])
+    train(model, optimizer, "plain", steps=1)
+
+    def fall(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("the user's own")
+
+    if how == "raises in a backward":
+        model.blocks[0].down.register_full_backward_hook(fall)
+    else:
+        model.blocks[1].register_forward_hook(fall)
+    train(model, optimizer, "plain", steps=1)
+
+
 # --- models of transformers ---
 
 
@@ -593,6 +634,27 @@ def families(name: str, configs: list[dict]) -> dict[str, Any]:
         found["whole"] = sum(p.numel() for p in model.parameters())
         infinity.unwrap_model(model, optimizer)
     return found
+
+
+def generates(name: str, config: dict) -> dict[str, Any]:
+    """Greedy tokens of one process and of the wrapped model; and its folder as save_pretrained writes it."""
+    model, prompt = family(name).eval(), torch.arange(8)[None]
+    alone = model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
+    mesh = mesh_of()["tp"]
+    model = infinity.parallel.tensor_parallel(family(name), mesh, quiet=True)
+    model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh)
+    model.eval()
+    ours = model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
+    folder = Path(tempfile.gettempdir()) / f"pretrained-{os.getppid()}"
+    infinity.save_pretrained(model, folder)
+    dist.barrier()
+    saved = type(model).from_pretrained(folder).state_dict()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    expected = family(name).state_dict()
+    infinity.unwrap_model(model, optimizer)
+    return {"same": alone == ours, "saved": not models.differing(saved, expected)}
 
 
 def off_of(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], part: str) -> float:
