@@ -65,7 +65,16 @@ def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) ->
     """Raises ConfigError where a model's DTensors do not fit the mesh, and for what is not to be had with them."""
     parts = ranks.tensor.size if ranks.tensor is not None else 1
     distributed = {name: param for name, param in model.named_parameters() if is_distributed(param)}
+    for name, buffer in model.named_buffers():
+        if is_distributed(buffer):
+            raise ConfigError(f"buffer {name} is a DTensor: buffers have to be whole on every rank; take buffer.full_tensor()")
+    members = ranks.tensor.ranks if ranks.tensor is not None else [ranks.world_rank]
     for name, param in distributed.items():
+        if param.device_mesh.size() == parts > 1 and sorted(param.device_mesh.mesh.flatten().tolist()) != sorted(members):
+            raise ConfigError(
+                f"parameter {name} is cut over ranks {param.device_mesh.mesh.flatten().tolist()}, but the tp axis of the mesh that wrap_model was "
+                f"given has ranks {members} here: cut the model over mesh['tp']"
+            )
         if param.device_mesh.size() != parts:
             raise ConfigError(
                 f"parameter {name} is cut over {param.device_mesh.size()} ranks, but the mesh that wrap_model was given has tp={parts}: give it "
@@ -73,6 +82,15 @@ def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) ->
             )
     if parts == 1 and not distributed:
         return
+    for name, module in model.named_modules():
+        base = getattr(
+            module, "base_layer", None
+        )  # peft's: adapters inside have parts of gradients only, and would part on the ranks
+        if base is not None and hasattr(module, "lora_A") and any(map(is_distributed, base.parameters())):
+            raise ConfigError(
+                f"{name} has adapters of peft around a layer that is cut over the tp axis: each rank would train another adapter. Adapt layers "
+                "that are not cut (give tensor_parallel a plan with 'replicate' for them), or train without tp."
+            )
     for field, instead in (("micro_batch", "use a smaller batch, or recompute blocks with torch's checkpoint"),
                            ("speculate", "leave it out: updates still overlap with the next forward"),
                            ("recompute", "use torch's checkpoint, or the model's gradient_checkpointing_enable()")):  # fmt: skip

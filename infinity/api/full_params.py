@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of
-from ..state.dtensors import local_of
+from ..state.dtensors import is_common, local_of
 from ..state.handle import handle_of
 from ..state.lent import Lent
 
@@ -60,6 +60,9 @@ def full_params(
             copy.check_unchanged_at_home()
         if writeback and engine.ranks.data_size > 1:
             engine.collectives.same(f"leaving full_params with {len(edited)} edited", *(copy.tensor for copy in edited.values()))
+        if writeback and engine.ranks.tensor is not None:
+            common = [copy.tensor for copy in edited.values() if is_common(copy.handle.param)]
+            engine.collectives.same(f"leaving full_params with {len(common)} edited that all have", *common, over_tensors=True)
         engine.edits.write_changes([(copy.handle, copy.tensor) for copy in dict.fromkeys(edited.values())])
 
 

@@ -65,7 +65,7 @@ class Materialized:
         for param in self._wholes.values():
             real = empty_parameter_like(param)
             self._swapped.append((param, real))
-            _swap(self._recurrent, param, real)
+            self._swap_contents(param, real)
             self.sent.add(param)
         for module, name, param in self._apart:
             module._parameters[name] = param
@@ -108,6 +108,13 @@ class Materialized:
     def _empty(self) -> set[nn.Parameter]:
         return {param for param, _ in self._swapped if self._managed(param)}
 
+    def _swap_contents(self, param: nn.Parameter, real: nn.Parameter) -> None:
+        """Makes ``param`` real, and leaves it its attributes and hooks."""
+        attributes, hooks = dict(param.__dict__), (param._backward_hooks, param._post_accumulate_grad_hooks)
+        _swap(self._recurrent, param, real)
+        param.__dict__.update(attributes)
+        param._backward_hooks, param._post_accumulate_grad_hooks = hooks
+
     def undo(self) -> None:
         """Restores the model as it was. A second call does nothing more."""
         for module, name, param in self._apart:
@@ -126,12 +133,9 @@ class Materialized:
         for param in [param for param in self._model.parameters() if param.is_meta]:
             real = torch.empty_like(param, device="cpu").as_subclass(type(param))
             real.requires_grad_(param.requires_grad)
-            attributes, hooks = dict(param.__dict__), (param._backward_hooks, param._post_accumulate_grad_hooks)
             wanted = param in unfilled
             self._swapped.append((param, real))  # before it is so: see undo
-            _swap(self._recurrent, param, real)
-            param.__dict__.update(attributes)
-            param._backward_hooks, param._post_accumulate_grad_hooks = hooks
+            self._swap_contents(param, real)
             if wanted:
                 real_unfilled.add(param)
             if self._managed(param):

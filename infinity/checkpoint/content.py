@@ -18,6 +18,7 @@ from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of
 from ..state.dtensors import is_distributed, part_offset
+from ..state.flat_layout import is_dense
 from ..state.handle import ParamHandle, handle_of
 from ..state.shard_spec import ARRAYS
 from ..state.unit import ParamUnit
@@ -89,12 +90,16 @@ def describe_parameter(handle: ParamHandle) -> dict[str, Any]:
     place = handle.shard.layout.placements[handle.index]
     return {
         "shape": list(param.shape),  # of the global tensor
-        "stride": list(param.stride() if is_distributed(param) else place.stride),
+        "stride": list(_dense_stride(param) if is_distributed(param) else place.stride),
         "dtype": str(spec.dtype).removeprefix("torch."),
         "master": spec.master.name if spec.stepped else None,
         "moments": str(spec.moment_dtype).removeprefix("torch."),
         "step": handle.step,
     }
+
+
+def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
+    return param.stride() if is_dense(param.shape, param.stride()) else torch.empty(param.shape, device="meta").stride()
 
 
 def describe_groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]] | None:

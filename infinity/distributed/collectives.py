@@ -269,15 +269,17 @@ class Collectives:
         for channel in self.ranks.channels:
             channel.rendezvous(f"{what} {self._progress}")
 
-    def same(self, what: str, *tensors: torch.Tensor) -> None:
-        """Raises UsageError where the data ranks do not have the same ``tensors``."""
-        if self.ranks.data_size > 1:
+    def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool = False) -> None:
+        """Raises UsageError where the data ranks do not have the same ``tensors``. ``over_tensors``: nor those with other parts of
+        tensors, which have these in common."""
+        channels = self.ranks.channels if over_tensors else self.ranks.data_channels
+        if channels:
             digest = hashlib.blake2b(digest_size=8)
             for tensor in tensors:
                 # Of a copy: NumPy would make the storage one that cannot be resized any more.
                 copied = tensor.detach().clone(memory_format=torch.contiguous_format)
                 digest.update(_bytes_of(copied.view(-1)).cpu().numpy())
-            for channel in self.ranks.data_channels:
+            for channel in channels:
                 channel.rendezvous(f"{what}, to values of digest {digest.hexdigest()}, {self._progress}")
 
     def tell(self, error: BaseException) -> None:

@@ -23,6 +23,7 @@ class DataRanks:
         Of those that share the arrays: this rank's slice is number ``rank`` of ``size``.
     """
 
+    wrap: int = 0  # how many of the job came before this one
     rank: int = 0
     size: int = 1
     local_size: int = 1  # ranks on this machine: they share its memory and its disks

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..errors import ConfigError
 from ..machine import numa
 from . import farewell
-from .channel import Channel
+from .channel import Channel, ranks_lost
 from .data_ranks import DataRanks
 
 SLICE_AXES = ("dp", "dp_shard", "fsdp", "cp", "sp")  # of these only one of the first three may be larger than 1
@@ -43,9 +43,10 @@ def data_ranks(mesh: Any) -> DataRanks:
                 "wrap_model or, where the ranks are meant to be apart, remove WORLD_SIZE from the environment."
             )
         return DataRanks()
-    rows = rank_rows(mesh)  # [parts, replicas, slices]
-    if rows.numel() == 1:
+    if dist.get_world_size() == 1:
+        rank_rows(mesh)  # which raises for a mesh that does not fit
         return DataRanks()
+    rows, wrap = _agree_on_rows(mesh)  # [parts, replicas, slices]
     farewell.join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
     me, local_size, own_groups = dist.get_rank(), _local_size(), []
     allowed = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), local_size)
@@ -55,17 +56,17 @@ def data_ranks(mesh: Any) -> DataRanks:
     # Each rank makes its own groups only: no collective of the whole job for each.
     if len(row) > 1:
         # Two groups over the same ranks: a reduction's bytes do not wait for a gather's.
-        groups = [_gloo_group(row) for _ in range(2)]
+        groups = [_gloo_group(row, f"{what} of wrap {wrap}") for what in ("gathers", "reductions")]
         own_groups += groups
         of_row = Channel(groups[0], reductions=groups[1])
     if len(column) > 1:
-        own_groups.append(_gloo_group(column))
+        own_groups.append(_gloo_group(column, f"replicas of wrap {wrap}"))
         of_replicas = Channel(own_groups[-1])
     if len(others) > 1:
-        own_groups.append(_gloo_group(others))
+        own_groups.append(_gloo_group(others, f"parts of wrap {wrap}"))
         of_tensor = Channel(own_groups[-1])
     return DataRanks(
-        rank=rank, size=len(row), local_size=local_size, row=of_row, replicas=of_replicas, tensor=of_tensor,
+        wrap=wrap, rank=rank, size=len(row), local_size=local_size, row=of_row, replicas=of_replicas, tensor=of_tensor,
         allowed_processors=frozenset(allowed) if allowed is not None else None, own_groups=own_groups,
     )  # fmt: skip
 
@@ -87,13 +88,62 @@ def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
         for members in nodes.values():
             nodes_of_rows.append(tuple(members))
             if me in members:
-                ranks.own_groups.append(_gloo_group(members))
+                ranks.own_groups.append(_gloo_group(members, f"a machine of wrap {ranks.wrap}"))
                 node_channel = Channel(ranks.own_groups[-1])
     return dataclasses.replace(ranks, nodes=tuple(nodes_of_rows), node=node_channel)
 
 
-def _gloo_group(ranks: list[int]) -> dist.ProcessGroup:
-    """Makes a group for what the host says; only ``ranks`` call.
+def _agree_on_rows(mesh: Any) -> tuple[torch.Tensor, int]:
+    """Reads the rows off ``mesh`` on every rank. Returns them, and how many wraps of this job came before this one.
+
+    Passes through the store alone, before there is any group: a rank that was given another mesh, or none that fits, would make other
+    groups than those that wait for it. Raises ConfigError on all ranks then.
+    """
+    store, me, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torch may keep one store over restarts
+    wrap = (store.add(f"infinity/{start}/wraps", 1) - 1) // world  # every rank comes here in every wrap
+    at = f"infinity/{start}/wraps/{wrap}"
+    rows, refused = None, None
+    try:
+        rows = rank_rows(mesh)
+        store.set(f"{at}/rows/{me}", f"{rows.tolist()} of {mesh}")
+    except ConfigError as error:
+        refused = error
+        _refuse(store, at, f"rank {me}: {error}")
+    _arrive(store, f"{at}/read", world)
+    if refused is None and not _is_refused(store, at):
+        first = store.get(f"{at}/rows/0").decode()
+        if not first.startswith(f"{rows.tolist()} of "):
+            _refuse(store, at, f"mesh: rank 0 was given {first}, rank {me} {rows.tolist()} of {mesh}: give every rank the same")
+    _arrive(store, f"{at}/compared", world)
+    if refused is not None:
+        raise refused
+    if _is_refused(store, at):
+        raise ConfigError(store.get(f"{at}/why").decode())
+    return rows, wrap
+
+
+def _refuse(store: Any, at: str, why: str) -> None:
+    store.set(f"{at}/why", why)
+    store.add(f"{at}/refused", 1)
+
+
+def _is_refused(store: Any, at: str) -> bool:
+    return store.add(f"{at}/refused", 0) > 0
+
+
+def _arrive(store: Any, at: str, world: int) -> None:
+    """Waits until every rank has come here. Raises PeerError when one does not within the process group's timeout."""
+    if store.add(f"{at}/count", 1) == world:
+        store.set(f"{at}/all", "")
+    try:
+        store.wait([f"{at}/all"], _timeout()) if _timeout() is not None else store.wait([f"{at}/all"])
+    except RuntimeError as error:
+        raise ranks_lost("wrap_model", error) from error
+
+
+def _gloo_group(ranks: list[int], what: str) -> dist.ProcessGroup:
+    """Makes a group for what the host says; only ``ranks`` call. ``what`` tells it from every other group of the job.
 
     Where the default group is bound to a device, torch would have the ranks outside take part in a split of its communicator, for
     which the ones inside never come.
@@ -102,8 +152,7 @@ def _gloo_group(ranks: list[int]) -> dist.ProcessGroup:
     default, bound = c10d._get_default_group(), None
     # torch would name such a group by its ranks and by how many groups this process has: ranks that have made others would not find
     # each other, and the addresses of a group that was ended would be read for the new one's.
-    calls = c10d._get_default_store().add(f"infinity/groups/{'_'.join(map(str, ranks))}", 1)
-    name = f"infinity {'_'.join(map(str, ranks))} {(calls - 1) // len(ranks)}"
+    name = f"infinity: {what}, ranks {'_'.join(map(str, ranks))}"
     name_of, c10d._process_group_name = c10d._process_group_name, lambda *_, **__: name
     try:
         bound = getattr(default, "bound_device_id", None)

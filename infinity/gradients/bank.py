@@ -12,7 +12,7 @@ import torch
 from .. import native
 from ..errors import UsageError
 from ..machine.tiers import Tier
-from ..state.dtensors import like, part_of
+from ..state.dtensors import is_common, like, part_of
 from ..state.handle import ParamHandle, set_raw_grad
 from .record import GradRecord, GradState, writable
 from .tensor import LandedGrad
@@ -63,7 +63,7 @@ class GradientBank(GradValues):
             if value.layout is not torch.strided:
                 raise UsageError(f"{handle.name}.grad must be a dense tensor, not one of layout {value.layout}")
             value = part_of(handle.param, value.detach(), f"{handle.name}.grad").clone()
-            self.collectives.same(f"setting the gradient of {handle.name}", value)
+            self.collectives.same(f"setting the gradient of {handle.name}", value, over_tensors=is_common(handle.param))
             self.clear(handle)
             self.average()
             handle.grad.averaged = self.ranks.data_size > 1

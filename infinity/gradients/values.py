@@ -132,6 +132,8 @@ class GradValues(GradHomes):
 
     def _norm_of(self, values: torch.Tensor, order: float) -> torch.Tensor:
         """Takes a norm as torch does; in fp32 where it is put together with those of other ranks."""
+        if not values.numel():  # of a part that has no element, of which a largest one is not defined
+            return torch.zeros((), dtype=torch.float32, device=values.device)
         return torch.linalg.vector_norm(values, order, dtype=torch.float32 if self.ranks.tensor is not None else None)
 
     def total_norm(self, order: float) -> torch.Tensor:
@@ -143,7 +145,9 @@ class GradValues(GradHomes):
         handles = [handle for handle in self._handles if handle.grad.state is not GradState.ABSENT]
         if not handles:
             return torch.zeros((), dtype=torch.float32, device=self.device.where)
-        parts = torch.stack([self._own_norm(h, order).to(torch.float32) * self.counts(h) for h in handles])
+        nothing = torch.zeros((), dtype=torch.float32, device=self.device.where)
+        # Not multiplied by whether it counts: infinity times nothing is not a number.
+        parts = torch.stack([self._own_norm(h, order).to(torch.float32) if self.counts(h) else nothing for h in handles])
         everyones = self.collectives.exchange(parts, f"the norm of {len(handles)} gradients", over_tensors=True)
         return torch.linalg.vector_norm(everyones, order)
 

@@ -8,6 +8,7 @@ ranks, and the rank. So nothing is to be saved for it, and a checkpointed block 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ class _Region:
 
     def enter(self, module: nn.Module, *_: Any) -> None:
         """Begins the region at its first column layer."""
-        self.leave(module)  # one that an exception cut short
         if module.training:
             seed = int(torch.randint(SEEDS, (), device="cpu", dtype=torch.int64))
             device = getattr(torch, self._device_type) if self._device_type != "cpu" else None
@@ -50,12 +50,14 @@ def install_regions(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) ->
     for name, module in model.named_modules():
         style = plan.get(name, plan.get(general(name)))
         if style == "colwise" and not isinstance(module, nn.Embedding):
-            first = first or module
+            first = first or (name, module)
         elif style == "rowwise" and first is not None:
             if _drops(model, name):
                 region = _Region(mesh.get_rank(), mesh.device_type)
-                first.register_forward_pre_hook(region.enter)
+                first[1].register_forward_pre_hook(region.enter)
                 module.register_forward_pre_hook(region.leave)
+                around = model.get_submodule(os.path.commonprefix([f"{first[0]}.", f"{name}."]).rpartition(".")[0])
+                around.register_forward_hook(region.leave, always_call=True)  # where an exception cuts it short
             first = None
 
 

@@ -41,14 +41,20 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | N
     plan = dict(plan) if plan is not None else find_plan(model)
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise ConfigError("this model is cut already: some of its parameters are DTensors")
-    if not is_own:
+    ties = _ties(model)
+    if is_own:
+        known = {
+            name: plan[general(name)] for name, _ in model.named_modules() if plan.get(general(name)) in ("colwise", "rowwise")
+        }
+        check_divisible(model, known, mesh.size())
+    else:
         styles = expand(model, plan)
         check_divisible(model, styles, mesh.size())
+        _check_ties(model, styles, ties)
     if not quiet and mesh.get_rank() == 0:
         print(describe_plan(plan, model), flush=True)
     if mesh.size() == 1:
         return model
-    ties = _ties(model)
     if is_own:
         _apply_own(model, mesh, plan)
     else:
@@ -76,14 +82,17 @@ class _SharedInput:
     all-reduce in the backward of an attention, and not three (the g of Megatron-LM's section 3)."""
 
     def __init__(self) -> None:
-        self._given: tuple[torch.Tensor, bool, DTensor] | None = None
+        self._given: tuple[torch.Tensor, Any, DTensor] | None = (
+            None  # the tensor, its count of changes and grad mode, and the DTensor
+        )
 
     def prepare(self, style: ColwiseParallel, module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> Any:
         """Prepares a layer's input as ``style`` does, or returns the one that was prepared of the same tensor."""
-        given, graded = inputs[0], torch.is_grad_enabled()
-        if self._given is None or self._given[0] is not given or self._given[1] is not graded:
+        given = inputs[0]
+        known = (given._version, torch.is_grad_enabled()) if isinstance(given, torch.Tensor) else None
+        if self._given is None or self._given[0] is not given or self._given[1] != known:
             prepared = style._prepare_input_fn(style.input_layouts, style.desired_input_layouts, module, inputs, mesh)
-            self._given = given, graded, prepared
+            self._given = given, known, prepared
         return self._given[2]
 
     def forget(self, *_: Any) -> None:
@@ -155,6 +164,26 @@ def _ties(model: nn.Module) -> list[list[str]]:
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     return [each for each in names.values() if len(each) > 1]
+
+
+def _check_ties(model: nn.Module, styles: dict[str, str], ties: list[list[str]]) -> None:
+    """Raises ConfigError, before anything is cut, for a parameter whose layers would cut it in different ways."""
+    for names in ties:
+        layers = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+        cuts = {}
+        for name, layer in layers.items():
+            style = styles.get(name.rpartition(".")[0], "replicate")
+            if shape_of(layer) is None and not isinstance(layer, nn.Embedding):
+                continue  # it only keeps the parameter for a layer
+            by_rows = (
+                style in ("colwise", "colwise_gather_output") if isinstance(layer, nn.Linear) else style == "embedding_rowwise"
+            )
+            cuts[name] = "whole" if style == "replicate" else "rows" if by_rows else "columns"
+        if len(set(cuts.values())) > 1:
+            told = ", ".join(f"{name}: {cut}" for name, cut in cuts.items())
+            raise ConfigError(
+                f"one parameter would be cut in different ways by the plan ({told}): give its layers styles that cut it alike"
+            )
 
 
 def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..distributed.collectives import Collectives
-from ..state.dtensors import part_of
+from ..state.dtensors import is_common, part_of
 from ..state.handle import ParamHandle
 from ..state.journal import Journal
 from ..state.step_counter import StepCounter
@@ -32,7 +32,7 @@ class ValueEdits:
         value = part_of(handle.param, value.detach(), f"setting {handle.name}").expand(
             tuple(handle.shard.layout.placements[handle.index].shape)
         )
-        self._collectives.same(f"setting {handle.name}", value)
+        self._collectives.same(f"setting {handle.name}", value, over_tensors=is_common(handle.param))
         flat = handle.shard.flattened(value, handle.index)
         self._prefetcher.release_all([handle.unit])
         if handle.has_loaded_master:

@@ -10,10 +10,17 @@ import torch
 from ..distributed.collectives import Collectives
 from ..errors import UsageError
 from ..storage.store import ShardStore
-from .dtensors import local_of
+from .dtensors import is_common, is_distributed, local_of
 from .handle import own_bytes
 from .journal import Journal
 from .shard import ParamShard
+
+COMPARED_FIRST = 4  # times that a unit is resident: two forwards with their backwards
+
+
+def _count(param: torch.Tensor) -> int:
+    """Reads torch's count of changes; of a DTensor its own, and that of its local part."""
+    return param._version + (local_of(param)._version if is_distributed(param) else 0)
 
 
 class ForwardEdits:
@@ -23,11 +30,19 @@ class ForwardEdits:
         self._shards = shards
         self._watched: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # and the value before, where home does not tell
         self._versions: list[int] = []  # torch's counts when the parameters became resident
+        # DTensors of which no count tells that they were changed through .data or detach(): the first times they are compared, and
+        # for good once a change was found.
+        self._distributed = [param for shard in shards for param in shard.params if is_distributed(param)]
+        self._compared = 0
+        self._edited: set[torch.nn.Parameter] = set()
 
-    def begin(self) -> None:
-        """Begins to count changes: the parameters are about to be computed with."""
+    def begin(self, *, can_be_compared: bool) -> None:
+        """Begins to look for changes: the parameters are about to be computed with. ``can_be_compared``: with what is at home."""
         self._watched.clear()
-        self._versions = [local_of(param)._version for shard in self._shards for param in shard.params]
+        self._versions = [_count(param) for shard in self._shards for param in shard.params]
+        if can_be_compared and self._distributed:
+            self._watched |= dict.fromkeys(self._distributed if self._compared < COMPARED_FIRST else self._edited)
+            self._compared += 1
 
     def forget(self) -> None:
         """Drops what was watched: it was given up."""
@@ -42,7 +57,7 @@ class ForwardEdits:
     def are_possible(self) -> bool:
         """Whether any parameter was changed, or handed out so that it may have been."""
         params = [param for shard in self._shards for param in shard.params]
-        return any(local_of(param)._version != counted or param in self._watched for param, counted in zip(params, self._versions))
+        return any(_count(param) != counted or param in self._watched for param, counted in zip(params, self._versions))
 
     def write(self, store: ShardStore, journal: Journal, collectives: Collectives, *, compresses: bool, stays: bool) -> None:
         """Sends every change home.
@@ -52,11 +67,11 @@ class ForwardEdits:
         """
         params = [(shard, i, param) for shard in self._shards for i, param in enumerate(shard.params)]
         for (shard, index, param), counted in zip(params, self._versions):
-            if local_of(param)._version == counted and param not in self._watched:
+            if _count(param) == counted and param not in self._watched:
                 continue
             before = self._watched.get(param)
             name = param._infinity.name
-            collectives.same(f"changing {name} in a forward", own_bytes(param))
+            collectives.same(f"changing {name} in a forward", own_bytes(param), over_tensors=is_common(param))
             if compresses and before is None:
                 raise UsageError(
                     f"{name} was changed in place inside a forward, but it came there compressed. Change it "
@@ -70,5 +85,7 @@ class ForwardEdits:
                     "Change it through .data, or inside infinity.full_params(..., writeback=True)."
                 )
             parts = shard.changes(store, index, own_bytes(param), before=before)
+            if parts and is_distributed(param):
+                self._edited.add(param)
             version = shard.weight.extent.version
             journal.carry_out(partial(shard.write_changes, store, index, parts, version=version))

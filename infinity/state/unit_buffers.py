@@ -104,7 +104,7 @@ class UnitBuffers:
     def expose(self) -> None:
         """Makes the parameters ordinary ones: something is about to compute with them."""
         self._switch(RESIDENT)
-        self._edits.begin()
+        self._edits.begin(can_be_compared=self._can_be_compared)
 
     def conceal(self) -> None:
         """Makes touching a parameter come by the engine, whether its bytes are still on the device or not.

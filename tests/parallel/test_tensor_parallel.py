@@ -83,6 +83,8 @@ def two(tmp_path_factory) -> dict[str, Any]:
     jobs |= {f"generates:{name}": {"name": name, "config": config_of("host", swap)} for name in ("llama", "gpt2")}
     jobs |= {f"untied:{again}": {"tie_again": again} for again in (False, True)}
     jobs |= {f"refused:{what}": {"what": what} for what in REFUSED}
+    jobs |= {f"edited:{how}-{home}": {"how": how, "home": home} for how in parallel_jobs.EDITS for home in ("device", "host")}
+    jobs["small_things"] = {}
     jobs["without_mesh"] = {"config": config_of("host", swap)}
     jobs |= {f"dropped:{checkpoints}": {"checkpoints": checkpoints} for checkpoints in (False, True)}
     host = {"params": "host", "optimizer": "host"}
@@ -245,6 +247,27 @@ def test_a_model_on_meta_has_the_bits_of_one_process(two, source, home):
 def test_bad_input_is_refused_with_the_numbers_and_the_next_wrap_works(two, what):
     for said in two[f"refused:{what}"]:
         assert said.startswith(REFUSED[what]) and "CHANGED" not in said, said
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("how", parallel_jobs.EDITS)
+def test_a_weight_that_a_forward_changes_reaches_its_home(two, how, home):
+    for by_torch, ours in two[f"edited:{how}-{home}"]:
+        assert ours == by_torch <= 0.05 + 1e-6
+
+
+def test_what_a_review_found(two):
+    """Norms of infinite and of empty parts, edits that part the ranks, an input changed between two layers, plans and meshes that do
+    not fit, and a generator after an exception."""
+    for found in two["small_things"]:
+        assert found["largest"] is True
+        assert found["infinite"] == (float("inf"), True)
+        assert "values of digest" in found["edit apart"]
+        assert found["changed between"] < 1e-6
+        assert "cut in different ways by the plan" in found["ties"][0] and found["ties"][1] is False
+        assert found["seeded"] is True
+        assert "mesh is a str" in found["another mesh"]
+        assert "rank 0 was given" in found["other rows"] and "rank 1" in found["other rows"]
 
 
 def test_the_mesh_is_found_in_the_model(two):

@@ -555,6 +555,119 @@ def communication(layers: int) -> dict[str, Any]:
     return found
 
 
+EDITS = {
+    "data": lambda weight: weight.data.clamp_(-0.05, 0.05), "in place": lambda weight: weight.clamp_(-0.05, 0.05),
+    "detached": lambda weight: weight.detach().clamp_(-0.05, 0.05), "to_local": lambda weight: weight.to_local().clamp_(-0.05, 0.05),
+    "data of the local part": lambda weight: weight._local_tensor.data.clamp_(-0.05, 0.05),
+}  # fmt: skip
+
+
+def edited(how: str, home: str) -> list[float]:
+    """A forward that clamps its own weight: the largest element afterwards, by torch and with the engine."""
+    mesh, found = mesh_of()["tp"], []
+    for engine in (False, True):
+        model, optimizer = parallel(decoder(), mesh, "columns and rows"), None
+        forward = model.blocks[0].up.forward
+
+        def clamping(x, model=model, forward=forward):
+            with torch.no_grad():
+                EDITS[how](model.blocks[0].up.weight)
+            return forward(x)
+
+        model.blocks[0].up.forward = clamping
+        if engine:
+            model, optimizer = infinity.wrap_model(model, None, {"params": home}, mesh=mesh)
+        model(tokens(0)).sum()
+        found.append(whole(model.state_dict())["blocks.0.up.weight"].abs().max().item())
+        if engine:
+            infinity.unwrap_model(model)
+    return found
+
+
+def small_things() -> dict[str, Any]:
+    """What a review found, each with what is right."""
+    mesh, found = mesh_of()["tp"], {}
+    host = {"params": "host", "optimizer": "host"}
+    rank = dist.get_rank()
+
+    model = parallel(decoder(), mesh, "columns and rows")
+    model.norm.scarce = nn.Parameter(distribute_tensor(torch.ones(1, 8), mesh, [Shard(0)]))
+    model, optimizer = infinity.wrap_model(model, adamw(model), host, mesh=mesh)
+    loss_of(model, tokens(0), "plain").backward()
+    model.norm.scarce.grad = distribute_tensor(torch.ones(1, 8), mesh, [Shard(0)])
+    found["largest"] = infinity.clip_grad_norm_(optimizer, 1e9, float("inf")).isfinite().item()
+    model.norm.weight.grad.fill_(float("inf"))
+    total = infinity.clip_grad_norm_(optimizer, 1.0)
+    found["infinite"] = total.item(), bool((model.head.weight.grad.to_local() == 0).all())
+    optimizer.zero_grad()
+    try:
+        with infinity.full_params(model, "norm.weight", writeback=True) as params, torch.no_grad():
+            params["norm.weight"].fill_(rank + 1.0)
+        found["edit apart"] = "was taken"
+    except infinity.UsageError as error:
+        found["edit apart"] = str(error)
+    infinity.unwrap_model(model, optimizer)
+
+    def gated(x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        a = module["up"](x)
+        x.mul_(2)
+        return module["down"](a.sigmoid() * module["gate"](x))
+
+    grads = []
+    for cut in (False, True):
+        torch.manual_seed(4)
+        block = nn.ModuleDict({"up": nn.Linear(8, 16), "gate": nn.Linear(8, 16), "down": nn.Linear(16, 8)}).requires_grad_(False)
+        if cut:
+            plan = {"up": "colwise", "gate": "colwise", "down": "rowwise"}
+            infinity.parallel.tensor_parallel(block, mesh, plan, quiet=True)
+        leaf = torch.ones(2, 8, requires_grad=True)
+        gated(leaf * 1, block).sum().backward()
+        grads.append(leaf.grad)
+    found["changed between"] = (grads[0] - grads[1]).abs().max().item()
+
+    model = decoder()
+    model.blocks[0].down.weight = nn.Parameter(model.blocks[0].up.weight.detach().clone())
+    model.blocks[0].down = nn.Linear(WIDTH, 4 * WIDTH)
+    model.blocks[0].down.weight = model.blocks[0].up.weight
+    try:
+        infinity.parallel.tensor_parallel(model, mesh, {"blocks.0.up": "colwise", "blocks.0.down": "rowwise"}, quiet=True)
+        found["ties"] = "was taken"
+    except infinity.ConfigError as error:
+        found["ties"] = str(error), any(isinstance(p, DTensor) for p in model.parameters())
+
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.drop, self.down = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, fails: bool) -> torch.Tensor:
+            x = self.drop(self.up(x))
+            if fails:
+                raise ValueError
+            return self.down(x)
+
+    blocks = nn.ModuleDict({"block": Failing()})
+    infinity.parallel.tensor_parallel(blocks, mesh, {"block.up": "colwise", "block.down": "rowwise"}, quiet=True)
+    torch.manual_seed(7)
+    first = blocks["block"](torch.ones(2, 8), False)
+    with contextlib.suppress(ValueError):
+        blocks["block"](torch.ones(2, 8), True)
+    torch.manual_seed(7)
+    found["seeded"] = torch.equal(first, blocks["block"](torch.ones(2, 8), False))
+
+    try:
+        infinity.wrap_model(decoder(), None, host, mesh="a mesh" if rank else mesh_of(2))
+        found["another mesh"] = "was taken"
+    except infinity.ConfigError as error:
+        found["another mesh"] = str(error)
+    try:
+        infinity.wrap_model(decoder(), None, host, mesh=None if rank else mesh)
+        found["other rows"] = "was taken"
+    except infinity.ConfigError as error:
+        found["other rows"] = str(error)
+    return found
+
+
 def falls(how: str) -> None:
     """Rank 1 falls in the middle of its second forward, or of its backward."""
     model = parallel(decoder(), mesh_of()["tp"], "columns and rows")
