@@ -56,6 +56,13 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
 SAMPLED = 64  # elements of a parameter that are compared over the ranks
 
 
+def compare_values(model: nn.Module, collectives: Collectives) -> None:
+    """Compares the values that the ranks were given, where they are to be the same, and where they look like a mistake."""
+    tell_of_other_values(model, collectives)
+    compare_common_values(model, collectives)
+    tell_of_untied(model, collectives)
+
+
 def tell_of_other_values(model: nn.Module, collectives: Collectives) -> None:
     """Says where the ranks have been given other values: of replicas the first one's count, but stages of a pipeline are none."""
     if collectives.ranks.data_size == 1:

@@ -37,15 +37,7 @@ from ..state.handle import handle_of, raw_grad, set_raw_grad
 from ..state.partition import Group, is_managed, parameter_names
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
-from .agreement import (
-    broadcast_rest,
-    compare_common_values,
-    describe,
-    free_everywhere,
-    own_budgets,
-    tell_of_other_values,
-    tell_of_untied,
-)
+from .agreement import broadcast_rest, compare_values, describe, free_everywhere, own_budgets
 from .before import Before, MovedRest
 from .checks import check, check_tensor_parallel, tell_of_the_rest
 from .lay_out import choose_device, groups_of_optimizer, lay_out_groups, shards_of_group, unit_size
@@ -95,9 +87,7 @@ def wrap_model(
             check_tensor_parallel(model, config, collectives.ranks)
             description = {} if collectives.ranks.alone else describe(model, optimizer, config)
         collectives.compare(description, "wrap_model")
-        tell_of_other_values(model, collectives)
-        compare_common_values(model, collectives)
-        tell_of_untied(model, collectives)
+        compare_values(model, collectives)
         local_size = -collectives.least([-ranks.local_size], "ranks on a machine")[0]
         ranks = dataclasses.replace(ranks, shard=config.shard, compresses=config.compress_gathers, local_size=local_size)
         if config.shard_in_node:

@@ -114,6 +114,21 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> Callable[[], None]:
+    """Makes one step of a system, which ends with its last update at home."""
+    from ..runtime.registry import RECORD
+
+    def step() -> None:
+        torch.distributed.barrier()
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (record := vars(model).get(RECORD)) is not None:
+            record.engine.wait_idle()
+
+    return step
+
+
 def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
@@ -137,21 +152,7 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
         return infinity.wrap_model(model, optimizer, {"params": home, "optimizer": home, "nvme_paths": [folder]}, mesh=mesh)
 
     systems = {name: make(None if name == "torch" else name) for name in ("torch", *HOMES)}
-
-    def stepper(name: str) -> Callable[[], None]:
-        model, optimizer = systems[name]
-
-        def step() -> None:
-            torch.distributed.barrier()
-            model(tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if name != "torch":
-                wrapped(model).engine.wait_idle()
-
-        return step
-
-    seconds = alternate({name: stepper(name) for name in systems}, 3 * rounds, warm_up=2)
+    seconds = alternate({name: _stepper(*system, tokens) for name, system in systems.items()}, 3 * rounds, warm_up=2)
     clips: dict[str, Times] = {}
     for name in HOMES:
         model, optimizer = systems[name]
