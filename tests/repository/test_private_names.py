@@ -1,0 +1,63 @@
+"""Names of torch that are not public, and that the engine uses for want of others: a release that takes one away fails here, by its name.
+
+Each stands beside the file that uses it. What a name is used for is said there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+import infinity
+
+PACKAGE = Path(infinity.__file__).parent
+
+NAMES = [
+    ("torch.distributed.tensor._dtensor_spec", "DTensorSpec", "state/dtensors.py"),
+    ("torch.distributed.tensor._dtensor_spec", "TensorMeta", "state/dtensors.py"),
+    ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "state/dtensors.py"),
+    ("torch.distributed.tensor", "DTensor._local_tensor", "state/dtensors.py"),
+    ("torch.distributed.tensor", "DTensor._spec", "state/dtensors.py"),
+    ("torch.distributed.tensor", "DTensor._op_dispatcher._custom_op_handlers", "state/dtensors.py"),
+    ("torch.distributed.tensor.parallel", "ColwiseParallel._prepare_input_fn", "parallel/tensor_parallel.py"),
+    ("torch.distributed.tensor.parallel", "ColwiseParallel._prepare_output_fn", "parallel/tensor_parallel.py"),
+    ("torch.distributed.tensor.parallel", "RowwiseParallel._prepare_input_fn", "parallel/tensor_parallel.py"),
+    ("torch.distributed.distributed_c10d", "_process_group_name", "distributed/mesh.py"),
+    ("torch.distributed.distributed_c10d", "_get_default_store", "distributed/mesh.py"),
+    ("torch.distributed.distributed_c10d", "_get_default_group", "distributed/mesh.py"),
+    ("torch", "_C._current_graph_task_id", "runtime/passes.py"),
+    ("torch", "_C._autograd._top_saved_tensors_default_hooks", "runtime/passes.py"),
+    ("torch", "_C.DisableTorchFunctionSubclass", "state/handle.py"),
+    ("torch", "Tensor._make_wrapper_subclass", "gradients/tensor.py"),
+    ("torch", "UntypedStorage._new_with_weak_ptr", "runtime/saved_tensor.py"),
+    ("torch.multiprocessing.reductions", "StorageWeakRef", "runtime/saved_tensor.py"),
+]
+
+
+def is_there(module: str, name: str) -> bool:
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+@pytest.mark.parametrize(("module", "name", "file"), NAMES, ids=lambda value: value.split("/")[-1])
+def test_torch_has_the_name_and_the_file_uses_it(module, name, file):
+    assert is_there(module, name), f"{module}.{name} is gone from torch: {file} needs another way"
+    assert name.split(".")[-1] in (PACKAGE / file).read_text(), f"{file} does not use {name} any more"
+
+
+def test_the_scalers_operation_has_a_handler_to_stand_before():
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    assert torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default in DTensor._op_dispatcher._custom_op_handlers
+
+
+def test_a_name_that_is_gone_is_told():
+    """The twin."""
+    assert not is_there("torch.distributed.tensor", "DTensor._local_tensors")
