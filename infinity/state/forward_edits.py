@@ -23,6 +23,12 @@ def _count(param: torch.Tensor) -> int:
     return param._version + (local_of(param)._version if is_distributed(param) else 0)
 
 
+def _sum_of_bits(param: torch.Tensor) -> int:
+    """Adds the elements up as integers of their bits."""
+    flat = own_bytes(param).reshape(-1)
+    return int(flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize]).sum(dtype=torch.int64))
+
+
 class ForwardEdits:
     """Changes of one unit's parameters while they are resident: by torch's count or, of ``.data``, by comparison."""
 
@@ -35,27 +41,32 @@ class ForwardEdits:
         self._distributed = [param for shard in shards for param in shard.params if is_distributed(param)]
         self._compared = 0
         self._edited: set[torch.nn.Parameter] = set()
+        self._sums: dict[torch.nn.Parameter, int] = {}
 
-    def begin(self, *, can_be_compared: bool) -> None:
-        """Begins to look for changes: the parameters are about to be computed with. ``can_be_compared``: with what is at home."""
+    def begin(self) -> None:
+        """Begins to look for changes: the parameters are about to be computed with."""
         self._watched.clear()
         self._versions = [_count(param) for shard in self._shards for param in shard.params]
-        if can_be_compared and self._distributed:
-            self._watched |= dict.fromkeys(self._distributed if self._compared < COMPARED_FIRST else self._edited)
-            self._compared += 1
+        compared = self._distributed if self._compared < COMPARED_FIRST else self._edited
+        self._sums = {param: _sum_of_bits(param) for param in compared}
+        self._compared += bool(self._distributed)
 
     def forget(self) -> None:
         """Drops what was watched: it was given up."""
         self._watched.clear()
+        self._sums = {}
 
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor, can_be_compared: bool) -> None:
         """Looks for changes of ``param`` through ``data``. ``can_be_compared``: with what is at home."""
         if param not in self._watched:
             self._watched[param] = None if can_be_compared else data.clone()
 
-    @property
-    def are_possible(self) -> bool:
-        """Whether any parameter was changed, or handed out so that it may have been."""
+    def look(self) -> bool:
+        """Looks whether any parameter was changed, or handed out so that it may have been."""
+        for param, before in self._sums.items():
+            if _sum_of_bits(param) != before:  # on every data rank: each has the whole local part
+                self._edited.add(param)
+                self._watched.setdefault(param, None)
         params = [param for shard in self._shards for param in shard.params]
         return any(_count(param) != counted or param in self._watched for param, counted in zip(params, self._versions))
 
@@ -85,7 +96,5 @@ class ForwardEdits:
                     "Change it through .data, or inside infinity.full_params(..., writeback=True)."
                 )
             parts = shard.changes(store, index, own_bytes(param), before=before)
-            if parts and is_distributed(param):
-                self._edited.add(param)
             version = shard.weight.extent.version
             journal.carry_out(partial(shard.write_changes, store, index, parts, version=version))

@@ -104,7 +104,7 @@ class UnitBuffers:
     def expose(self) -> None:
         """Makes the parameters ordinary ones: something is about to compute with them."""
         self._switch(RESIDENT)
-        self._edits.begin(can_be_compared=self._can_be_compared)
+        self._edits.begin()
 
     def conceal(self) -> None:
         """Makes touching a parameter come by the engine, whether its bytes are still on the device or not.
@@ -133,7 +133,7 @@ class UnitBuffers:
 
         Raises UsageError where the change cannot be told from the value before.
         """
-        if self._edits.are_possible:
+        if self._edits.look():
             self._second_version = -1  # before anything goes home: a change may be refused after others have gone
             self._edits.write(store, journal, self._collectives, compresses=self._ranks.compresses, stays=self.stays)
 
