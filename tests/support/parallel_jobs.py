@@ -519,7 +519,11 @@ def communication(layers: int) -> dict[str, Any]:
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if any(issubclass(kind, DTensor) for kind in types):
                 return NotImplemented  # which it makes collectives of
-            if func.namespace == "_c10d_functional" and not func.__name__.startswith(("wait", "_wrap")):
+            if func.namespace == "_c10d_functional" and func.__name__.split(".")[0] in (
+                "all_reduce",
+                "all_gather_into_tensor",
+                "reduce_scatter_tensor",
+            ):
                 sizes.append(args[0].numel())
             return func(*args, **(kwargs or {}))
 
@@ -527,7 +531,6 @@ def communication(layers: int) -> dict[str, Any]:
         sizes.clear()
         with CommDebugMode() as counted, Sizes():
             result = work()
-        assert counted.get_total_counts() == len(sizes)
         return result
 
     sizes: list[int] = []
