@@ -194,7 +194,7 @@ def test_a_manifest_that_lies_is_refused_before_anything_changes(number, tmp_pat
     except infinity.InfinityError:
         assert differing(dict(model.state_dict()), before) == [] and [set(group) for group in optimizer.param_groups] == keys
     else:
-        assert path in (["persistent_buffers"],)  # of which a load needs nothing
+        assert path in (["persistent_buffers"],) or path[2:3] == ["stride"]  # of which a load needs nothing
     status = main(["export", str(tmp_path / "saved"), str(tmp_path / "out")])
     assert status in (0, 2) and "Traceback" not in capsys.readouterr().err
     model(torch.ones(2, 6, dtype=torch.bfloat16))  # goes on
