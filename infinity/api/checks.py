@@ -82,20 +82,36 @@ def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) ->
             )
     if parts == 1 and not distributed:
         return
-    for name, module in model.named_modules():
-        base = getattr(
-            module, "base_layer", None
-        )  # peft's: adapters inside have parts of gradients only, and would part on the ranks
-        if base is not None and hasattr(module, "lora_A") and any(map(is_distributed, base.parameters())):
-            raise ConfigError(
-                f"{name} has adapters of peft around a layer that is cut over the tp axis: each rank would train another adapter. Adapt layers "
-                "that are not cut (give tensor_parallel a plan with 'replicate' for them), or train without tp."
-            )
+    _check_adapters(model)
     for field, instead in (("micro_batch", "use a smaller batch, or recompute blocks with torch's checkpoint"),
                            ("speculate", "leave it out: updates still overlap with the next forward"),
                            ("recompute", "use torch's checkpoint, or the model's gradient_checkpointing_enable()")):  # fmt: skip
         if getattr(config, field):
             raise ConfigError(f"{field}: not available with tensor parallelism (tp={parts}) in this version: {instead}")
+
+
+def _check_adapters(model: nn.Module) -> None:
+    """Raises ConfigError for adapters of peft that are whole around a layer that is cut: they get parts of gradients, and would part.
+
+    Those that peft has cut are made to say their global features, as transformers' forward of a cut layer reads them: peft 0.21 gives the
+    local ones.
+    """
+    for name, module in model.named_modules():
+        base = getattr(module, "base_layer", None)
+        if base is None or not hasattr(module, "lora_A") or not any(map(is_distributed, base.parameters())):
+            continue
+        for layer in (
+            adapter for key, adapter in module.named_modules() if isinstance(adapter, torch.nn.Linear) and "lora_" in key
+        ):
+            if is_distributed(layer.weight):
+                layer.out_features, layer.in_features = layer.weight.shape
+        around = [param for key, param in module.named_parameters() if not key.startswith("base_layer.")]
+        if around and not any(map(is_distributed, around)):
+            raise ConfigError(
+                f"{name} has adapters of peft that are whole, around a layer that is cut over the tp axis: each rank would train another adapter. "
+                "peft cuts them itself around linear layers that infinity.parallel.tensor_parallel has cut as colwise or rowwise; give other "
+                "layers 'replicate' in its plan, or do not adapt them."
+            )
 
 
 def _check_owners(model: nn.Module) -> None:

@@ -32,8 +32,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | N
         Does not print the plan.
 
     Tied parameters stay tied. Dropout between a layer that is cut by columns and the one that is cut by rows draws another mask on
-    every rank, elsewhere the same one. Raises ConfigError, with the model as it was, for a plan that does not fit: unknown names or
-    styles, heads or features that do not divide by the ranks.
+    every rank, elsewhere the same one. peft's LoRA comes afterwards, and cuts its adapters as the layers are cut. Raises ConfigError,
+    with the model as it was, for a plan that does not fit: unknown names or styles, heads or features that do not divide by the ranks.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ConfigError(f"tensor_parallel takes the tp axis of a mesh (mesh['tp']), of one dimension, not {mesh!r}")
@@ -41,6 +41,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | N
     plan = dict(plan) if plan is not None else find_plan(model)
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise ConfigError("this model is cut already: some of its parameters are DTensors")
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            "this model has adapters of peft: cut the base model first, then call get_peft_model, which cuts adapters as layers are"
+        )
     ties = _ties(model)
     if is_own:
         known = {
@@ -62,7 +66,15 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | N
         count_heads_here(model, styles, mesh.size())
     _tie_again(model, ties)
     install_regions(model, plan, mesh)
+    _tell_adapters(model, plan, mesh)
     return model
+
+
+def _tell_adapters(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) -> None:
+    """Tells peft, by the names it looks for, how a layer is cut: its LoRA cuts one of a layer's two adapters in the same way."""
+    for name, module in model.named_modules():
+        if (style := plan.get(general(name))) in ("colwise", "rowwise") and isinstance(module, nn.Linear):
+            module._hf_tp_plan, module._hf_device_mesh = style, mesh
 
 
 def _apply(model: nn.Module, mesh: DeviceMesh, styles: dict[str, str]) -> None:

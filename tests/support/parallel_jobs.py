@@ -9,10 +9,8 @@ import contextlib
 import hashlib
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -688,93 +686,6 @@ def falls(how: str) -> None:
     else:
         model.blocks[1].register_forward_hook(fall)
     train(model, optimizer, "plain", steps=1)
-
-
-# --- models of transformers ---
-
-
-def family(name: str, dropout: float = 0.0) -> nn.Module:
-    """A small model of transformers with fresh weights, the same on every rank."""
-    import transformers as hf
-
-    torch.manual_seed(11)
-    small = {"vocab_size": 98, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128}
-    if name == "llama":
-        model = hf.LlamaForCausalLM(hf.LlamaConfig(**small, num_key_value_heads=2))
-    elif name == "qwen3":
-        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**small, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True))
-    elif name == "t5":
-        rest = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 98,
-                "decoder_start_token_id": 0, "pad_token_id": 0}  # fmt: skip
-        model = hf.T5ForConditionalGeneration(hf.T5Config(**rest, dropout_rate=dropout))
-    elif name == "bert":
-        rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-        model = hf.BertForMaskedLM(hf.BertConfig(**small, **rates))
-    else:
-        rates = {"attn_pdrop": dropout, "embd_pdrop": dropout, "resid_pdrop": dropout}
-        rest = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 98, "n_positions": 32}
-        model = hf.GPT2LMHeadModel(hf.GPT2Config(**rest, **rates))
-    return model.train()
-
-
-def family_losses(model: nn.Module, optimizer, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
-    losses, grads = [], {}
-    for step in range(steps):
-        batch = torch.randint(0, 98, (2, 12), generator=torch.Generator().manual_seed(step))
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        if step == 0:
-            grads = {name: plainly(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, grads
-
-
-def families(name: str, configs: list[dict]) -> dict[str, Any]:
-    """One process, then tensor_parallel with the engine at every home: the model's own plan, or one that was found."""
-    model = family(name)
-    losses, grads = family_losses(model, adamw(model))
-    mesh = mesh_of()["tp"]
-    found: dict[str, Any] = {"one process": losses, "homes": []}
-    for config in configs:
-        model = infinity.parallel.tensor_parallel(family(name), mesh, quiet=True)
-        names = len(model.state_dict())
-        model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh)
-        mine, theirs = family_losses(model, optimizer)
-        found["homes"].append({
-            "losses": mine, "grads off": off(grads, theirs), "q_norm off": off_of(grads, theirs, "q_norm"), "weights": whole(model.state_dict()),
-        })  # fmt: skip
-        found["names"] = names == len(family(name).state_dict())
-        found["cut"] = sum(p._local_tensor.numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
-        found["whole"] = sum(p.numel() for p in model.parameters())
-        infinity.unwrap_model(model, optimizer)
-    return found
-
-
-def generates(name: str, config: dict) -> dict[str, Any]:
-    """Greedy tokens of one process and of the wrapped model; and its folder as save_pretrained writes it."""
-    model, prompt = family(name).eval(), torch.arange(8)[None]
-    alone = model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
-    mesh = mesh_of()["tp"]
-    model = infinity.parallel.tensor_parallel(family(name), mesh, quiet=True)
-    model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh)
-    model.eval()
-    ours = model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
-    folder = Path(tempfile.gettempdir()) / f"pretrained-{os.getppid()}"
-    infinity.save_pretrained(model, folder)
-    dist.barrier()
-    saved = type(model).from_pretrained(folder).state_dict()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder)
-    expected = family(name).state_dict()
-    infinity.unwrap_model(model, optimizer)
-    return {"same": alone == ours, "saved": not models.differing(saved, expected)}
-
-
-def off_of(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], part: str) -> float:
-    return off({n: v for n, v in a.items() if part in n}, b) if any(part in n for n in a) else 0.0
 
 
 if __name__ == "__main__":

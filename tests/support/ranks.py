@@ -56,6 +56,18 @@ def launch(
     return results, done
 
 
+def run_all(folder: Path, world: int, jobs: dict[str, dict[str, Any]], **options: Any) -> dict[str, list[Any]]:
+    """Runs ``jobs`` as :func:`launch` does, none of which may fail."""
+    found, done = launch(folder, world, jobs, **options)
+    failed = [f"{name}: {rank!r}"[-3000:] for name, ranks in found.items() for rank in ranks if isinstance(rank, Failed)]
+    assert done.returncode == 0, failed or done.stderr[-4000:]
+    return found
+
+
+def near(found: list[float], expected: list[float], distance: float = 1e-6) -> bool:
+    return len(found) == len(expected) > 0 and all(abs(a - b) <= distance * max(1.0, abs(b)) for a, b in zip(found, expected))
+
+
 def run_torchrun(
     world: int, command: list[str], *, seconds: float = SECONDS, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess:

@@ -1,0 +1,83 @@
+"""Models of transformers, adapters of peft and torchtitan's model, cut over two ranks and trained from their homes.
+
+**twin**: the same training by one process, or by the library itself.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import models
+import pytest
+from ranks import near, run_all
+
+FAMILIES = ("llama", "qwen3", "t5", "bert", "gpt2")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> dict[str, Any]:
+    """Everything that two ranks do, in one launch."""
+    folder = tmp_path_factory.mktemp("two")
+    swap = folder / "swap"
+    swap.mkdir()
+    configs = [models.at_home(home, home, swap) for home in ("host", "nvme")]
+    jobs: dict[str, dict] = {f"families:{name}": {"name": name, "configs": configs} for name in FAMILIES}
+    jobs |= {f"generates:{name}": {"name": name, "config": configs[0]} for name in ("llama", "gpt2")}
+    jobs["adapters"] = {"config": configs[1]}
+    jobs["axes"] = {"names": ["dp", "cp", "sp", "fsdp"]}
+    return run_all(folder, 2, jobs, script="parallel_families.py")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_of_transformers_train_under_their_own_or_a_found_plan(two, name):
+    """Gradients of one process, the same bits from every home, and no more bytes than the plan says."""
+    for rank in two[f"families:{name}"]:
+        first, *others = rank["homes"]
+        assert near(first["losses"][:1], rank["one process"][:1]) and near(first["losses"], rank["one process"], 1e-4)
+        assert first["grads off"] < 1e-6 and first["q_norm off"] < 1e-6
+        assert rank["names"]
+        assert rank["cut"] < 0.7 * rank["whole"]
+        for other in others:
+            assert other["losses"] == first["losses"]
+            assert not models.differing(other["weights"], first["weights"])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_generation_and_a_saved_folder_are_those_of_one_process(two, name):
+    assert two[f"generates:{name}"] == [{"same": True, "saved": True}] * 2
+
+
+def test_adapters_around_cut_layers_are_those_of_one_process(two):
+    """peft cuts one of each two adapters; both are saved whole."""
+    first, second = two["adapters"]
+    for rank in (first, second):
+        assert near(rank["ours"]["losses"], rank["one process"]["losses"], 1e-5)
+        assert rank["grads off"] < 1e-6 and rank["weights off"] < 1e-4
+        assert rank["saved"] is True
+        assert "cut the base model first" in rank["adapted before"]
+        assert "adapters of peft that are whole, around a layer that is cut" in rank["whole adapters"]
+    assert not models.differing(first["ours"]["weights"], second["ours"]["weights"])
+
+
+def test_ranks_with_other_parts_of_the_sequences_are_data_ranks(two):
+    for rank in two["axes"]:
+        for name in ("cp", "sp", "fsdp"):
+            assert rank[name]["losses"] == rank["dp"]["losses"]
+            assert not models.differing(rank[name]["weights"], rank["dp"]["weights"])
+
+
+@pytest.mark.slow
+def test_torchtitans_own_function_cuts_a_model_that_trains_from_its_homes(tmp_path):
+    """Run where torchtitan is installed (0.2.0 was tried; later ones need a nightly torch). INFINITY_TORCHTITAN: a folder with it."""
+    if "INFINITY_TORCHTITAN" not in os.environ:
+        pytest.importorskip("torchtitan")
+    path = os.pathsep.join(filter(None, (os.environ.get("INFINITY_TORCHTITAN"), os.environ.get("PYTHONPATH"))))
+    jobs = {f"titan:{home}-{parts}": {"config": models.at_home(home, home, tmp_path), "loss_parallel": parts}
+            for home in ("host", "nvme") for parts in (True, False)}  # fmt: skip
+    found = run_all(tmp_path / "jobs", 2, jobs, script="parallel_families.py", environment={"PYTHONPATH": path})
+    for name, ranks in found.items():
+        for rank in ranks:
+            assert near(rank["ours"]["losses"], rank["torchtitan"]["losses"]), name
+            assert near(rank["ours"]["norms"], rank["torchtitan"]["norms"], 1e-5), name
+            assert rank["off"] < 1e-5, name

@@ -1,0 +1,229 @@
+"""Jobs that train models of other libraries, cut over ranks (see `ranks`): of transformers, with peft's adapters, of torchtitan."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+
+import models
+from parallel_jobs import adamw, loss_of, mesh_of, off, plainly, tokens, train, whole
+from ranks import serve
+
+import infinity
+
+
+def family(name: str, dropout: float = 0.0) -> nn.Module:
+    """A small model of transformers with fresh weights, the same on every rank."""
+    import transformers as hf
+
+    torch.manual_seed(11)
+    small = {"vocab_size": 98, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128}
+    if name == "llama":
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**small, num_key_value_heads=2))
+    elif name == "qwen3":
+        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**small, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True))
+    elif name == "t5":
+        rest = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 98,
+                "decoder_start_token_id": 0, "pad_token_id": 0}  # fmt: skip
+        model = hf.T5ForConditionalGeneration(hf.T5Config(**rest, dropout_rate=dropout))
+    elif name == "bert":
+        rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        model = hf.BertForMaskedLM(hf.BertConfig(**small, **rates))
+    else:
+        rates = {"attn_pdrop": dropout, "embd_pdrop": dropout, "resid_pdrop": dropout}
+        rest = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 98, "n_positions": 32}
+        model = hf.GPT2LMHeadModel(hf.GPT2Config(**rest, **rates))
+    return model.train()
+
+
+def family_losses(model: nn.Module, optimizer, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses, grads = [], {}
+    for step in range(steps):
+        batch = torch.randint(0, 98, (2, 12), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        if step == 0:
+            grads = {name: plainly(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, grads
+
+
+def families(name: str, configs: list[dict]) -> dict[str, Any]:
+    """One process, then tensor_parallel with the engine at every home: the model's own plan, or one that was found."""
+    model = family(name)
+    losses, grads = family_losses(model, adamw(model))
+    mesh = mesh_of()["tp"]
+    found: dict[str, Any] = {"one process": losses, "homes": []}
+    for config in configs:
+        model = infinity.parallel.tensor_parallel(family(name), mesh, quiet=True)
+        names = len(model.state_dict())
+        model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh)
+        mine, theirs = family_losses(model, optimizer)
+        found["homes"].append({
+            "losses": mine, "grads off": off(grads, theirs), "q_norm off": off_of(grads, theirs, "q_norm"), "weights": whole(model.state_dict()),
+        })  # fmt: skip
+        found["names"] = names == len(family(name).state_dict())
+        found["cut"] = sum(p._local_tensor.numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
+        found["whole"] = sum(p.numel() for p in model.parameters())
+        infinity.unwrap_model(model, optimizer)
+    return found
+
+
+def generates(name: str, config: dict) -> dict[str, Any]:
+    """Greedy tokens of one process and of the wrapped model; and its folder as save_pretrained writes it."""
+    model, prompt = family(name).eval(), torch.arange(8)[None]
+    alone = model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
+    mesh = mesh_of()["tp"]
+    model = infinity.parallel.tensor_parallel(family(name), mesh, quiet=True)
+    model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh)
+    model.eval()
+    ours = model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
+    folder = Path(tempfile.gettempdir()) / f"pretrained-{os.getppid()}"
+    infinity.save_pretrained(model, folder)
+    dist.barrier()
+    saved = type(model).from_pretrained(folder).state_dict()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    expected = family(name).state_dict()
+    infinity.unwrap_model(model, optimizer)
+    return {"same": alone == ours, "saved": not models.differing(saved, expected)}
+
+
+def off_of(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], part: str) -> float:
+    return off({n: v for n, v in a.items() if part in n}, b) if any(part in n for n in a) else 0.0
+
+
+ADAPTED = ["q_proj", "v_proj", "o_proj", "down_proj"]  # layers cut by columns, and by rows
+
+
+def adapted(rank: int = 4, dropout: float = 0.0) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=8, lora_dropout=dropout, target_modules=ADAPTED, init_lora_weights=False)
+
+
+def adapters(config: dict) -> dict[str, Any]:
+    """LoRA around layers that are cut, beside one process: losses, adapters, what peft saves; and what is refused."""
+    from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    mesh, found = mesh_of()["tp"], {}
+
+    def trainable(model: nn.Module) -> Any:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    drawn: dict[str, torch.Tensor] = {}  # peft draws the cut ones anew on every rank
+    for where in ("ours", "one process"):
+        base = family("llama")
+        if where == "ours":
+            base = infinity.parallel.tensor_parallel(base, mesh, quiet=True)
+        torch.manual_seed(1)
+        model = get_peft_model(base, adapted())
+        if where == "ours":
+            drawn = whole(get_peft_model_state_dict(model))
+        else:
+            set_peft_model_state_dict(model, drawn)
+        optimizer = trainable(model)
+        if where == "ours":
+            model, optimizer = infinity.wrap_model(model, optimizer, config, mesh=mesh)
+        losses, grads = family_losses(model, optimizer)
+        weights = whole(get_peft_model_state_dict(model, model.state_dict()))
+        found[where] = {"losses": losses, "grads": grads, "weights": weights}
+        if where == "ours":
+            folder = Path(tempfile.gettempdir()) / f"adapters-{os.getppid()}"
+            infinity.save_pretrained(model, folder)
+            dist.barrier()
+            again = PeftModel.from_pretrained(family("llama"), folder)
+            found["saved"] = not models.differing(whole(get_peft_model_state_dict(again)), weights)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder)
+            infinity.unwrap_model(model, optimizer)
+    ours, alone = found["ours"], found["one process"]
+    found["grads off"], found["weights off"] = off(ours["grads"], alone["grads"]), off(ours["weights"], alone["weights"])
+
+    def told(make: Any) -> str:
+        try:
+            make()
+            return "was taken"
+        except infinity.ConfigError as error:
+            return str(error)
+
+    found["adapted before"] = told(
+        lambda: infinity.parallel.tensor_parallel(get_peft_model(family("llama"), adapted()), mesh, quiet=True)
+    )
+    plan = {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"}  # not linear layers of torch
+    cut = infinity.parallel.tensor_parallel(family("gpt2"), mesh, plan, quiet=True)
+    whole_adapters = get_peft_model(cut, LoraConfig(r=4, target_modules=["c_fc"], fan_in_fan_out=True))
+    found["whole adapters"] = told(lambda: infinity.wrap_model(whole_adapters, trainable(whole_adapters), config, mesh=mesh))
+    return found
+
+
+def axes(names: list[str]) -> dict[str, list[str]]:
+    """Losses and weights of a job whose mesh calls its data axis by each of ``names``."""
+    from parallel_jobs import decoder
+
+    found = {}
+    for name in names:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
+        model = decoder()
+        model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"}, mesh=mesh)
+        losses = train(model, optimizer, "plain", data_rank=mesh.get_local_rank(name))["losses"]
+        found[name] = {"losses": losses, "weights": whole(model.state_dict())}
+        infinity.unwrap_model(model, optimizer)
+    return found
+
+
+def titan(config: dict, loss_parallel: bool) -> dict[str, Any]:
+    """torchtitan's Llama, cut by torchtitan: its own training, and ours."""
+    from torch.distributed.tensor.parallel import loss_parallel as in_parts
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+    from torchtitan.models.llama3.infra.parallelize import apply_tp
+
+    mesh, found = mesh_of()["tp"], {}
+    for where in ("torchtitan", "ours"):
+        arguments = TransformerModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=98, max_seq_len=32, multiple_of=16)
+        torch.manual_seed(3)
+        model = Transformer(arguments)
+        model.init_weights()
+        apply_tp(model, mesh, loss_parallel, False)
+        optimizer = adamw(model)
+        if where == "ours":
+            model, optimizer = infinity.wrap_model(model, optimizer, config, mesh=mesh)
+        losses, norms = [], []
+        for step in range(3):
+            with in_parts() if loss_parallel else torch.enable_grad():
+                loss = loss_of(model, tokens(step) % 98, "sequences")
+                loss.backward()
+            norms.append(plainly(infinity.clip_grad_norm_(optimizer, 1.0)).item() if where == "ours" else clipped(model))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(plainly(loss).item())
+        found[where] = {"losses": losses, "norms": norms, "weights": whole(model.state_dict())}
+        if where == "ours":
+            infinity.unwrap_model(model, optimizer)
+    found["off"] = off(found["torchtitan"]["weights"], found["ours"]["weights"])
+    return found
+
+
+def clipped(model: nn.Module) -> float:
+    return plainly(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)).item()
+
+
+if __name__ == "__main__":
+    serve(globals())
