@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..machine.tiers import Tier
 from .results import Measured, row
 from .rounds import Times, alternate, paired
 from .settings import Settings
@@ -65,7 +66,8 @@ def _add_rows(found: Measured, ranks: int, told: dict[str, Any]) -> None:
         found.rows.append(row(f"tensor_parallel.{ranks}.{system}.clip", "ms", [1e3 * each for each in times]))
     found.rows.append(row(f"tensor_parallel.{ranks}.home", "MiB", [told["home_nbytes"] / 2**20]))
     found.rows.append(row(f"tensor_parallel.{ranks}.formula", "MiB", [told["formula_nbytes"] / 2**20]))
-    found.rows.append(row(f"tensor_parallel.{ranks}.device_peak", "MiB", [told["device_peak_nbytes"] / 2**20]))
+    for name in ("peak", "planned"):
+        found.rows.append(row(f"tensor_parallel.{ranks}.device_{name}", "MiB", [told[f"device_{name}_nbytes"] / 2**20]))
 
 
 # --- one rank ---
@@ -167,6 +169,7 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
         "clip": {name: times.wall for name, times in clips.items()},
         "home_nbytes": sum(array.nbytes for shard in shards for array in shard.arrays.values()),
         "formula_nbytes": sum(shard.layout.numel for shard in shards) * 16,  # weight, gradient and two moments, fp32
+        "device_planned_nbytes": engine.plan.planned_nbytes(Tier.DEVICE),
         "device_peak_nbytes": infinity.stats(systems["nvme"][0]).tiers["device"].peak_nbytes,
     }  # fmt: skip
 

@@ -124,6 +124,9 @@ def _apply_own(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None
             style.validate_param(module, key, mesh, parameter_name=f"{name}.{key}")
             style.shard_param(module, key, mesh)
     theirs.apply_tensor_parallelism(model, mesh, styles)
+    # As transformers leaves a model that it has cut itself: its save_pretrained puts the parts together then.
+    configured = importlib.import_module("transformers.distributed.configuration_utils").DistributedConfig
+    model.config.distributed_config, model._device_mesh = configured(tp_size=mesh.size(), tp_plan=plan), mesh
 
 
 def _style(module: nn.Module, style: str, shared: _SharedInput) -> Any:
