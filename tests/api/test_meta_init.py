@@ -612,7 +612,7 @@ def grown(tmp_path_factory) -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("case", ["file", "blocks draw", "siblings draw", "tied, in a file"])
+@pytest.mark.parametrize("case", [pytest.param("file", marks=pytest.mark.slow), "blocks draw", "siblings draw", "tied, in a file"])
 def test_peak_memory_of_the_wrap_is_far_below_the_model(case, grown):
     """Method: in a process of its own, wrap on meta with the home on disk 384 MiB from a folder, 192 MiB whose modules
     draw (in blocks, or all in one Sequential), and a tied tensor of 128 MiB whose file has one of its names. The highest

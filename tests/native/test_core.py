@@ -43,6 +43,10 @@ ENVIRONMENT = {
 }
 
 
+BUILD_SECONDS = 1500  # with sanitizers, on a machine that does other work
+pytestmark = pytest.mark.timeout(BUILD_SECONDS + 300)
+
+
 def case_names() -> list[str]:
     """Read from the sources: tests are collected before there is a program to ask."""
     found = []
@@ -95,7 +99,7 @@ def run_ninja(folder: Path, lines: list[str], target: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "build.ninja").write_text("\n".join([*lines, ""]))
     command = [Path(ninja.BIN_DIR) / "ninja", "-j2", "-C", folder, target]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / target
 
