@@ -14,6 +14,7 @@ from .errors import CapacityError, ConfigError, CorruptionError, InfinityError, 
 
 if TYPE_CHECKING:
     from . import parallel
+    from .api.accumulate import accumulate
     from .api.full_params import full_params
     from .api.stats import Stats, stats
     from .api.unwrap import unwrap_model
@@ -37,6 +38,7 @@ __all__ = [
     "Stats",
     "StorageError",
     "UsageError",
+    "accumulate",
     "clip_grad_norm_",
     "full_params",
     "load_checkpoint",
@@ -52,6 +54,7 @@ __all__ = [
 _HOMES = {
     "Config": "config.config",
     "Stats": "api.stats",
+    "accumulate": "api.accumulate",
     "clip_grad_norm_": "optim.clipping",
     "full_params": "api.full_params",
     "load_checkpoint": "checkpoint.load",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import native
-from ..errors import UsageError
+from ..errors import CapacityError, UsageError
 from ..machine.tiers import Tier
 from ..state.dtensors import is_common, like, part_of
 from ..state.handle import ParamHandle, set_raw_grad
+from ..state.shard import ParamShard
+from ..state.unit import ParamUnit
 from .record import GradRecord, GradState, writable
 from .tensor import LandedGrad
 from .values import GradValues
+from .whole import WholeGradients
 
 if TYPE_CHECKING:
     from .reducer import Reducer
@@ -29,12 +32,19 @@ class GradientBank(GradValues):
         super().__init__(*args, **kwargs)
         self._reducer: Reducer | None = None  # where there are other ranks
         self._adds_to_consumed = False  # the running backward came through an input: the loss is another model's
+        self._waiting: WholeGradients | None = None  # of a pass of several backwards: what lands when the last is over
+        self._is_between = False  # the backwards of such a pass
+        self._without_room: set[ParamShard] = set()  # shards whose gradients land with each backward all the same
 
     # --- what autograd and torch.nn.utils see ---
 
     def get(self, handle: ParamHandle) -> torch.Tensor | None:
-        """Returns ``p.grad``: a :class:`LandedGrad`, for a distributed parameter as the local part of a DTensor."""
+        """Returns ``p.grad``: a :class:`LandedGrad`, for a distributed parameter as the local part of a DTensor.
+
+        Raises UsageError between the backwards of one pass, whose gradients land together.
+        """
         with handle.engine.using():
+            self.refuse_between(f"{handle.name}.grad")
             self.average()
         record = handle.grad
         if record.state is GradState.ABSENT:
@@ -47,6 +57,7 @@ class GradientBank(GradValues):
     def set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
         """Sets ``p.grad = value``."""
         with handle.engine.using():
+            self.refuse_between(f"{handle.name}.grad")
             self._set(handle, value)
 
     def _set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
@@ -105,6 +116,54 @@ class GradientBank(GradValues):
         """Ends the backward: what it changed is whole."""
         self._changing, self._adds_to_consumed = set(), False
 
+    # --- several backwards in one pass ---
+
+    def join_backwards(self, waiting: WholeGradients | None) -> None:
+        """Has gradients land together when :meth:`land_together` is called. ``waiting``: keeps them where a home is not memory that the
+        device adds in; None where a reducer does."""
+        self._waiting, self._without_room, self._is_between = waiting, set(), True
+
+    def refuse_between(self, what: str) -> None:
+        """Raises UsageError between the backwards of one pass: gradients are not whole there."""
+        if self._is_between:
+            raise UsageError(
+                f"{what} is not to be had here: gradients of several micro-batches land together, when the `with infinity.accumulate(...)` block or the "
+                "pipeline schedule's step is over. Read, clip, step and zero gradients after it."
+            )
+
+    def end_one_of_several(self) -> None:
+        """Ends a backward that others of the same pass follow: what it changed is not whole before they are."""
+        self._adds_to_consumed = False
+
+    def land_together(self, units: Iterable[ParamUnit]) -> None:
+        """Lands what the backwards of the pass have added up."""
+        waiting, self._waiting, self._is_between = self._waiting, None, False
+        if waiting is None:
+            return
+        for unit in units:
+            for shard in unit.shards:
+                got = waiting.pop_got(shard)
+                if not got:
+                    continue
+                whole, charge = waiting.pop(shard)
+                for handle in (h for h in unit.handles if h.shard is shard and h.index in got):
+                    self._land(handle, shard.layout.placements[handle.index].view(whole))
+                charge.release()
+                self.close_all([shard])
+
+    def _waits(self, handle: ParamHandle, grad: torch.Tensor) -> bool:
+        """Adds ``grad`` to what waits for the end of the pass, where that is worth its memory and there is room."""
+        shard = handle.shard
+        adds_at_home = not self._is_remote(handle) and shard.arrays["grad"].tier is not Tier.NVME
+        if self._waiting is None or adds_at_home or shard in self._without_room:
+            return False
+        try:
+            self._waiting.add(handle, grad)
+        except CapacityError:  # the device is full: the same sums are made at home, with a way there for each backward
+            self._without_room.add(shard)
+            return False
+        return True
+
     def rebuild(self) -> None:
         """Marks as torn what somebody had begun to change when an exception struck, and sends what is in memory home. Only while
         nothing is in flight."""
@@ -112,13 +171,15 @@ class GradientBank(GradValues):
             if handle.grad.state is not GradState.CONSUMED:
                 handle.grad = GradRecord(GradState.TORN)
         self._changing, self._adds_to_consumed = set(), False
+        if self._waiting is not None:
+            self._waiting.drop()
+        self._waiting, self._is_between = None, False
         super().rebuild()
 
     # --- landing ---
 
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Adds ``grad`` to what has landed. Raises UsageError when a step has consumed that already."""
-        record, shard = handle.grad, handle.shard
         if grad.is_sparse:
             raise UsageError(f"{handle.name} got a sparse gradient; build the embedding with sparse=False")
         self._reopen(handle)
@@ -126,8 +187,14 @@ class GradientBank(GradValues):
         if self._reducer is not None and not self.ranks.keeps_gradients:
             self._reducer.add(handle, grad)
             return
-        if record.state is GradState.TORN:
+        if handle.grad.state is GradState.TORN:
             return
+        if self._waits(handle, grad):
+            return
+        self._land(handle, grad)
+
+    def _land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        record, shard = handle.grad, handle.shard
         if record.averaged:
             raise UsageError(
                 f"a backward through {handle.name} after its gradient was read: with shard='optimizer' reading averages it "

@@ -1,7 +1,6 @@
 """Reducer: averages gradients over the ranks, unit by unit, while the backward goes on.
 
-whole     a shard's gradient of this rank's part of the batch, all elements
-average   this rank's slice of the mean of all ranks' whole gradients
+average   this rank's slice of the mean of all ranks' whole gradients (see `whole`)
 order     of the units' reductions: the first rank's forward reversed, those that several modules share last
 
 All ranks reduce every unit in one order. A reduction starts where all ranks are at the same place: when the backward
@@ -17,17 +16,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .. import native
 from ..distributed.channel import Pending
 from ..distributed.collectives import Collectives
 from ..machine.ledger import Ledger
-from ..machine.tiers import Tier
 from ..planning.schedule import Schedule
 from ..state.handle import ParamHandle
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
 from .bank import GradientBank
 from .record import GradState
+from .whole import WholeGradients
 
 
 class Reducer:
@@ -42,12 +40,11 @@ class Reducer:
         schedule: Schedule,
         on_reduced: Callable[[ParamUnit], None],
     ):
-        self._collectives, self._ranks, self._bank, self._ledger = collectives, collectives.ranks, bank, ledger
+        self._collectives, self._ranks, self._bank = collectives, collectives.ranks, bank
         self._schedule = schedule
         self._on_reduced = on_reduced  # told when a unit's averages are at home
         self._units = list(units)
-        self._whole: dict[ParamShard, tuple[torch.Tensor, native.Charge]] = {}
-        self._got: dict[ParamShard, set[int]] = {}  # parameters with a whole gradient, by index
+        self._whole = WholeGradients(ledger, bank.device)
         self._order: list[ParamUnit] = []
         self._ready: list[ParamUnit] = []
         self._position = 0  # in the order
@@ -55,29 +52,17 @@ class Reducer:
         self._pending: list[Pending | ParamUnit] = []  # reductions, each unit's followed by the unit
         self.waits_elsewhere = collectives.ranks.size > 1 and not collectives.ranks.keeps_weights  # for gathers, in mid-backward
         self._unread = False  # a backward has ended since the last average (ZeRO-1)
+        self.waits_for_more = False  # other backwards of this pass are still to come: nothing is reduced before the last
 
     # --- during a backward ---
 
     def add(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Adds to this rank's whole gradient."""
-        shard = handle.shard
-        got = self._got.setdefault(shard, set())
-        self._take(handle.unit, shard)
-        view = shard.layout.placements[handle.index].view(self._whole[shard][0])
-        view.add_(grad) if handle.index in got else view.copy_(grad)
-        got.add(handle.index)
-
-    def _take(self, unit: ParamUnit, shard: ParamShard) -> None:
-        """Takes memory for a shard's whole gradient, unless it has some."""
-        if shard not in self._whole:
-            nbytes = shard.layout.numel * shard.spec.grad_dtype.itemsize
-            charge = self._ledger.reserve(Tier.DEVICE, nbytes, f"the gradients of unit {unit.name}", passing=True)
-            whole = torch.empty(shard.layout.numel, dtype=shard.spec.grad_dtype, device=self._bank.device.where)
-            self._whole[shard] = whole, charge
+        self._whole.add(handle, grad)
 
     def ready(self, unit: ParamUnit) -> None:
         """Notes that all of ``unit``'s gradients have come."""
-        if self._ranks.keeps_gradients or unit in self._ready:
+        if self._ranks.keeps_gradients or self.waits_for_more or unit in self._ready:
             return
         self._ready.append(unit)
         if not self.waits_elsewhere:
@@ -86,23 +71,23 @@ class Reducer:
     @property
     def offered(self) -> int:
         """How many reductions this rank offers to start, where ranks meet for a gather in mid-backward."""
-        return self.count_ready() if self.waits_elsewhere else 0
+        return self.count_ready() if self.waits_elsewhere and not self.waits_for_more else 0
 
     def come_to_unit(self, least: int | None) -> None:
         """Starts what all ranks can, as the backward comes to a unit. ``least``: what they offered at its gather; None where it needed
         none, and they meet in passing. Ranks that come to fewer units are met at their backward's end."""
-        if self.waits_elsewhere:
+        if self.waits_elsewhere and not self.waits_for_more:
             self._start_more(self._collectives.offer(self.count_ready()) if least is None else least)
 
     def start_offered(self, least: int | None) -> None:
         """Starts what all ranks offered at a gather, if they met for one."""
-        if self.waits_elsewhere and least is not None:
+        if self.waits_elsewhere and not self.waits_for_more and least is not None:
             self._start_more(least)
 
     def count_ready(self) -> int:
         """Counts how many more units of the order this rank could start by now."""
         own = ((i, unit) for i, unit in enumerate(self._order) if not unit.is_shared)
-        last = max((i for i, unit in own if unit in self._ready or any(s in self._got for s in unit.shards)), default=0)
+        last = max((i for i, unit in own if unit in self._ready or any(map(self._whole.has, unit.shards))), default=0)
         count = self._position
         while count < len(self._order):
             unit = self._order[count]
@@ -128,7 +113,7 @@ class Reducer:
             self._start_more(least)  # another rank is still in its backward
         self._start_more(len(self._units))
         # A gradient that came after its unit's turn (a second use, a nested backward) takes another round.
-        while any(self._collectives.agree([any(self._got.values())], "the end of a backward")):
+        while any(self._collectives.agree([not self._whole.is_empty], "the end of a backward")):
             for unit in self._order:
                 self._start(unit, again=True)
         self._pending += self._incomplete  # complete now
@@ -146,16 +131,14 @@ class Reducer:
 
     def abandon(self) -> None:
         """Drops what a backward that failed half-way has not averaged."""
-        for _, charge in self._whole.values():
-            charge.release()
-        self._whole.clear()
-        self._got.clear()
+        self._whole.drop()
         for pending in self._pending:
             if isinstance(pending, Pending):
                 pending.drop()
         self._pending.clear()
         self._incomplete = []
         self._ready, self._position = [], 0
+        self.waits_for_more = False
 
     # --- one unit ---
 
@@ -163,7 +146,7 @@ class Reducer:
         incomplete = False
         for number, shard in enumerate(unit.shards):
             if shard.spec.stepped:
-                incomplete |= self._average(unit, shard, self._got.pop(shard, set()), f"{unit.name} ({number})")
+                incomplete |= self._average(unit, shard, self._whole.pop_got(shard), f"{unit.name} ({number})")
         if not again:
             (self._incomplete if incomplete else self._pending).append(unit)
 
@@ -181,7 +164,7 @@ class Reducer:
         if self._ranks.keeps_gradients:
             whole = self._bank.whole(shard)
         else:
-            self._take(unit, shard)
+            self._whole.take(unit, shard)
             whole, charge = self._whole.pop(shard)
         for handle in wanted:
             if handle.index not in got:
@@ -215,7 +198,6 @@ class Reducer:
         """Averages every gradient that has landed. Every rank comes here."""
         if not self._unread:
             return
-        self._unread = False
         for unit in self._units:
             for number, shard in enumerate(unit.shards):
                 if not shard.spec.stepped:
@@ -224,3 +206,4 @@ class Reducer:
                 got = {i for i, record in records.items() if record.state is GradState.LANDED and not record.averaged}
                 self._average(unit, shard, got, f"{unit.name} ({number})")
         self._finish()
+        self._unread = False

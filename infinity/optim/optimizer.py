@@ -108,6 +108,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         engine = self._engine
+        engine.gradients.refuse_between("optimizer.step()")
         self.check_groups(self.param_groups, "step()")
         engine.gradients.average()
         begun = engine.steps.begun

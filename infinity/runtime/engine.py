@@ -35,6 +35,7 @@ from ..state.handle import ParamHandle, set_raw_grad
 from ..state.journal import Journal
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
+from .joined_pass import JoinedPass
 from .passes import Passes
 from .prefetch import Prefetcher
 from .recovery import recover
@@ -66,6 +67,7 @@ class Engine:
         self.collectives = collectives or Collectives()
         self.ranks, self.traffic = self.collectives.ranks, self.collectives.traffic
         self.traffic.timeline = Timeline(trace_path(config.trace, self.ranks)) if config.trace is not None else None
+        self.joined = JoinedPass()
         self._landed_listeners: list[Callable[[ParamUnit], None]] = []
         self.sizes = sizes  # of the units, as they were planned with
         self.shadow_policy = ShadowPolicy() if plan.shadowed else None
@@ -264,13 +266,19 @@ class Engine:
 
     def begin_pass(self, *, training: bool) -> None:
         """Begins a root forward."""
+        if not self.joined.begins():
+            return
         for handle in self.group_of if training else ():
             set_raw_grad(handle.param, None)  # of a backward that was cut short before the engine heard of it
         self.schedule.begin("train" if training else "infer")
         self.prefetcher.begin_pass()
 
     def end_backward(self) -> None:
-        """Ends the outermost backward: every gradient is on its way home."""
+        """Ends the outermost backward: every gradient is on its way home, or waits for those of the same pass."""
+        if self.joined.is_open:
+            self.joined.note_backward()
+            self.gradients.end_one_of_several()
+            return
         if self.reducer is not None:
             with self.store.guarding():
                 self.reducer.end_backward()
@@ -278,6 +286,11 @@ class Engine:
         self.gradients.end_backward()
         self.gradients.close_all([shard for unit in self.units for shard in unit.shards])
         if not self.passes.frames:
+            self.release_idle()
+
+    def release_idle(self) -> None:
+        """Sends idle units home where the pass is over."""
+        if not self.joined.is_open:
             self.prefetcher.release_idle()
 
     def count_backwards(self, count: int) -> None:

@@ -146,7 +146,7 @@ class Passes:
             for hook in self.landing_hooks:
                 hook.come_last()
             if not torch.is_grad_enabled():
-                self.engine.prefetcher.release_idle()
+                self.engine.release_idle()
         return output
 
     def _hold(self, unit: ParamUnit, *, backward: bool) -> int | None:
@@ -269,11 +269,11 @@ class Passes:
                     self.let_go(handle.unit)
                 if self.engine.reducer is not None:
                     self.engine.reducer.ready(handle.unit)
-                else:
+                elif not self.engine.joined.is_open:
                     self.engine.tell_landed(handle.unit)
 
     def landed_at_home(self, unit: ParamUnit) -> None:
-        """Tells the listeners that the averages of ``unit``'s gradients over all ranks have landed."""
+        """Tells the listeners that ``unit``'s gradients have landed for good: averages over all ranks, or sums of a joined pass."""
         landed = any(handle.grad.state is GradState.LANDED for handle in unit.handles if handle.grad)
         if landed and not self.engine.prefetcher.is_held(unit):
             self.engine.tell_landed(unit)

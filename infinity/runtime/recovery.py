@@ -21,6 +21,7 @@ def recover(engine: Engine, *, finishing: bool) -> None:
     engine.store.check_process()
     engine.device.drain()
     engine.passes.rebuild()
+    engine.joined.rebuild()
     if engine.reducer is not None:
         engine.reducer.abandon()
     engine.prefetcher.rebuild()

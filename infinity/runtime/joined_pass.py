@@ -1,0 +1,88 @@
+"""JoinedPass: makes several forwards and backwards one pass.
+
+Micro-batches, and the stages of a pipeline, use the same weights several times before a step. Joined, they record one trace, nothing is
+reduced, sent home or met for between them, units stay while the window has room, and gradients land once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+from ..gradients.whole import WholeGradients
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class JoinedPass:
+    """The pass that several forwards and backwards make together. Used from the thread that runs the model."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._has_begun = False  # with its first root forward
+        self._backwards = 0
+
+    @contextmanager
+    def opened(self, engine: Engine) -> Iterator[None]:
+        """Joins all forwards and backwards inside the block. Left by an exception, what they added to gradients is torn.
+
+        Raises UsageError where a pass is open already, or runs.
+        """
+        with engine.using():
+            engine.check_alive()
+            if self.is_open or engine.computing:
+                raise UsageError("infinity.accumulate inside another one, or inside a forward: one pass has one accumulation")
+            self._open(engine)
+        try:
+            yield
+        except BaseException:
+            engine.mark_interrupted()  # the next use puts things right, once nothing runs
+            raise
+        with engine.using():
+            self._close(engine)
+
+    def _open(self, engine: Engine) -> None:
+        reduced = engine.reducer is not None and not engine.ranks.keeps_gradients
+        engine.gradients.join_backwards(None if reduced else WholeGradients(engine.ledger, engine.device))
+        if reduced:
+            engine.reducer.waits_for_more = True
+        self.is_open, self._has_begun, self._backwards = True, False, 0
+
+    def _close(self, engine: Engine) -> None:
+        if not self.is_open:
+            return  # something inside failed, was caught, and all was put right since
+        self.is_open = False
+        engine.mark_interrupted()  # cut short from here on, what is half landed is torn
+        with engine.store.guarding():
+            engine.gradients.land_together(engine.units)
+        if engine.reducer is None:
+            for unit in reversed(engine.units):
+                engine.passes.landed_at_home(unit)
+        if engine.reducer is not None:
+            engine.reducer.waits_for_more = False
+        if self._backwards:
+            engine.end_backward()
+        else:
+            engine.release_idle()
+        engine.scopes.interrupted = False
+
+    def begins(self) -> bool:
+        """Tells whether a root forward that starts now begins a pass."""
+        begins = not (self.is_open and self._has_begun)
+        self._has_begun = True
+        return begins
+
+    def begin_anew(self) -> None:
+        """Has the next root forward begin the pass once more: what ran until now only tried things out."""
+        self._has_begun = False
+
+    def note_backward(self) -> None:
+        """Counts a backward that ended."""
+        self._backwards += 1
+
+    def rebuild(self) -> None:
+        """Forgets the pass, which an exception cut short. Only while nothing is running."""
+        self.is_open = self._has_begun = False
