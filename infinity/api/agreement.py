@@ -53,6 +53,25 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
     return inputs
 
 
+def check_stages(description: dict[str, str], collectives: Collectives) -> None:
+    """Raises ConfigError where stages of a pipeline do not fit: other configurations, or parameters of the same name that are not shared."""
+    stages = collectives.ranks.stages
+    if stages is None:
+        return
+    settings = {key: value for key, value in description.items() if key.startswith("Config(")}
+    collectives.compare(settings, "wrap_model", over_stages=True)
+    names = [key.removeprefix("parameter ") for key in description if key.startswith("parameter ")]
+    owner: dict[str, int] = {}
+    for stage, theirs in enumerate(collectives.collect(names, "names of the stages' parameters", [stages])):
+        for name in theirs:
+            if owner.setdefault(name, stage) != stage:
+                raise ConfigError(
+                    f"mesh: ranks {owner[name]} and {stage} of the pp axis both have a parameter {name}, so a checkpoint could not tell them apart. Give "
+                    "the stages the names of the whole model (infinity.parallel.pipeline does), for example as children of a ModuleDict with "
+                    "the number of the layer as key."
+                )
+
+
 SAMPLED = 64  # elements of a parameter that are compared over the ranks
 
 
@@ -69,7 +88,7 @@ def tell_of_other_values(model: nn.Module, collectives: Collectives) -> None:
         return
     with collectives.together("comparing the values"):
         mine = _samples({name: local_of(param) for name, param in model.named_parameters() if is_managed(param)})
-    everyones = collectives.collect(mine, "samples of the values", among_data=True)
+    everyones = collectives.collect(mine, "samples of the values", collectives.ranks.data_channels)
     others = sorted({name for theirs in everyones for name, digest in theirs.items() if digest != everyones[0].get(name)})
     if others and collectives.ranks.is_first:
         logger.warning(
@@ -109,7 +128,7 @@ def compare_common_values(model: nn.Module, collectives: Collectives) -> None:
         return
     with collectives.together("comparing what the tp ranks have in common"):
         mine = _samples({name: local_of(p) for name, p in model.named_parameters() if is_managed(p) and is_common(p)})
-    everyones = collectives.collect(mine, "samples of what the tp ranks have in common", among_data=False)
+    everyones = collectives.collect(mine, "samples of what the tp ranks have in common", collectives.ranks.unit_channels)
     each = collectives.ranks.data_size
     firsts = everyones[collectives.ranks.data_rank :: each]
     others = sorted({name for theirs in firsts for name, digest in theirs.items() if digest != firsts[0].get(name)})

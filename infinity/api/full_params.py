@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..runtime.engine import Engine
-from ..runtime.registry import engine_of
+from ..runtime.registry import engine_of, whole_of
 from ..state.dtensors import is_common, local_of
 from ..state.handle import handle_of
 from ..state.lent import Lent
@@ -39,7 +39,7 @@ def full_params(
     """
     engine = engine_of(model)
     with engine.using():
-        selected = _select(model, names)
+        selected = _select(whole_of(model), names)
         nbytes = sum(local_of(param).numel() * param.itemsize for param in set(selected.values()))
         charge = engine.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
         copies = {param: _FullCopy(engine, param) for param in dict.fromkeys(selected.values())}

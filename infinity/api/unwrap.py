@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -12,19 +12,21 @@ from ..errors import UsageError
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.registry import RECORD, Wrapped, wrapped
 from ..state.dtensors import plain_class, set_bytes
+from ..state.parts import parts_of
 
 
 @torch.no_grad()
 def unwrap_model(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    model: nn.Module | Sequence[nn.Module], optimizer: torch.optim.Optimizer | None = None
+) -> tuple[nn.Module | list[nn.Module], torch.optim.Optimizer | None]:
     """Gives plain torch objects back: parameters with their bytes on the device they came from, in the dtypes they were wrapped with,
     and the optimizer that was wrapped, with its state. The homes are closed and removed. Without ``optimizer`` the one that was
     wrapped with the model is taken, while it is alive.
 
     Raises UsageError when ``model`` is not wrapped, or ``optimizer`` is not the one that wrap_model returned with it.
     """
-    if isinstance(optimizer, InfinityOptimizer) and optimizer.is_unwrapped and RECORD not in model.__dict__:
+    roots = list(model) if isinstance(model, (list, tuple)) else [model]
+    if isinstance(optimizer, InfinityOptimizer) and optimizer.is_unwrapped and not any(RECORD in root.__dict__ for root in roots):
         return model, optimizer.wrapped  # an exception struck, and the unwrap came to its end all the same
     record = wrapped(model)
     engine = record.engine
@@ -34,7 +36,7 @@ def unwrap_model(
     plain = managed.wrapped if managed is not None else None
     if record.unwrapping is None:
         with engine.using():
-            change = _plan_unwrap(model, record, managed)
+            change = _plan_unwrap(record, managed)
         engine.refuse_all("unwrap_model was cut short by an exception: call it again, with the same model")
         record.unwrapping = change
     try:
@@ -46,10 +48,10 @@ def unwrap_model(
     return model, plain
 
 
-def _plan_unwrap(model: nn.Module, record: Wrapped, managed: InfinityOptimizer | None) -> Callable[[], None]:
+def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable[[], None]:
     """Reads all that goes back into memory. Returns what makes the model and its optimizer plain ones: nothing is changed before
     that is called, and it may be called until it comes to its end."""
-    engine = record.engine
+    engine, model = record.engine, record.model
     engine.wait_idle()
     state = managed.plain_state_dict() if managed is not None else None
     values: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -71,7 +73,8 @@ def _plan_unwrap(model: nn.Module, record: Wrapped, managed: InfinityOptimizer |
         if managed is not None:
             managed.wrapped.load_state_dict(state)
         engine.shut_down()
-        model.__dict__.pop(RECORD, None)
+        for module in (*parts_of(model), model):
+            module.__dict__.pop(RECORD, None)
         engine.go_on()
 
     return change

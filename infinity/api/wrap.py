@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,9 +35,10 @@ from ..runtime.registry import RECORD, Wrapped
 from ..state.dtensors import let_scalers_mix, mesh_of_parameters
 from ..state.handle import handle_of, raw_grad, set_raw_grad
 from ..state.partition import Group, is_managed, parameter_names
+from ..state.parts import Parts, parts_of
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
-from .agreement import broadcast_rest, compare_values, describe, free_everywhere, own_budgets
+from .agreement import broadcast_rest, check_stages, compare_values, describe, free_everywhere, own_budgets
 from .before import Before, MovedRest
 from .checks import check, check_tensor_parallel, tell_of_the_rest
 from .lay_out import choose_device, groups_of_optimizer, lay_out_groups, shards_of_group, unit_size
@@ -50,17 +51,18 @@ logger = logging.getLogger(__name__)
 
 @torch.inference_mode(False)  # what is made here is trained on, whatever mode the caller is in
 def wrap_model(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
     config: Config | Mapping[str, Any] | str | os.PathLike | None = None,
     *,
     mesh: Any = None,
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+) -> tuple[nn.Module | list[nn.Module], torch.optim.Optimizer | None]:
     """Gives ``model``'s parameters and ``optimizer``'s state their homes, and returns both, ready for a usual loop.
 
     model
         Any module, its parameters on one device or on ``meta``; it computes there unless ``Config(device=...)`` says otherwise. The
-        same object comes back, hooked.
+        same object comes back, hooked. Or a list of modules, the stages of a pipeline that this rank has: they share one engine,
+        and come back as a list.
     optimizer
         ``torch.optim`` AdamW, Adam, SGD, or a Lion; its groups, hyperparameters and state are taken over. None: the
         weights stream and nothing is updated.
@@ -68,13 +70,17 @@ def wrap_model(
         A :class:`Config`, a dict of its fields, or the path of a TOML or JSON file.
     mesh
         A ``torch.distributed.device_mesh.DeviceMesh`` of the whole job with axes ``dp``, or ``dp_replicate`` and ``dp_shard`` (or
-        ``fsdp``), ``cp`` or ``sp``, and ``tp``, over which the model's parameters are DTensors (Shard or Replicate). None: that of
+        ``fsdp``), ``cp`` or ``sp``, ``tp``, over which the model's parameters are DTensors (Shard or Replicate), and ``pp``, over which
+        ranks have other stages of the model (see :func:`infinity.parallel.attach`). None: that of
         its DTensors, else the default process group, where there is one. Every rank has to call, with the same model and
         configuration; values of the first data rank count.
 
     Raises ConfigError, CapacityError, StorageError or UsageError with model and optimizer as they were, on all ranks; PeerError where
     another rank is gone.
     """
+    if isinstance(model, (list, tuple)):
+        _, managed = wrap_model(Parts(model), optimizer, config, mesh=mesh)
+        return list(model), managed
     if mesh is None and isinstance(model, nn.Module):
         mesh = mesh_of_parameters(model.parameters())
     ranks, traffic = data_ranks(mesh), Traffic()
@@ -87,8 +93,9 @@ def wrap_model(
             check_tensor_parallel(model, config, collectives.ranks)
             description = {} if collectives.ranks.alone else describe(model, optimizer, config)
         collectives.compare(description, "wrap_model")
+        check_stages(description, collectives)
         compare_values(model, collectives)
-        local_size = -collectives.least([-ranks.local_size], "ranks on a machine")[0]
+        local_size = -collectives.least([-ranks.local_size], "ranks on a machine", over_stages=True)[0]
         ranks = dataclasses.replace(ranks, shard=config.shard, compresses=config.compress_gathers, local_size=local_size)
         if config.shard_in_node:
             ranks = join_node(ranks, mesh)
@@ -179,7 +186,7 @@ def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_o
         around = any(module in owners for owner in group.owners for module in owner.modules() if module is not owner)
         if len(group.owners) != 1 or around:
             unit.share()
-    removers = [moved, *install_hooks(engine, model, owners), *install_state_dict(engine, model)]
+    removers = [moved, *install_hooks(engine, parts_of(model), owners), *install_state_dict(engine, model)]
     removers += install_tiles(engine, model, {g.params[0]: g.tile_rows for g in groups if g.tile_rows})
     if engine.config.micro_batch is not None:
         blocks = [(group.name, group.block) for group in groups if group.block is not None]
@@ -197,5 +204,7 @@ def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_o
                 set_raw_grad(param, None)
                 handle.grad.move(GradState.LANDED)
         optimizer.state.clear()
-    model.__dict__[RECORD] = Wrapped(engine, removers, managed, came_from)
+    record = Wrapped(engine, model, removers, managed, came_from)
+    for module in (*parts_of(model), model):
+        module.__dict__[RECORD] = record
     return model, managed

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..distributed.collectives import Collectives
 from ..errors import UsageError
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
@@ -110,6 +111,20 @@ def describe_groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, A
         | {"params": [handle_of(param).name for param in group["params"]]}
         for group in optimizer.param_groups
     ]
+
+
+def groups_of_stages(optimizer: torch.optim.Optimizer | None, collectives: Collectives) -> list[dict[str, Any]] | None:
+    """Describes an optimizer's groups with the parameters of all stages of a pipeline. Raises UsageError where stages have other groups."""
+    mine, stages = describe_groups(optimizer), collectives.ranks.stages
+    if stages is None or mine is None:
+        return mine
+    everyones = collectives.collect([group["params"] for group in mine], "the optimizer's groups", [stages])
+    if len({len(groups) for groups in everyones}) > 1:
+        raise UsageError(
+            f"the stages' optimizers have {', '.join(str(len(groups)) for groups in everyones)} parameter groups: give every stage as many, in the same "
+            "order, and empty ones where it has no such parameters"
+        )
+    return [group | {"params": [n for names in everyones for n in names[number]]} for number, group in enumerate(mine)]
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -18,11 +18,12 @@ from ..distributed.collectives import Collectives
 from ..errors import CorruptionError, InfinityError, UsageError
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
+from ..runtime.registry import whole_of
 from ..state.handle import ParamHandle
 from ..state.shard_spec import MOMENTS, SCALES, elements_each
 from ..state.tensors import overwrite
 from .boxes import boxes_of_run, view_of_run
-from .content import SAVED, buffers_of, describe_groups, describe_parameter, engine_of_pair, part_of_rank, unmanaged_parameters
+from .content import SAVED, buffers_of, describe_parameter, engine_of_pair, groups_of_stages, part_of_rank, unmanaged_parameters
 from .folder import OF_READERS, reading
 from .manifest import MANIFEST, MOST_STEPS, check_file, read_manifest
 from .parts import read_tensors
@@ -43,7 +44,7 @@ def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.
     engine = engine_of_pair(model, optimizer)
     with engine.using(repairing=True), engine.collectives.together("load_checkpoint"):
         with checkpoint_of(Path(path), engine.collectives) as (manifest, data):
-            return _load(manifest, data, engine, model, optimizer)
+            return _load(manifest, data, engine, whole_of(model), optimizer)
 
 
 @contextmanager
@@ -109,7 +110,7 @@ def _check(
         _check_complete(engine, manifest, data)
         generators = check_random_state(manifest["random"][rank], other, rank) if rank < len(manifest["random"]) else None
         if optimizer is not None:
-            _check_optimizer(optimizer, manifest["optimizer"], groups)
+            _check_optimizer(optimizer, manifest["optimizer"], groups, engine.collectives)
         for prefix, targets in _rest(model, rank):
             _check_shapes({prefix + name: value for name, value in targets.items()}, other)
     except InfinityError:
@@ -141,7 +142,10 @@ def _rank_in(manifest: dict[str, Any], engine: Engine) -> int:
     saved = manifest.get("data_ranks", count)
     if type(saved) is not int or saved < 1:
         raise TypeError(f"data_ranks is {saved!r}")
-    place = ranks.data_rank + saved * (ranks.tensor.rank if ranks.tensor is not None else 0)
+    parts = manifest.get("parts", 1)
+    if type(parts) is not int or parts < 1:
+        raise TypeError(f"parts is {parts!r}")
+    place = ranks.data_rank + saved * (ranks.part + parts * ranks.stage)
     return place if ranks.data_rank < saved and place < count else ranks.data_rank
 
 
@@ -218,7 +222,10 @@ def _restore_step(engine: Engine, handle: ParamHandle, step: int) -> None:
 
 def _check_parameters(engine: Engine, saved: dict[str, Any]) -> None:
     ours = {handle.name: describe_parameter(handle) for unit in engine.units for handle in unit.handles}
-    only_saved, only_ours = sorted(saved.keys() - ours.keys()), sorted(ours.keys() - saved.keys())
+    everyones = ours.keys()
+    if (stages := engine.ranks.stages) is not None:
+        everyones = set().union(*engine.collectives.collect(set(ours), "names of the stages' parameters", [stages]))
+    only_saved, only_ours = sorted(saved.keys() - everyones), sorted(everyones - saved.keys())
     if only_saved or only_ours:
         raise UsageError(
             f"the checkpoint is of another model: {len(only_saved)} of its parameters are not in this one "
@@ -247,12 +254,14 @@ def _check_complete(engine: Engine, manifest: dict[str, Any], data: Path) -> Non
                     saved.check(array, handle.name, handle.shard.arrays[array].dtype)
 
 
-def _check_optimizer(optimizer: InfinityOptimizer, rule_name: str | None, groups: list[dict] | None) -> None:
+def _check_optimizer(
+    optimizer: InfinityOptimizer, rule_name: str | None, groups: list[dict] | None, collectives: Collectives
+) -> None:
     if rule_name != optimizer.rule_name:
         raise UsageError(f"the checkpoint's optimizer is {rule_name}, this one is {optimizer.rule_name}")
-    ours = [group["params"] for group in describe_groups(optimizer)]
+    ours = [group["params"] for group in groups_of_stages(optimizer, collectives)]
     theirs = [group["params"] for group in groups or []]
-    if ours != theirs:
+    if list(map(sorted, ours)) != list(map(sorted, theirs)):
         raise UsageError(
             f"the checkpoint's optimizer groups ({[len(names) for names in theirs]} parameters) are not this optimizer's "
             f"({[len(names) for names in ours]})"

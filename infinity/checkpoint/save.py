@@ -29,12 +29,13 @@ from ..distributed.collectives import Collectives
 from ..errors import PeerError, StorageError, UsageError
 from ..gradients.record import GradState
 from ..runtime.engine import Engine
+from ..runtime.registry import whole_of
 from .content import (
     buffers_of,
-    describe_groups,
     describe_parameter,
     engine_of_pair,
     flat_bytes,
+    groups_of_stages,
     persistent_buffers,
     unit_files,
     unmanaged_parameters,
@@ -60,7 +61,7 @@ def save_checkpoint(
     """
     engine = engine_of_pair(model, optimizer)
     with engine.using(), engine.collectives.together("save_checkpoint"):
-        _save_all(Path(path), engine, model, optimizer, extra)
+        _save_all(Path(path), engine, whole_of(model), optimizer, extra)
 
 
 def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> None:
@@ -75,18 +76,20 @@ def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.opt
     content = {
         "format": FORMAT,
         "data": f"infinity-{_token(collectives)}",
-        "parameters": {handle.name: describe_parameter(handle) for unit in engine.units for handle in unit.handles},
+        "parameters": _of_stages({h.name: describe_parameter(h) for unit in engine.units for h in unit.handles}, collectives),
         "optimizer": optimizer.rule_name if optimizer is not None else None,
-        "groups": encode_value(describe_groups(optimizer), tensors, "groups"),
+        "groups": encode_value(groups_of_stages(optimizer, collectives), tensors, "groups"),
         "random": collectives.collect(read_random_state(), "random state"),
         "data_ranks": engine.ranks.data_size,
+        "parts": engine.ranks.parts,
         "step_index": engine.step_index,
         "extra": encode_value(extra, tensors, "extra"),
-        "persistent_buffers": persistent_buffers(model),
+        "persistent_buffers": list(_of_stages(dict.fromkeys(persistent_buffers(model)), collectives)),
     }
     buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(model).items()}
-    tensors |= {f"buffer/{name}": buffer for name, buffer in buffers.items()} | _buffers_of_others(buffers, collectives)
-    tensors |= {f"unmanaged/{name}": param.detach().clone() for name, param in unmanaged_parameters(model).items()}
+    rest = {f"buffer/{name}": buffer for name, buffer in buffers.items()}
+    rest |= {f"unmanaged/{name}": param.detach().clone() for name, param in unmanaged_parameters(model).items()}
+    tensors |= _of_stages(rest, collectives) | _buffers_of_others(buffers, collectives)
     for rank, states in enumerate(collectives.collect(random_state_tensors(), "random state")):
         tensors |= {f"random/{rank}/{name}": state for name, state in states.items()}
     published = False
@@ -149,11 +152,21 @@ def _buffers_of_others(mine: dict[str, torch.Tensor], collectives: Collectives) 
     if collectives.ranks.alone:
         return {}
     digests = {name: hashlib.blake2b(flat_bytes(buffer), digest_size=16).digest() for name, buffer in mine.items()}
-    first = collectives.collect(digests, "digests of the buffers")[0]
+    first = collectives.collect(digests, "digests of the buffers", collectives.ranks.unit_channels)[0]
     others = collectives.collect(
         {name: mine[name].cpu() for name in mine if digests[name] != first.get(name)}, "buffers that differ"
     )
     return {f"buffer-of-rank/{rank}/{name}": buffer for rank, of_one in enumerate(others) for name, buffer in of_one.items()}
+
+
+def _of_stages(mine: dict[str, Any], collectives: Collectives) -> dict[str, Any]:
+    """Joins what every stage of a pipeline has, the first one's first."""
+    if collectives.ranks.stages is None:
+        return mine
+    found: dict[str, Any] = {}
+    for theirs in collectives.collect(mine, "what each stage has", [collectives.ranks.stages]):
+        found |= {key: value for key, value in theirs.items() if key not in found}
+    return found
 
 
 def _token(collectives: Collectives) -> str:

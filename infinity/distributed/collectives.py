@@ -132,11 +132,11 @@ class Collectives:
         return None if least == BACKWARD_OVER else least
 
     def agree(self, flags: Sequence[int], what: str) -> list[bool]:
-        """Tells which of ``flags`` any rank has set."""
+        """Tells which of ``flags`` any rank with the same units has set."""
         if self.ranks.alone:
             return [bool(flag) for flag in flags]
         flags = [int(flag) for flag in flags]
-        for channel in self.ranks.channels:
+        for channel in self.ranks.unit_channels:
             flags = channel.rendezvous(f"{what} {self._progress}", flags).amax(0).tolist()
         return [bool(flag) for flag in flags]
 
@@ -173,12 +173,13 @@ class Collectives:
 
     # --- everything else ---
 
-    def exchange(self, values: torch.Tensor, what: str, *, over_tensors: bool = False) -> torch.Tensor:
-        """Collects ``values`` (of one shape) of every rank that has a slice: [size, ...]. ``over_tensors``: of those that have other parts
-        of the tensors, too: [parts * size, ...], on every rank in the same order."""
+    def exchange(self, values: torch.Tensor, what: str, *, over_tensors: bool = False, over_stages: bool = False) -> torch.Tensor:
+        """Collects ``values`` (of one shape) of every rank that has a slice: [size, ...], on every rank in the same order. ``over_tensors``:
+        of those that have other parts of the tensors, too; ``over_stages``: and of those that have other stages."""
         found = values.unsqueeze(0)
-        for channel in (self.ranks.row, self.ranks.tensor if over_tensors else None):
-            if channel is not None:
+        wanted = (True, self.ranks.row), (over_tensors, self.ranks.tensor), (over_stages, self.ranks.stages)
+        for is_wanted, channel in wanted:
+            if is_wanted and channel is not None:
                 channel.rendezvous(f"{what} {self._progress}")
                 raw = _bytes_of(found.contiguous().reshape(-1)).cpu()
                 everyones = raw.new_empty(channel.size * raw.numel())
@@ -186,10 +187,20 @@ class Collectives:
                 found = everyones.view(values.dtype).view(-1, *values.shape).to(values.device)
         return found
 
-    def least(self, values: Sequence[int], what: str) -> list[int]:
-        """Finds the smallest of each of ``values`` over all ranks."""
+    def exchange_over_stages(self, value: torch.Tensor, what: str) -> torch.Tensor:
+        """Collects one ``value`` of every stage, which all ranks of a stage have: [stages, ...]."""
+        channel = self.ranks.stages
+        if channel is None:
+            return value.unsqueeze(0)
+        channel.rendezvous(f"{what} {self._progress}")
+        everyones = value.new_empty(channel.size, *value.shape, device="cpu")
+        self._do(lambda: all_gather(everyones.view(-1), value.cpu().reshape(-1), group=channel.group), what)
+        return everyones.to(value.device)
+
+    def least(self, values: Sequence[int], what: str, *, over_stages: bool = False) -> list[int]:
+        """Finds the smallest of each of ``values`` over all ranks with the same units; ``over_stages``: over all ranks."""
         found = torch.tensor(values, dtype=torch.int64, device="cpu")
-        for channel in self.ranks.channels:
+        for channel in self.ranks.channels if over_stages else self.ranks.unit_channels:
             channel.rendezvous(what)
             everyones = found.new_empty(channel.size, found.numel())
             self._do(lambda c=channel, e=everyones, f=found: all_gather(e.view(-1), f, group=c.group), what)
@@ -221,22 +232,25 @@ class Collectives:
                 raw.copy_(sent)
         return tensor
 
-    def collect(self, mine: Any, what: str, *, among_data: bool = False) -> list[Any]:
+    def collect(self, mine: Any, what: str, among: Sequence[Channel] | None = None) -> list[Any]:
         """Collects every rank's ``mine``, anything that can be pickled, in the order of slices; then the next replica's; then that of
-        the next part of the tensors. ``among_data``: of the data ranks only."""
+        the next part of the tensors; then that of the next stage. ``among``: of the ranks on these channels only."""
         found = [mine]
-        for channel in self.ranks.data_channels if among_data else self.ranks.channels:
+        for channel in self.ranks.channels if among is None else among:
             channel.rendezvous(what)
             everyones: list = [None] * channel.size
             self._do(lambda c=channel, e=everyones, f=found: dist.all_gather_object(e, f, group=c.group), what)
             found = [item for of_one in everyones for item in of_one]
         return found
 
-    def compare(self, mine: dict[str, str], what: str) -> None:
-        """Raises ConfigError where a rank's description differs from the first one's, with the first difference."""
+    def compare(self, mine: dict[str, str], what: str, *, over_stages: bool = False) -> None:
+        """Raises ConfigError where a rank's description differs from the first one's of those with the same units, with the first
+        difference; ``over_stages``: of all."""
         if self.ranks.alone:
             return
-        everyones = self.collect((self.ranks.world_rank, mine), what)
+        everyones = self.collect(
+            (self.ranks.world_rank, mine), what, self.ranks.channels if over_stages else self.ranks.unit_channels
+        )
         first_rank, firsts = everyones[0]
         for peer, theirs in everyones:
             for key in dict.fromkeys([*firsts, *theirs]):
@@ -272,7 +286,7 @@ class Collectives:
     def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool = False) -> None:
         """Raises UsageError where the data ranks do not have the same ``tensors``. ``over_tensors``: nor those with other parts of
         tensors, which have these in common."""
-        channels = self.ranks.channels if over_tensors else self.ranks.data_channels
+        channels = self.ranks.unit_channels if over_tensors else self.ranks.data_channels
         if channels:
             digest = hashlib.blake2b(digest_size=8)
             for tensor in tensors:

@@ -4,6 +4,7 @@ slice      a rank's equal part of every flat array
 replica    a rank elsewhere that holds the same slice (hybrid sharding)
 row        the ranks that have the other slices
 tensor     the ranks that have the other parts of the same tensors (tensor parallelism), and the same batch
+stages     the ranks that have the other stages of the same model (pipeline parallelism), and the same batch
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class DataRanks:
     row: Channel | None = None  # the ranks that have the other slices
     replicas: Channel | None = None
     tensor: Channel | None = None  # the ranks that have the other parts of each tensor
+    stages: Channel | None = None  # the ranks that have the other stages of the model
     node: Channel | None = None  # this machine's ranks, where gathered weights are shared out among them too
     nodes: tuple[tuple[int, ...], ...] = ()  # ranks of each machine of each row, where weights are shared out
     allowed_processors: frozenset[int] | None = None  # before this rank was bound to a NUMA node
@@ -40,7 +42,7 @@ class DataRanks:
     @property
     def alone(self) -> bool:
         """Whether there is no other rank at all."""
-        return self.data_size == 1 and self.tensor is None
+        return not self.channels
 
     @property
     def world_rank(self) -> int:
@@ -50,7 +52,27 @@ class DataRanks:
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks for all: it writes what there is one of."""
-        return self.rank == 0 and self.writes and (self.tensor is None or self.tensor.rank == 0)
+        return self.rank == 0 and self.writes and self.part == 0 and self.stage == 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether other ranks have other elements of the model, of which norms are put together."""
+        return self.tensor is not None or self.stages is not None
+
+    @property
+    def part(self) -> int:
+        """Which part of the tensors this rank has."""
+        return self.tensor.rank if self.tensor is not None else 0
+
+    @property
+    def parts(self) -> int:
+        """Parts that the tensors are cut into."""
+        return self.tensor.size if self.tensor is not None else 1
+
+    @property
+    def stage(self) -> int:
+        """Which coordinate of the pipeline this rank has."""
+        return self.stages.rank if self.stages is not None else 0
 
     @property
     def writes(self) -> bool:
@@ -65,7 +87,7 @@ class DataRanks:
     @property
     def job_rank(self) -> int:
         """This rank among all of the job, in the order of :meth:`Collectives.collect`."""
-        return self.data_rank + (self.data_size * self.tensor.rank if self.tensor is not None else 0)
+        return self.data_rank + self.data_size * (self.part + self.parts * self.stage)
 
     @property
     def data_size(self) -> int:
@@ -84,7 +106,13 @@ class DataRanks:
 
     @property
     def channels(self) -> list[Channel]:
-        """On which this rank comes together with all others: its row's, then its replicas', then that of its tensors' other parts."""
+        """On which this rank comes together with all others: its row's, then its replicas', its tensors' other parts', its model's other
+        stages'."""
+        return [*self.unit_channels, *([self.stages] if self.stages is not None else [])]
+
+    @property
+    def unit_channels(self) -> list[Channel]:
+        """On which it comes together with the ranks that have the same units, or other parts of them."""
         return [*self.data_channels, *([self.tensor] if self.tensor is not None else [])]
 
     @property

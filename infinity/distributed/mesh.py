@@ -5,6 +5,7 @@ dp_shard, fsdp  the same, of a job that has replicas
 cp, sp          ranks with other parts of the same sequences: data ranks, too
 dp_replicate    ranks with the same slice; only gradients pass between them
 tp              ranks with other parts of the same tensors, and the same batch: they have rows of data ranks of their own
+pp              ranks with other stages of the same model, and the same batch: these, too, have rows of their own
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .data_ranks import DataRanks
 
 SLICE_AXES = ("dp", "dp_shard", "fsdp", "cp", "sp")  # of these only one of the first three may be larger than 1
 DATA_AXES = ("dp_replicate", *SLICE_AXES)
-OTHER_AXES = ("tp", "pp")
+OTHER_AXES = ("pp", "tp")
 
 
 def data_ranks(mesh: Any) -> DataRanks:
@@ -46,13 +47,14 @@ def data_ranks(mesh: Any) -> DataRanks:
     if dist.get_world_size() == 1:
         rank_rows(mesh)  # which raises for a mesh that does not fit
         return DataRanks()
-    rows, wrap = _agree_on_rows(mesh)  # [parts, replicas, slices]
+    rows, wrap = _agree_on_rows(mesh)  # [stages, parts, replicas, slices]
     farewell.join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
     me, local_size, own_groups = dist.get_rank(), _local_size(), []
     allowed = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), local_size)
-    part, replica, rank = (int(at) for at in (rows == me).nonzero()[0])
-    row, column, others = (line.tolist() for line in (rows[part, replica], rows[part, :, rank], rows[:, replica, rank]))
-    of_row = of_replicas = of_tensor = None
+    stage, part, replica, rank = (int(at) for at in (rows == me).nonzero()[0])
+    here = rows[stage]
+    row, column, others = (line.tolist() for line in (here[part, replica], here[part, :, rank], here[:, replica, rank]))
+    of_row = of_replicas = of_tensor = of_stages = None
     # Each rank makes its own groups only: no collective of the whole job for each.
     if len(row) > 1:
         # Two groups over the same ranks: a reduction's bytes do not wait for a gather's.
@@ -65,9 +67,12 @@ def data_ranks(mesh: Any) -> DataRanks:
     if len(others) > 1:
         own_groups.append(_gloo_group(others, f"parts of wrap {wrap}"))
         of_tensor = Channel(own_groups[-1])
+    if rows.size(0) > 1:
+        own_groups.append(_gloo_group(rows[:, part, replica, rank].tolist(), f"stages of wrap {wrap}"))
+        of_stages = Channel(own_groups[-1])
     return DataRanks(
         wrap=wrap, rank=rank, size=len(row), local_size=local_size, row=of_row, replicas=of_replicas, tensor=of_tensor,
-        allowed_processors=frozenset(allowed) if allowed is not None else None, own_groups=own_groups,
+        stages=of_stages,        allowed_processors=frozenset(allowed) if allowed is not None else None, own_groups=own_groups,
     )  # fmt: skip
 
 
@@ -79,7 +84,7 @@ def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
     if ranks.size == 1:
         return ranks
     me, nodes_of_rows, node_channel = dist.get_rank(), [], None
-    for row in rank_rows(mesh).flatten(0, 1).tolist():
+    for row in rank_rows(mesh).flatten(0, 2).tolist():
         nodes: dict[int, list[int]] = {}
         for rank in row:
             nodes.setdefault(rank // ranks.local_size, []).append(rank)  # torchrun numbers them machine by machine
@@ -182,7 +187,7 @@ def join_device(ranks: DataRanks, mesh: Any, backend: str | None) -> None:
         ranks.own_groups.append(group)
         return group
 
-    for rows in rank_rows(mesh):
+    for rows in rank_rows(mesh).flatten(0, 1):
         for row in rows.tolist() if rows.size(1) > 1 else []:
             gathers, reductions = group_of(row), group_of(row)
             if gathers is not None:
@@ -196,11 +201,11 @@ def join_device(ranks: DataRanks, mesh: Any, backend: str | None) -> None:
 
 
 def rank_rows(mesh: Any) -> torch.Tensor:
-    """Returns the global ranks, [parts, replicas, slices]; a part is one coordinate of the tp axis. Raises ConfigError naming the
-    axes that do not fit."""
+    """Returns the global ranks, [stages, parts, replicas, slices]: a stage is one coordinate of the pp axis, a part one of the tp axis.
+    Raises ConfigError naming the axes that do not fit."""
     world = dist.get_world_size()
     if mesh is None:
-        return torch.arange(world).reshape(1, 1, -1)
+        return torch.arange(world).reshape(1, 1, 1, -1)
     if not isinstance(mesh, dist.device_mesh.DeviceMesh):
         raise ConfigError(f"mesh is a {type(mesh).__name__}: give a torch.distributed.device_mesh.DeviceMesh, or None")
     names = mesh.mesh_dim_names or (("dp",) if mesh.ndim == 1 else ())
@@ -215,16 +220,13 @@ def rank_rows(mesh: Any) -> torch.Tensor:
         raise ConfigError(f"mesh: dp is the same as dp_replicate x dp_shard, so it cannot stand beside them; this one has {axes}")
     if sizes.get("dp_shard", 1) > 1 and sizes.get("fsdp", 1) > 1:
         raise ConfigError(f"mesh: fsdp is another name of dp_shard; this one has {axes}")
-    if sizes.get("pp", 1) > 1:
-        raise ConfigError(f"mesh: pp above 1 is not available in this version; this one has {axes}")
     if mesh.mesh.numel() != world or sorted(mesh.mesh.flatten().tolist()) != list(range(world)):
         raise ConfigError(f"mesh: {axes} makes {mesh.mesh.numel()} ranks, but the job has {world}")
-    outer = [i for i, name in enumerate(names) if name in OTHER_AXES] + [
-        i for i, name in enumerate(names) if name == "dp_replicate"
-    ]
+    outer = [names.index(name) for name in (*OTHER_AXES, "dp_replicate") if name in sizes]
     order = outer + [i for i in range(mesh.ndim) if i not in outer]
     # Ascending, as torch numbers the ranks of a group whatever order they are given in.
-    return mesh.mesh.permute(order).reshape(sizes.get("tp", 1), sizes.get("dp_replicate", 1), -1).sort(-1).values
+    shape = (*(sizes.get(name, 1) for name in (*OTHER_AXES, "dp_replicate")), -1)
+    return mesh.mesh.permute(order).reshape(shape).sort(-1).values
 
 
 def _launched() -> int:

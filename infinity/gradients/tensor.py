@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..errors import UsageError
 from ..machine.tiers import Tier
+from ..state import mistakes
 from ..state.handle import ParamHandle
 from .record import refuse_torn, writable
 
@@ -75,6 +76,11 @@ class LandedGrad(torch.Tensor):
             return _unscale(func, args)
         if func is aten.linalg_vector_norm.default and subject is not None and len(args) < 3 and not kwargs:
             refuse_torn(subject._infinity_grad)
+            if subject._bank.ranks.stages is not None and mistakes.is_called_from("torch/nn/utils/clip_grad.py"):
+                raise UsageError(
+                    "torch's clip_grad_norm_ sees the gradients of this stage of the pipeline only, and would clip each stage by another norm: use "
+                    "infinity.clip_grad_norm_(optimizer, max_norm), or Config(max_grad_norm=...)."
+                )
             return subject._bank.norm(subject._infinity_grad, float(args[1]) if len(args) > 1 else 2.0)
         grads = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, LandedGrad)]
         mutated = _mutated_arguments(func, args, kwargs)
@@ -117,7 +123,9 @@ def _unscale(func, args: tuple) -> None:
         else:
             func([grad], *args[1:])
     if landed := [grad for grad in args[0] if isinstance(grad, LandedGrad)]:
-        args[1].copy_(landed[0]._bank.collectives.exchange(args[1], "overflow of gradients", over_tensors=True).amax(0))
+        args[1].copy_(
+            landed[0]._bank.collectives.exchange(args[1], "overflow of gradients", over_tensors=True, over_stages=True).amax(0)
+        )
 
 
 def _refuse_view(func, grads: list[LandedGrad], copied: set[int], from_disk: list[LandedGrad]) -> None:

@@ -134,7 +134,7 @@ class GradValues(GradHomes):
         """Takes a norm as torch does; in fp32 where it is put together with those of other ranks."""
         if not values.numel():  # of a part that has no element, of which a largest one is not defined
             return torch.zeros((), dtype=torch.float32, device=values.device)
-        return torch.linalg.vector_norm(values, order, dtype=torch.float32 if self.ranks.tensor is not None else None)
+        return torch.linalg.vector_norm(values, order, dtype=torch.float32 if self.ranks.is_cut else None)
 
     def total_norm(self, order: float) -> torch.Tensor:
         """Computes the norm of all gradients together, in fp32: the same bits on every rank.
@@ -143,6 +143,11 @@ class GradValues(GradHomes):
         """
         self._norm_order = order
         handles = [handle for handle in self._handles if handle.grad.state is not GradState.ABSENT]
+        total = self._norm_here(handles, order)
+        return torch.linalg.vector_norm(self.collectives.exchange_over_stages(total, "the norm of all gradients"), order)
+
+    def _norm_here(self, handles: list[ParamHandle], order: float) -> torch.Tensor:
+        """The same of the ranks that have these parameters, or other parts of them."""
         if not handles:
             return torch.zeros((), dtype=torch.float32, device=self.device.where)
         nothing = torch.zeros((), dtype=torch.float32, device=self.device.where)
@@ -155,7 +160,7 @@ class GradValues(GradHomes):
         """Tells whether this rank's part of ``handle`` is the one that counts: of what ranks hold in common the first is."""
         if is_distributed(handle.param):
             return counts_here(handle.param)
-        return self.ranks.tensor is None or self.ranks.tensor.rank == 0
+        return self.ranks.part == 0
 
     def change_own(self, handle: ParamHandle, change: Callable[[torch.Tensor], None]) -> None:
         """Has ``change`` work in place on this rank's elements of the gradient."""

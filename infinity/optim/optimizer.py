@@ -151,7 +151,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         The same bits on every rank. Raises RuntimeError, as torch does, for one that is not finite with ``error_if_nonfinite``.
         """
         engine = self._engine
-        if engine.collectives.ranks.tensor is None:
+        if not engine.collectives.ranks.is_cut:
             grads = [grad for group in self.param_groups for param in group["params"] if (grad := param.grad) is not None]
             total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
             return total.full_tensor() if is_distributed(total) else total

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .plans import find_plan
+    from .schedules import attach
     from .tensor_parallel import tensor_parallel
 
-__all__ = ["find_plan", "tensor_parallel"]
+__all__ = ["attach", "find_plan", "tensor_parallel"]
 
-_HOMES = {"find_plan": "plans", "tensor_parallel": "tensor_parallel"}
+_HOMES = {"attach": "schedules", "find_plan": "plans", "tensor_parallel": "tensor_parallel"}
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,10 @@ class Schedule:
             self._traces[self._kind] = self._current
         self._kind, self._current, self._position = kind, [], 0
 
+    def forget(self) -> None:
+        """Forgets what this pass has recorded: the next one begins it anew."""
+        self._current, self._position = [], 0
+
     def use(self, unit: int) -> None:
         """Records that ``unit`` is used now."""
         if self._current and self._current[-1] == unit:

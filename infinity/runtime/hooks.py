@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,11 +63,11 @@ class LandingHook:
         self._registered.remove()
 
 
-def install_hooks(engine: Engine, root: torch.nn.Module, owners: dict[torch.nn.Module, list[ParamUnit]]) -> list:
-    """Installs hooks on ``root``, every owner, and every stepped parameter. Returns what removes that, each any number of times."""
+def install_hooks(engine: Engine, roots: Sequence[torch.nn.Module], owners: dict[torch.nn.Module, list[ParamUnit]]) -> list:
+    """Installs hooks on ``roots``, every owner, and every stepped parameter. Returns what removes that, each any number of times."""
     removers: list = []
-    for module in dict.fromkeys([root, *owners]):
-        units, is_root = owners.get(module, []), module is root
+    for module in dict.fromkeys([*roots, *owners]):
+        units, is_root = owners.get(module, []), module in roots
 
         def before(module, args, kwargs, units=units, is_root=is_root):
             engine.passes.enter(module, units, is_root=is_root)

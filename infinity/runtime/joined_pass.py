@@ -75,9 +75,11 @@ class JoinedPass:
         self._has_begun = True
         return begins
 
-    def begin_anew(self) -> None:
+    def begin_anew(self, engine: Engine) -> None:
         """Has the next root forward begin the pass once more: what ran until now only tried things out."""
-        self._has_begun = False
+        if self.is_open and self._has_begun:
+            engine.schedule.forget()
+            self._has_begun = False
 
     def note_backward(self) -> None:
         """Counts a backward that ended."""

@@ -272,6 +272,15 @@ class Passes:
                 elif not self.engine.joined.is_open:
                     self.engine.tell_landed(handle.unit)
 
+    def land_by_hand(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        """Sends home a gradient that was computed without being accumulated, between the backwards of a joined pass."""
+        handle = handle_of(param)
+        self.engine.gradients.change(handle)
+        with self.engine.store.guarding():
+            self.engine.gradients.land(handle, part_of(param, grad, f"the gradient of {handle.name}"))
+        self.engine.without_grad.get(handle.unit, set()).discard(handle)
+        self.engine.joined.note_backward()
+
     def landed_at_home(self, unit: ParamUnit) -> None:
         """Tells the listeners that ``unit``'s gradients have landed for good: averages over all ranks, or sums of a joined pass."""
         landed = any(handle.grad.state is GradState.LANDED for handle in unit.handles if handle.grad)

@@ -55,3 +55,15 @@ def advice() -> str:
                 return said
         frame = frame.f_back
     return ""
+
+
+def is_called_from(path: str) -> bool:
+    """Tells whether a function of the file that ends in ``path`` is running."""
+    frame = sys._getframe(1)
+    for _ in range(DEEPEST):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename.replace(os.sep, "/").endswith(path):
+            return True
+        frame = frame.f_back
+    return False

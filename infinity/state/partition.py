@@ -1,6 +1,6 @@
 """Partition: which parameters move together, found from the model itself.
 
-block   a child of a ModuleList or Sequential with a sibling of the same class: the repeated part of a model
+block   a child of a ModuleList, ModuleDict or Sequential with a sibling of the same class: the repeated part of a model
 rest    everything else; a module whose own parameters are large is a unit, small ones share one
 owner   a module whose forward needs a unit: the block, or any module that holds one of the unit's parameters
 """
@@ -64,7 +64,7 @@ def _nbytes(params: list[nn.Parameter]) -> int:
 def _repeated_blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Outermost blocks first in module order; nothing inside a block is looked at."""
     repeated: set[type] = set()
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         counts = Counter(type(child) for child in module.children())
         repeated = {cls for cls, count in counts.items() if count >= 2}
     for name, child in module.named_children():

@@ -1,0 +1,159 @@
+"""attach: makes each step of a pipeline schedule one pass of the engine, whoever built the stages.
+
+A schedule of torch runs many forwards and backwards of the same stages. Attached, its step is one pass (see `joined_pass`): the trace that is
+recorded is the schedule's own, so that units are fetched and evicted by it, nothing is reduced or sent home between micro-batches, and
+gradients land once. torch's runtime is left as it is but for methods of the stages:
+
+    perform_reduce_grad, scale_grads      note the factor: gradients land and are scaled when the step is over
+    backward_maybe_with_nosync            lands by hand what a backward of weights alone computed: torch accumulates nothing there
+    _post_metadata_inference_cleanup      forgets what was recorded while torch tried the stages out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from ..errors import ConfigError, InfinityError, UsageError
+from ..runtime.engine import Engine
+from ..runtime.registry import engine_of
+from ..state.handle import handle_of
+
+ATTACHED = "_infinity_attached"
+
+
+def attach(schedule: Any) -> Any:
+    """Has ``schedule``, of torch.distributed.pipelining, run wrapped stages: its ``step`` and ``eval`` become one pass each.
+
+    schedule
+        GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV or another of torch's, whose stages' modules
+        :func:`infinity.wrap_model` was given together, as a list where a rank has several. It comes back; nothing is to be undone.
+
+    Raises ConfigError for a schedule of another kind, or whose stages are traced, wrapped apart, or under something else that moves
+    weights; UsageError where a stage is not wrapped.
+    """
+    stages = _stages_of(schedule)
+    engines = {engine_of(stage.submod) for stage in stages}
+    if len(engines) > 1:
+        raise ConfigError(
+            f"the {len(stages)} stages of this rank were wrapped apart: give wrap_model the list of their modules in one call, so that they share a window"
+        )
+    if not hasattr(schedule, ATTACHED):
+        engine = engines.pop()
+        factors: dict[Any, int] = {}
+        for stage in stages:
+            _attach_stage(stage, engine, factors)
+        for name in ("step", "eval"):
+            setattr(schedule, name, _joined(getattr(schedule, name), engine, factors))
+        setattr(schedule, ATTACHED, True)
+    return schedule
+
+
+def _stages_of(schedule: Any) -> list[Any]:
+    stages = getattr(schedule, "_stages", None) or [stage for stage in [getattr(schedule, "_stage", None)] if stage is not None]
+    if not stages or not callable(getattr(schedule, "step", None)):
+        raise ConfigError(f"attach takes a schedule of torch.distributed.pipelining, not a {type(schedule).__name__}")
+    for stage in stages:
+        if type(stage).__name__ == "_PipelineStage":
+            raise ConfigError(
+                "attach: this stage was traced by torch.distributed.pipelining.pipeline, which replaces modules. Build PipelineStages of the model's "
+                "own modules, or use infinity.parallel.pipeline."
+            )
+        if stage.dw_builder is not None:
+            raise ConfigError(
+                "attach: a stage with a dw_builder of its own computes gradients that the engine does not see: leave it out"
+            )
+    return stages
+
+
+def _joined(run: Callable, engine: Engine, factors: dict[Any, int]) -> Callable:
+    @wraps(run)
+    def joined(*args: Any, **kwargs: Any) -> Any:
+        factors.clear()
+        try:
+            with engine.joined.opened(engine):
+                result = run(*args, **kwargs)
+        except RuntimeError as error:
+            if (cause := _typed_cause(error)) is not None:
+                raise cause from error  # torch says in which stage, and with what
+            raise
+        for stage, factor in factors.items():
+            type(stage).scale_grads(stage, factor)
+        return result
+
+    return joined
+
+
+def _typed_cause(error: BaseException) -> InfinityError | None:
+    """What of ours is below torch's error."""
+    cause = error.__cause__
+    while cause is not None and not isinstance(cause, InfinityError):
+        cause = cause.__cause__
+    return cause
+
+
+def _attach_stage(stage: Any, engine: Engine, factors: dict[Any, int]) -> None:
+    backward = stage.backward_maybe_with_nosync
+
+    def note_factor(grad_scale_factor: int) -> None:
+        factors[stage] = grad_scale_factor
+
+    def backward_in_phases(backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> tuple:
+        if backward_type == "full":
+            return backward(backward_type, bwd_kwargs, last_backward=last_backward)
+        with engine.using():
+            weights = [_Weight(param) for param in stage.submod.parameters() if param.requires_grad]
+            if backward_type == "input":
+                outputs, grads, inputs = (bwd_kwargs[key] for key in ("stage_output", "output_grads", "input_values"))
+                return stage_backward_input(outputs, grads, inputs, iter(weights))
+            if backward_type != "weight":
+                raise UsageError(
+                    f"this version of torch asks a stage for a backward of kind {backward_type!r}, which is not known here"
+                )
+            stage_backward_weight(iter(weights), bwd_kwargs["param_groups"])
+            _land(engine, weights)
+            return (), None
+
+    stage.perform_reduce_grad = stage.scale_grads = note_factor
+    stage.backward_maybe_with_nosync = backward_in_phases
+    if (clean_up := getattr(stage, "_post_metadata_inference_cleanup", None)) is not None:
+
+        def begin_anew() -> None:
+            clean_up()
+            engine.joined.begin_anew(engine)
+
+        stage._post_metadata_inference_cleanup = begin_anew
+
+
+class _Weight:
+    """Stands for a parameter in torch's bookkeeping of a backward in two phases, which would touch one at home: its node of the graph, and
+    the gradient that is computed for it."""
+
+    requires_grad = True
+
+    def __init__(self, param: nn.Parameter):
+        self.param, self.grad_fn, self.grad = param, _accumulator(param), None
+
+
+def _accumulator(param: nn.Parameter) -> Any:
+    """The node of the graph that would accumulate ``param``'s gradient."""
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():  # a view of what may have no bytes: nothing reads it
+        return param.view_as(param).grad_fn.next_functions[0][0]
+
+
+def _land(engine: Engine, weights: list[_Weight]) -> None:
+    for weight in _with_gradient(weights):
+        if handle_of(weight.param) is None:
+            weight.param.grad = weight.grad if weight.param.grad is None else weight.param.grad + weight.grad
+        else:
+            engine.passes.land_by_hand(weight.param, weight.grad)
+        weight.grad = None
+
+
+def _with_gradient(weights: list[_Weight]) -> Iterator[_Weight]:
+    return (weight for weight in weights if weight.grad is not None)

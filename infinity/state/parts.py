@@ -1,0 +1,75 @@
+"""Parts: makes one module of several that are parts of one model: what a rank of a pipeline has of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..errors import ConfigError
+
+
+class Parts(nn.Module):
+    """Holds several modules as one, each parameter under the name that it has in its part.
+
+    Parts whose parameters have the same names for different tensors (two Sequentials) are told apart by their number: ``0.weight`` of the
+    second one is ``1.0.weight``. Never called: the parts are.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]):
+        super().__init__()
+        if not parts:
+            raise ConfigError("wrap_model was given an empty list of modules")
+        for part in parts:
+            if not isinstance(part, nn.Module):
+                raise ConfigError(f"wrap_model was given a list with a {type(part).__name__}, not a torch.nn.Module")
+        self.__dict__["parts"] = list(parts)  # no children of their own: their children are
+        if _have_names_in_common(parts):
+            for number, part in enumerate(parts):
+                self._modules[str(number)] = part
+        else:
+            _merge(self, parts)
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """Lists the modules of ``model`` that are called from outside: itself, or the parts that it holds."""
+    return model.__dict__["parts"] if isinstance(model, Parts) else [model]
+
+
+def _have_names_in_common(parts: Sequence[nn.Module]) -> bool:
+    tensors: dict[str, object] = {}
+    return any(tensors.setdefault(name, param) is not param for part in parts for name, param in part.named_parameters())
+
+
+def _merge(into: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Gives ``into`` all that ``modules`` have, which are the same module of several parts. Of buffers with the same name the first one
+    keeps it."""
+    for module in modules:
+        into._parameters.update(module._parameters)
+        for name, buffer in module._buffers.items():
+            name = _free(name, into._buffers, buffer)
+            into._buffers[name] = buffer
+            if name.partition("~")[0] in module._non_persistent_buffers_set:
+                into._non_persistent_buffers_set.add(name)
+    for name in dict.fromkeys(name for module in modules for name in module._modules):
+        children = dict.fromkeys(child for module in modules if (child := module._modules.get(name)) is not None)
+        holding = [child for child in children if _holds_tensors(child)] or list(children)[:1]
+        if len(holding) == 1:
+            into._modules[name] = holding[0]
+        elif holding:
+            kinds = {type(child) for child in holding}
+            kind = next((kind for kind in (nn.ModuleList, nn.ModuleDict, nn.Sequential) if kinds == {kind}), nn.Module)
+            into._modules[name] = node = kind()
+            _merge(node, holding)
+
+
+def _free(name: str, taken: dict[str, object], value: object) -> str:
+    number, found = 0, name
+    while found in taken and taken[found] is not value:
+        number += 1
+        found = f"{name}~{number}"
+    return found
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
