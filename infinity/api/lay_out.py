@@ -74,8 +74,10 @@ def lay_out_groups(
     make_shards: Callable[[Group], list[ParamShard]],
     device: Device,
     free: Mapping[Tier, int] | None = None,
+    *,
+    reuses: bool = False,
 ) -> tuple[list[Group], list[list[ParamShard]], MemoryPlan]:
-    """Makes the groups, their shards and the plan. Where the device's budget is below what is held at once, large layers run in
+    """Makes the groups, their shards and the plan. ``reuses``: see :func:`make_plan`. Where the device's budget is below what is held at once, large layers run in
     tiles, of the largest size that fits."""
     refused: CapacityError | None = None
     for limit in (None, *_tile_limits(config)):
@@ -87,7 +89,7 @@ def lay_out_groups(
         sizes = [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
         held = held_nbytes(model, groups, {id(group): size.weight_nbytes for group, size in zip(groups, sizes)})
         try:
-            plan = make_plan(sizes, config, held_nbytes=held, free=free, device=device)
+            plan = make_plan(sizes, config, held_nbytes=held, free=free, device=device, reuses=reuses)
         except CapacityError as error:
             refused = error
             if any(size.is_sliced for size in sizes) or any(map(is_distributed, model.parameters())):

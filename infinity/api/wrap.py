@@ -119,7 +119,9 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
     try:
         with collectives.together("planning"):
             device = choose_device(model, config, collectives)
-            groups, shards, plan = lay_out_groups(model, config, make_shards, device, free_everywhere(config, collectives, device))
+            free = free_everywhere(config, collectives, device)
+            reuses = isinstance(model, Parts) or collectives.ranks.stages is not None
+            groups, shards, plan = lay_out_groups(model, config, make_shards, device, free, reuses=reuses)
     except BaseException:  # on another rank, perhaps
         if device is not None:
             device.close()

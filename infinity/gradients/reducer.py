@@ -12,7 +12,8 @@ not get. A parameter that no rank has a gradient of keeps none, and a gradient t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -52,6 +53,8 @@ class Reducer:
         self._pending: list[Pending | ParamUnit] = []  # reductions, each unit's followed by the unit
         self.waits_elsewhere = collectives.ranks.size > 1 and not collectives.ranks.keeps_weights  # for gathers, in mid-backward
         self._unread = False  # a backward has ended since the last average (ZeRO-1)
+        self._is_reducing_all = False  # at the end of a joined pass, where nobody meets between reductions
+        self._failure: BaseException | None = None  # of a landing meanwhile
         self.waits_for_more = False  # other backwards of this pass are still to come: nothing is reduced before the last
 
     # --- during a backward ---
@@ -121,6 +124,34 @@ class Reducer:
         self._finish()
         self._ready, self._position = [], 0
 
+    def reduce_all(self) -> None:
+        """Ends the backwards of a joined pass: averages all that they have added up. Every rank comes here, and all meet once.
+
+        A rank whose gradients cannot land goes on with the others, whom nothing would tell, and raises at the end.
+        """
+        if self._ranks.keeps_gradients:
+            self._unread = True
+            return
+        if not self._order:
+            self._order = self._agree_on_order()
+        shards = [(unit, shard) for unit in self._order for shard in unit.shards if shard.spec.stepped]
+        handles = {shard: [handle for handle in unit.handles if handle.shard is shard] for unit, shard in shards}
+        got = {shard: self._whole.pop_got(shard) for _, shard in shards}
+        flags = [handle.index in got[shard] for _, shard in shards for handle in handles[shard]]
+        anywhere = iter(self._collectives.agree(flags, "reducing the gradients of a pass"))
+        self._is_reducing_all, self._failure = True, None
+        try:
+            for unit, shard in shards:
+                wanted = [handle for handle in handles[shard] if next(anywhere)]
+                self._reduce(unit, shard, got[shard], wanted, f"reducing {unit.name}")
+            self._finish()
+        finally:
+            self._is_reducing_all = False
+        if self._failure is not None:
+            raise self._failure
+        for unit in self._order:
+            self._on_reduced(unit)
+
     def _agree_on_order(self) -> list[ParamUnit]:
         by_index = {unit.index: unit for unit in self._units}
         used = [index for index in reversed(list(self._schedule.first())) if index in by_index]
@@ -138,7 +169,7 @@ class Reducer:
         self._pending.clear()
         self._incomplete = []
         self._ready, self._position = [], 0
-        self.waits_for_more = False
+        self.waits_for_more = self._is_reducing_all = False
 
     # --- one unit ---
 
@@ -158,9 +189,13 @@ class Reducer:
         *anywhere, incomplete = self._collectives.agree(
             [*(handle.index in got for handle in handles), unit not in self._ready], what
         )
-        wanted = [handle for handle, wanted in zip(handles, anywhere) if wanted]
+        self._reduce(unit, shard, got, [handle for handle, wanted in zip(handles, anywhere) if wanted], what)
+        return incomplete
+
+    def _reduce(self, unit: ParamUnit, shard: ParamShard, got: set[int], wanted: list[ParamHandle], what: str) -> None:
+        """Starts averaging the gradients ``wanted`` of a shard, of which this rank has ``got``; every rank of the row does."""
         if not wanted:
-            return incomplete
+            return
         if self._ranks.keeps_gradients:
             whole = self._bank.whole(shard)
         else:
@@ -171,17 +206,27 @@ class Reducer:
                 shard.layout.placements[handle.index].view(whole).zero_()
 
         def done(average: torch.Tensor) -> None:
-            for handle in wanted:
-                begin, end = shard.slice_part(handle.index)
-                first = shard.own_slice[0]
-                self._bank.land_average(handle, average[begin - first : end - first])
+            with self._landing():
+                for handle in wanted:
+                    begin, end = shard.slice_part(handle.index)
+                    first = shard.own_slice[0]
+                    self._bank.land_average(handle, average[begin - first : end - first])
 
         pending = self._collectives.reduce(whole, what, done)
         if not self._ranks.keeps_gradients:
             pending.release = charge.release
         self._finish()
         self._pending.append(pending)
-        return incomplete
+
+    @contextmanager
+    def _landing(self) -> Iterator[None]:
+        """Lands an average. Where others do not hear of a failure before all reductions are over, it is raised then."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._is_reducing_all:
+                raise
+            self._failure = self._failure or error
 
     def _finish(self) -> None:
         while self._pending:

@@ -158,6 +158,9 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
             # torch, too, multiplies by the number's fp32 value, in gradients of every dtype.
             subject._bank.scale(writable(handle), torch.tensor(factor, dtype=torch.float32, device="cpu").item())
             return subject
+    if func in (aten.div_.Tensor, aten.div_.Scalar) and isinstance(args[1], (int, float)) and len(args) == 2:
+        subject._bank.change_own(writable(handle), lambda own: own.div_(args[1]))
+        return subject
     return None
 
 

@@ -49,6 +49,7 @@ class MemoryPlan:
     slot_nbytes: int  # one optimizer slot; 0 when all state is in memory
     service_nbytes: int
     device_window_nbytes: int  # weights gathered at once
+    waiting_nbytes: int = 0  # whole gradients that wait on the device for the end of a pass of several micro-batches
     landing_nbytes: int = 0  # gradients of the device that are still being copied, at most
     device_slot_nbytes: int = 0  # a slot for state that passes through a device which steps it
     terms: dict[Tier, dict[str, int]] = field(default_factory=dict)

@@ -20,10 +20,14 @@ from .unit_sizes import CHECKSUMMED, STATE, UnitSize
 TOGETHER = {"weights": ("weight",), "optimizer state": ("master", "exp_avg", "exp_avg_sq")}
 
 
-def use_what_is_left(plan: MemoryPlan, units: Sequence[UnitSize], config: Config, budgets: Budgets, device: Device) -> MemoryPlan:
-    """Spends leftover budget: second copies of state for updates made ahead first, then units promoted to a faster tier, for good where the home is "auto", as a cache where it is
+def use_what_is_left(
+    plan: MemoryPlan, units: Sequence[UnitSize], config: Config, budgets: Budgets, device: Device, *, reuses: bool = False
+) -> MemoryPlan:
+    """Spends leftover budget: what several micro-batches of a pass share, where there are (``reuses``); second copies of state for updates made ahead first, then units promoted to a faster tier, for good where the home is "auto", as a cache where it is
     NVMe by name. It is always the same part, so it is there at every step."""
     filling = Placement(plan, units, budgets)
+    if reuses:
+        filling.add_waiting(device)
     if not device.is_host:
         # A unit is there with all of its state, and needs no transfer at all; or its weights pass, and its state stays
         # where the processor steps it.
@@ -31,6 +35,8 @@ def use_what_is_left(plan: MemoryPlan, units: Sequence[UnitSize], config: Config
             if config.params == config.optimizer == "auto":
                 filling.place_whole(Tier.DEVICE)
             filling.add_device_slots()
+        filling.widen_window()
+    elif reuses:
         filling.widen_window()
     elif config.params == "auto" and config.device_memory is not None:
         filling.place("weights", Tier.DEVICE)
@@ -94,6 +100,18 @@ class Placement:
             self._spare[Tier.DEVICE] -= DEVICE_SLOTS * slot
             self._plan = replace(self._plan, device_slot_nbytes=slot)
 
+    def add_waiting(self, device: Device) -> None:
+        """Lets whole gradients wait on the device for the end of a pass of several micro-batches, where there is room for all."""
+        homes = [self._plan.tiers_of(index)["grad"] for index in range(len(self._units))]
+        nbytes = sum(
+            shard.whole_nbytes("grad") for unit, home in zip(self._units, homes) for shard in unit.shards
+            if shard.spec.stepped and (shard.slices > 1 or home is Tier.NVME or (home is Tier.HOST and not device.is_host))
+        )  # fmt: skip
+        if 0 < nbytes <= self._spare[Tier.DEVICE]:
+            self._terms[Tier.DEVICE]["gradients of several micro-batches"] = nbytes
+            self._take(Tier.DEVICE, nbytes)
+            self._plan = replace(self._plan, waiting_nbytes=nbytes)
+
     def widen_window(self) -> None:
         """Gives gathered weights what is left: they then need not be copied again for the backward."""
         passing = sum(unit.weight_nbytes for index, unit in enumerate(self._units)
@@ -102,7 +120,7 @@ class Placement:
         wider = min(passing, window + self._spare[Tier.DEVICE])
         if 0 < window != wider:
             self._terms[Tier.DEVICE]["gathered weights"] += wider - window
-            self._spare[Tier.DEVICE] -= wider - window
+            self._take(Tier.DEVICE, wider - window)
             self._plan = replace(self._plan, device_window_nbytes=wider)
 
     def cache(self, what: str) -> None:

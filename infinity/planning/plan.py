@@ -32,9 +32,11 @@ def make_plan(
     held_nbytes: int,
     free: Mapping[Tier, int] | None = None,
     device: Device | None = None,
+    reuses: bool = False,
 ) -> MemoryPlan:
     """Makes the fastest plan within the budgets. ``held_nbytes``: the most weight bytes held at once. ``free``: what a tier without
-    a budget has (None: what is measured now). ``device``: what computes (None: the processor).
+    a budget has (None: what is measured now). ``device``: what computes (None: the processor). ``reuses``: a pass uses the same weights
+    for several micro-batches, as the stages of a pipeline do.
 
     Raises CapacityError with the least workable budget, ConfigError when a home has no folder.
     """
@@ -57,7 +59,7 @@ def make_plan(
             for rung in LADDER:
                 plan = MemoryTerms(units, config, (params, optimizer, grad), rung, held_nbytes, device).plan()
                 if not budgets.over(plan):
-                    fitting.append(use_what_is_left(plan, units, config, budgets, device))
+                    fitting.append(use_what_is_left(plan, units, config, budgets, device, reuses=reuses))
                     if config.speculate and not fitting[-1].shadowed:
                         continue  # what looks less far ahead may leave room for that
                     break  # a less generous rung would cache a little more, and look less far ahead

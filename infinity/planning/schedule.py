@@ -9,6 +9,8 @@ costs on-demand fetches, finds its place again where it can, and is the next pas
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Iterator
 
 RESYNC_DISTANCE = 64  # how far ahead of the expected place a unit is looked for
@@ -22,12 +24,16 @@ class Schedule:
         self._kind = ""
         self._current: list[int] = []
         self._position = 0  # in the expected trace: the next use
+        self._uses: dict[int, list[int]] = {}  # of each unit: its places in the expected trace
 
     def begin(self, kind: str) -> None:
         """Begins a new pass of ``kind`` ("train" or "infer"); the one before becomes its kind's trace."""
         if self._current:
             self._traces[self._kind] = self._current
         self._kind, self._current, self._position = kind, [], 0
+        self._uses = {}
+        for position, unit in enumerate(self.expected()):
+            self._uses.setdefault(unit, []).append(position)
 
     def forget(self) -> None:
         """Forgets what this pass has recorded: the next one begins it anew."""
@@ -56,6 +62,12 @@ class Schedule:
     def expected(self) -> list[int]:
         """Returns the trace that this pass is expected to follow."""
         return self._traces.get(self._kind, [])
+
+    def next_use(self, unit: int) -> float:
+        """Returns how many uses of units from now on ``unit`` is expected next: infinity where it is not, in this pass."""
+        uses = self._uses.get(unit, [])
+        at = bisect.bisect_left(uses, self._position)
+        return uses[at] - self._position if at < len(uses) else math.inf
 
     def first(self) -> Iterator[int]:
         """Yields the units a training pass begins with, in order, each once: what a step's end can already fetch."""

@@ -282,6 +282,10 @@ class Engine:
         if self.reducer is not None:
             with self.store.guarding():
                 self.reducer.end_backward()
+        self.end_backwards()
+
+    def end_backwards(self) -> None:
+        """Ends one backward, or those of a joined pass, whose gradients have landed."""
         self.count_backwards(self.steps.backwards + 1)
         self.gradients.end_backward()
         self.gradients.close_all([shard for unit in self.units for shard in unit.shards])

@@ -61,10 +61,12 @@ class JoinedPass:
         if engine.reducer is None:
             for unit in reversed(engine.units):
                 engine.passes.landed_at_home(unit)
-        if engine.reducer is not None:
+        if engine.reducer is not None and engine.reducer.waits_for_more:
             engine.reducer.waits_for_more = False
+            with engine.store.guarding():
+                engine.reducer.reduce_all()
         if self._backwards:
-            engine.end_backward()
+            engine.end_backwards()
         else:
             engine.release_idle()
         engine.scopes.interrupted = False

@@ -1,7 +1,7 @@
 """Prefetcher: makes units resident in time and keeps the device window and the staging pool within their plan.
 
 hold      a reason why a unit must stay resident: a forward that runs in it, a backward that will need it
-idle      resident without a hold; the least recently used idle units make room when the window is full
+idle      resident without a hold; such units make room when the window is full: what is needed last goes first
 window    device bytes for gathered weights
 """
 
@@ -172,7 +172,7 @@ class Prefetcher:
             return None
         if unit.is_staged_from_disk and unit.residency is Residency.STORED:
             return None
-        for other in [other for other in self._resident if other not in self._holds]:
+        for other in self._idle():
             if self._resident_nbytes() + unit.weight_nbytes <= self._window_nbytes:
                 break
             if not self._ranks.keeps_weights:
@@ -193,7 +193,7 @@ class Prefetcher:
                 continue
             if not unit.is_ready:
                 return  # the compute is not to wait for a later unit's update or disk
-            for other in [other for other in self._resident if other not in self._holds and other not in coming]:
+            for other in [other for other in self._idle() if other not in coming]:
                 if self._resident_nbytes() + unit.weight_nbytes <= self._window_nbytes:
                     break
                 self._evict(other)
@@ -246,9 +246,9 @@ class Prefetcher:
     def _make_room(self, unit: ParamUnit) -> None:
         """Evicts idle units, then ones that the backward can do without for now, until ``unit`` fits the window."""
         while self._resident_nbytes() + unit.weight_nbytes > self._window_nbytes:
-            idle = next((other for other in self._resident if other not in self._holds), None)
-            if idle is not None:
-                self._evict(idle)
+            idle = self._idle()
+            if idle:
+                self._evict(idle[0])
             elif not self._give_way():
                 break
         over = self._resident_nbytes() + unit.weight_nbytes - self._window_nbytes
@@ -259,6 +259,17 @@ class Prefetcher:
                 f"{format_nbytes(self._window_nbytes)} beside the units in use ({held}). Raise "
                 f"Config(device_memory=...) by {format_nbytes(over)}."
             )
+
+    def _idle(self) -> list[ParamUnit]:
+        """Lists the resident units that nobody holds, in the order in which they make room: by their next use, the farthest first,
+        where this pass is expected to go as the last one; of equals, and else, the least recently used first.
+
+        Ranks of a row go by their traces only where these agree, so that all choose the same.
+        """
+        idle = [other for other in self._resident if other not in self._holds]
+        if self._ranks.size == 1 or self._collectives.traces_agree:
+            idle.sort(key=lambda other: -self.schedule.next_use(other.index))
+        return idle
 
     def _resident_nbytes(self) -> int:
         return sum(unit.weight_nbytes for unit in self._resident)
