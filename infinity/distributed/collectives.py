@@ -66,8 +66,8 @@ class Collectives:
         return self._traces_agree
 
     def allow_flags(self, count: int) -> None:
-        """Makes room at each rendezvous for ``count`` flags, which must be the same number on every rank."""
-        for channel in self.ranks.channels:
+        """Makes room for ``count`` flags wherever ranks with the same units meet, each with the same number."""
+        for channel in self.ranks.unit_channels:
             channel.flags_nbytes = max(channel.flags_nbytes, count)
 
     # --- weights ---
@@ -278,10 +278,11 @@ class Collectives:
                     other.fail(error)
                 raise
 
-    def rendezvous(self, what: str) -> None:
-        """Waits until every rank is at ``what``."""
+    def rendezvous(self, what: str, *, over_stages: str | None = None) -> None:
+        """Waits until every rank is at ``what``. ``over_stages``: what is said of it to other stages, where that is less."""
         for channel in self.ranks.channels:
-            channel.rendezvous(f"{what} {self._progress}")
+            said = what if channel is not self.ranks.stages or over_stages is None else over_stages
+            channel.rendezvous(f"{said} {self._progress}")
 
     def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool = False) -> None:
         """Raises UsageError where the data ranks do not have the same ``tensors``. ``over_tensors``: nor those with other parts of

@@ -34,7 +34,12 @@ class _Farewell:
     def leave(self, error: BaseException) -> None:
         if os.getpid() != self._pid:
             return  # a forked child: the rank itself lives
-        text = f"{type(error).__name__}: {error}".strip().removesuffix(":")
+        text = _describe(error)
+        root = error
+        while root.__cause__ is not None:  # a pipeline's runtime says where, and what it was raised from says why
+            root = root.__cause__
+        if root is not error:
+            text = f"{text[: LONGEST // 2]}, because of {_describe(root)}"
         with contextlib.suppress(Exception):  # the store may have gone first
             self._store.set(f"why/{self._rank}", text[:LONGEST])
 
@@ -78,6 +83,10 @@ def join(store: Any, rank: int, size: int) -> None:
             leave(error)
 
         sys.excepthook = tell_too
+
+
+def _describe(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
 def leave(error: BaseException) -> None:

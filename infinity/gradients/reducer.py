@@ -129,6 +129,7 @@ class Reducer:
 
         A rank whose gradients cannot land goes on with the others, whom nothing would tell, and raises at the end.
         """
+        self.waits_for_more = False
         if self._ranks.keeps_gradients:
             self._unread = True
             return

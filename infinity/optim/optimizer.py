@@ -119,7 +119,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
         clip = self._clip_factor() if engine.config.max_grad_norm is not None else 1.0
         if not engine.collectives.ranks.alone:
-            engine.collectives.rendezvous(self._digest(clip))
+            engine.collectives.rendezvous(self._digest(clip), over_stages=self._digest(clip, of_parameters=False))
         if not begun:
             engine.begin_step()
         version = engine.steps.index if begun else engine.steps.index + 1
@@ -168,11 +168,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self._engine.steps.finish(version)
         self._engine.collectives.note_progress(steps=version, backwards=0)
 
-    def _digest(self, clip: float) -> str:
-        """Digests the step's inputs: ranks that differ raise."""
+    def _digest(self, clip: float, *, of_parameters: bool = True) -> str:
+        """Digests the step's inputs: ranks that differ raise. Other stages have other parameters, with the same settings."""
         inputs: list = [clip]
         inputs += [{key: _plainly(value) for key, value in group.items() if key != "params"} for group in self.param_groups]
-        for handle in self._engine.group_of:
+        for handle in self._engine.group_of if of_parameters else ():
             inputs.append((handle.step, handle.grad.state.name, handle.grad.factors))
         digest = hashlib.blake2b(repr(inputs).encode(), digest_size=8).hexdigest()
         rates = ", ".join(f"{float(group['lr']):g}" for group in self.param_groups)

@@ -28,7 +28,7 @@ ATTACHED = "_infinity_attached"
 
 
 def attach(schedule: Any) -> Any:
-    """Has ``schedule``, of torch.distributed.pipelining, run wrapped stages: its ``step`` and ``eval`` become one pass each.
+    """Has ``schedule``, of torch.distributed.pipelining, run wrapped stages: each ``step`` or ``eval`` becomes one pass.
 
     schedule
         GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV or another of torch's, whose stages' modules
@@ -48,8 +48,7 @@ def attach(schedule: Any) -> Any:
         factors: dict[Any, int] = {}
         for stage in stages:
             _attach_stage(stage, engine, factors)
-        for name in ("step", "eval"):
-            setattr(schedule, name, _joined(getattr(schedule, name), engine, factors))
+        schedule.step = _joined(schedule.step, engine, factors)  # which eval calls
         setattr(schedule, ATTACHED, True)
     return schedule
 

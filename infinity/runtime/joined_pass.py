@@ -47,7 +47,7 @@ class JoinedPass:
     def _open(self, engine: Engine) -> None:
         reduced = engine.reducer is not None and not engine.ranks.keeps_gradients
         engine.gradients.join_backwards(None if reduced else WholeGradients(engine.ledger, engine.device))
-        if reduced:
+        if engine.reducer is not None:
             engine.reducer.waits_for_more = True
         self.is_open, self._has_begun, self._backwards = True, False, 0
 
@@ -61,8 +61,7 @@ class JoinedPass:
         if engine.reducer is None:
             for unit in reversed(engine.units):
                 engine.passes.landed_at_home(unit)
-        if engine.reducer is not None and engine.reducer.waits_for_more:
-            engine.reducer.waits_for_more = False
+        else:
             with engine.store.guarding():
                 engine.reducer.reduce_all()
         if self._backwards:

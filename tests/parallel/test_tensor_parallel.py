@@ -5,11 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +13,7 @@ import parallel_jobs
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import near, run_all
+from ranks import fall, near, run_all
 from safetensors.torch import load_file, save_file
 
 import infinity
@@ -256,26 +251,7 @@ def test_dropout_masks_differ_inside_a_region_only(two, checkpoints):
 @pytest.mark.parametrize("how", ["killed", "raises in a forward", "raises in a backward"])
 def test_a_rank_that_falls_ends_the_others_which_name_it(tmp_path, how):
     """In a collective of torch's own, without a launcher that ends the others first."""
-    (tmp_path / "jobs").write_bytes(pickle.dumps({"falls": {"how": how}}))
-    script = str(Path(parallel_jobs.__file__))
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(tmp_path)], env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        _, said = ranks[0].communicate(timeout=60)
-        ranks[1].communicate(timeout=60)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert ranks[0].returncode != 0 and ranks[1].returncode != 0
+    said = fall(tmp_path, how, script=Path(parallel_jobs.__file__))
     told = "rank 1 (process" if how == "killed" else "rank 1 failed: ValueError: the user's own"
     assert told in said, said[-3000:]
 

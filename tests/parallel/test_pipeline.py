@@ -1,0 +1,149 @@
+"""Pipelines over homes: two ranks over gloo; four where it is marked slow.
+
+**twin**: the same schedule by torch alone, with torch's optimizer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import models
+import pipeline_jobs
+import pytest
+from parallel_jobs import off
+from ranks import fall, near, run_all
+
+HOMES = ("device", "host", "nvme")
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+ONE_DIRECTION = ("GPipe", "1F1B"), ("Interleaved1F1B", "InterleavedZeroBubble"), ("ZBVZeroBubble", "DualPipeV")
+MESHES = ("pp2", "dp2", "tp2")
+REFUSED = {
+    "not wrapped": "UsageError: this Chunk is not wrapped",
+    "no schedule": "ConfigError: attach takes a schedule of torch.distributed.pipelining, not a Chunk",
+    "names": "ConfigError: mesh: ranks 0 and 1 of the pp axis both have a parameter 0.weight",
+    "settings": "ConfigError: wrap_model: Config(max_grad_norm) is 1.0 on rank 0 and 2.0 on rank 1",
+    "apart": "ConfigError: the 2 stages of this rank were wrapped apart",
+    "torch's clip": "UsageError: torch's clip_grad_norm_ sees the gradients of this stage of the pipeline only",
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> dict[str, Any]:
+    """Everything that two ranks do, in one launch."""
+    folder = tmp_path_factory.mktemp("two")
+    swap = folder / "swap"
+    swap.mkdir()
+    config = {home: models.at_home(home, home, swap) for home in HOMES}
+    jobs: dict[str, dict] = {f"trained:{kind}-twin": {"kind": kind, "config": None} for kind in SCHEDULES}
+    jobs |= {f"trained:{kind}-{home}": {"kind": kind, "config": config[home]} for kind in SCHEDULES for home in HOMES}
+    jobs["trained:by config"] = {"kind": "1F1B", "config": config["nvme"] | {"max_grad_norm": 0.5}, "by": "config"}
+    jobs |= {f"counted:{kind}-{home}": {"kind": kind, "config": config[home]}
+             for kind in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble") for home in ("host", "nvme")}  # fmt: skip
+    jobs |= {f"loads:{window}": {"window": window, "chunks": 8, "config": config["nvme"]} for window in (2, 3)}
+    jobs |= {f"saved:{what}": {"path": str(folder / what), "what": what, "config": config["nvme"]} for what in MESHES}
+    jobs |= {f"loaded:{what} onto {onto}": {"path": str(folder / what), "what": onto, "config": config["host"]}
+             for what in MESHES for onto in MESHES if "pp2" in (what, onto)}  # fmt: skip
+    jobs["refused"] = {}
+    return run_all(folder, 2, jobs, script="pipeline_jobs.py")
+
+
+def losses(ranks: list[dict]) -> list[float]:
+    """Of the rank that has the last chunk."""
+    return next(rank["losses"] for rank in ranks if rank["losses"][0] is not None)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_trains_as_it_does_without_the_engine(two, kind):
+    """Losses, norms of all stages together and weights are near torch's own; the same bits from every home."""
+    twin, first = two[f"trained:{kind}-twin"], two[f"trained:{kind}-device"]
+    assert near(losses(first), losses(twin), 1e-5) and near(first[0]["norms"], twin[0]["norms"], 1e-5)
+    assert first[0]["norms"] == first[1]["norms"]
+    for rank, theirs in zip(first, twin):
+        assert off(rank["weights"], theirs["weights"]) < 1e-4
+        assert rank["evaluates"] and rank["unwrapped"]
+    for home in ("host", "nvme"):
+        for mine, theirs in zip(two[f"trained:{kind}-{home}"], first):
+            assert (mine["losses"], mine["norms"]) == (theirs["losses"], theirs["norms"])
+            assert not models.differing(mine["weights"], theirs["weights"])
+            assert mine["evaluates"] and mine["unwrapped"]
+
+
+@pytest.mark.parametrize("alike", ONE_DIRECTION)
+def test_schedules_that_add_in_one_order_have_the_same_bits(two, alike):
+    """Also where gradients of weights are computed apart from those of inputs; LoopedBFS adds in reverse and is near."""
+    a, b = (two[f"trained:{kind}-nvme"] for kind in alike)
+    assert losses(a) == losses(b) and a[0]["norms"] == b[0]["norms"]
+    merged = [{name: value for rank in ranks for name, value in rank["weights"].items()} for ranks in (a, b)]
+    assert not models.differing(*merged)
+    assert near(losses(two["trained:LoopedBFS-nvme"]), losses(a), 1e-5)
+
+
+def test_max_grad_norm_is_of_all_stages(two):
+    for mine, theirs in zip(two["trained:by config"], two["trained:1F1B-nvme"]):
+        assert not models.differing(mine["weights"], theirs["weights"])
+
+
+@pytest.mark.parametrize("home", ["host", "nvme"])
+@pytest.mark.parametrize("kind", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"])
+def test_data_ranks_gather_and_reduce_once_a_step_and_meet_once_for_gradients(two, kind, home):
+    """Eight micro-batches and two chunks: what each backward would do without the seam is done once a step."""
+    for rank in two[f"counted:{kind}-{home}"]:
+        for number, step in enumerate(rank["steps"]):
+            assert step["all-gather"] == step["reduce-scatter"] == 1.0
+            if number:
+                assert step["meetings"] == step["units"] + 1 <= 8 and step["misses"] == 0
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_a_window_of_few_chunks_loads_what_the_formula_says(two, window):
+    """2v - W loads of a chunk in a step, all from the disk ahead of their use."""
+    for rank in two[f"loads:{window}"]:
+        assert window <= rank["window"] < window + 0.5
+        for step in rank["steps"][1:]:
+            assert step == {"loads": 2 * 8 - window, "misses": 0}
+
+
+@pytest.mark.parametrize(("what", "onto"), [(a, b) for a in MESHES for b in MESHES if "pp2" in (a, b)])
+def test_checkpoints_pass_between_stages_data_ranks_and_parts(two, what, onto):
+    saved = two[f"saved:{what}"][0]
+    for rank in two[f"loaded:{what} onto {onto}"]:
+        assert rank["extra"] == "two steps"
+        assert not models.differing(rank["values"], saved["values"]) and len(saved["values"]) > 100
+        assert what != onto or not models.differing(rank["after"], saved["after"])
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_input_is_refused_on_every_rank(two, what):
+    for rank in two["refused"]:
+        assert rank[what].startswith(REFUSED[what]), rank[what]
+        assert rank["goes on"] == "True"
+
+
+@pytest.mark.parametrize("how", ["killed", "raises in a forward", "raises in a backward"])
+def test_a_stage_that_falls_ends_all_ranks_which_name_it(tmp_path, how):
+    said = fall(tmp_path, how, script=Path(pipeline_jobs.__file__))
+    told = "rank 1 (process" if how == "killed" else "rank 1 failed:"
+    assert told in said and (how == "killed" or "the user's own" in said), said[-3000:]
+
+
+@pytest.mark.slow
+def test_data_ranks_and_stages_together(tmp_path):
+    """Four ranks, pp2 x dp2: near torch's own with averaged gradients; the same bits from every home and way of sharding."""
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    kinds = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
+    jobs: dict[str, dict] = {f"trained:{kind}-twin": {"kind": kind, "config": None} for kind in kinds}
+    for kind in kinds:
+        jobs |= {f"trained:{kind}-{home}": {"kind": kind, "config": models.at_home(home, home, swap)} for home in HOMES}
+        jobs |= {f"trained:{kind}-{shard}": {"kind": kind, "config": {"params": "host", "optimizer": "host", "shard": shard}}
+                 for shard in ("gradients", "optimizer")}  # fmt: skip
+    four = run_all(tmp_path / "jobs", 4, jobs, script="pipeline_jobs.py")
+    for kind in kinds:
+        twin, first = four[f"trained:{kind}-twin"], four[f"trained:{kind}-device"]
+        assert near(first[0]["norms"], twin[0]["norms"], 1e-4)
+        assert len({tuple(rank["norms"]) for rank in first}) == 1
+        for other in ("host", "nvme", "gradients", "optimizer"):
+            for mine, theirs in zip(four[f"trained:{kind}-{other}"], first):
+                assert (mine["losses"], mine["norms"]) == (theirs["losses"], theirs["norms"]), (kind, other)
+                assert not models.differing(mine["weights"], theirs["weights"])
