@@ -33,7 +33,6 @@ class GradientBank(GradValues):
         self._reducer: Reducer | None = None  # where there are other ranks
         self._adds_to_consumed = False  # the running backward came through an input: the loss is another model's
         self._waiting: WholeGradients | None = None  # of a pass of several backwards: what lands when the last is over
-        self._is_between = False  # the backwards of such a pass
         self._without_room: set[ParamShard] = set()  # shards whose gradients land with each backward all the same
 
     # --- what autograd and torch.nn.utils see ---
@@ -43,8 +42,8 @@ class GradientBank(GradValues):
 
         Raises UsageError between the backwards of one pass, whose gradients land together.
         """
+        handle.engine.refuse_between(f"{handle.name}.grad")
         with handle.engine.using():
-            self.refuse_between(f"{handle.name}.grad")
             self.average()
         record = handle.grad
         if record.state is GradState.ABSENT:
@@ -56,8 +55,8 @@ class GradientBank(GradValues):
 
     def set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
         """Sets ``p.grad = value``."""
+        handle.engine.refuse_between(f"{handle.name}.grad")
         with handle.engine.using():
-            self.refuse_between(f"{handle.name}.grad")
             self._set(handle, value)
 
     def _set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
@@ -121,15 +120,7 @@ class GradientBank(GradValues):
     def join_backwards(self, waiting: WholeGradients | None) -> None:
         """Has gradients land together when :meth:`land_together` is called. ``waiting``: keeps them where a home is not memory that the
         device adds in; None where a reducer does."""
-        self._waiting, self._without_room, self._is_between = waiting, set(), True
-
-    def refuse_between(self, what: str) -> None:
-        """Raises UsageError between the backwards of one pass: gradients are not whole there."""
-        if self._is_between:
-            raise UsageError(
-                f"{what} is not to be had here: gradients of several micro-batches land together, when the `with infinity.accumulate(...)` block or the "
-                "pipeline schedule's step is over. Read, clip, step and zero gradients after it."
-            )
+        self._waiting, self._without_room = waiting, set()
 
     def end_one_of_several(self) -> None:
         """Ends a backward that others of the same pass follow: what it changed is not whole before they are."""
@@ -137,7 +128,7 @@ class GradientBank(GradValues):
 
     def land_together(self, units: Iterable[ParamUnit]) -> None:
         """Lands what the backwards of the pass have added up."""
-        waiting, self._waiting, self._is_between = self._waiting, None, False
+        waiting, self._waiting = self._waiting, None
         if waiting is None:
             return
         for unit in units:
@@ -173,7 +164,7 @@ class GradientBank(GradValues):
         self._changing, self._adds_to_consumed = set(), False
         if self._waiting is not None:
             self._waiting.drop()
-        self._waiting, self._is_between = None, False
+        self._waiting = None
         super().rebuild()
 
     # --- landing ---

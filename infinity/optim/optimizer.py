@@ -99,6 +99,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 loss = closure()
         engine = self._engine
         engine.check_alive()
+        engine.refuse_between("optimizer.step()")
         with engine.using():
             if engine.steps.untold == engine.steps.index and self._is_consumed():
                 engine.steps.tell()  # this very step was cut short, and has been carried to its end since
@@ -108,7 +109,6 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         engine = self._engine
-        engine.gradients.refuse_between("optimizer.step()")
         self.check_groups(self.param_groups, "step()")
         engine.gradients.average()
         begun = engine.steps.begun
@@ -238,6 +238,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Makes gradients None, or zeros which the next step applies, as torch does."""
+        self._engine.refuse_between("zero_grad()")
         with self._engine.using():
             for group in self.param_groups:
                 for param in group["params"]:

@@ -178,6 +178,15 @@ class Engine:
         """Whether the homes are there: until unwrap_model, or the end."""
         return self._finalizer.alive
 
+    def refuse_between(self, what: str) -> None:
+        """Raises UsageError between the backwards of a joined pass, where gradients are not whole. Before a use of the engine: it changes
+        nothing, so that the pass goes on."""
+        if self.joined.is_open and not self.scopes.interrupted and not self.passes.is_cut_short:
+            raise UsageError(
+                f"{what} is not to be had here: gradients of several micro-batches land together, when the `with infinity.accumulate(...)` block or the "
+                "pipeline schedule's step is over. Read, clip, step and zero gradients after it."
+            )
+
     def recover(self, *, finishing: bool = True) -> None:
         """Puts right what an exception left, if there was one. Asked while no other use is running. ``finishing``: what had to be whole
         is carried to its end; else that waits for the next use, unless all state is set anew meanwhile."""

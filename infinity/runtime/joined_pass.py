@@ -31,10 +31,11 @@ class JoinedPass:
 
         Raises UsageError where a pass is open already, or runs.
         """
+        engine.check_alive()
+        engine.refuse_between("infinity.accumulate inside another one")
+        if engine.computing:
+            raise UsageError("infinity.accumulate is not to be had inside a forward or backward: a pass is running")
         with engine.using():
-            engine.check_alive()
-            if self.is_open or engine.computing:
-                raise UsageError("infinity.accumulate inside another one, or inside a forward: one pass has one accumulation")
             self._open(engine)
         try:
             yield

@@ -33,6 +33,10 @@ class Owner(Protocol):
     def computing(self) -> bool:
         """Whether a forward or backward of the model is running."""
 
+    def refuse_between(self, what: str) -> None:
+        """Raises UsageError where gradients are not whole: between the backwards of a joined pass."""
+        ...
+
     def using(self, *, repairing: bool = False) -> native.Scope:
         """Opens the scope that every use of the engine runs in."""
 
