@@ -20,6 +20,7 @@ from ..planning.plan import check_folders
 from ..state.dtensors import describe_placements, is_common, is_distributed, local_of
 from ..state.handle import raw_grad
 from ..state.partition import is_managed
+from ..state.shared import is_shared
 from ..state.tensors import overwrite
 
 logger = logging.getLogger(__name__)
@@ -53,14 +54,14 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
     return inputs
 
 
-def check_stages(description: dict[str, str], collectives: Collectives) -> None:
+def check_stages(model: nn.Module, description: dict[str, str], collectives: Collectives) -> None:
     """Raises ConfigError where stages of a pipeline do not fit: other configurations, or parameters of the same name that are not shared."""
     stages = collectives.ranks.stages
     if stages is None:
         return
     settings = {key: value for key, value in description.items() if key.startswith("Config(")}
     collectives.compare(settings, "wrap_model", over_stages=True)
-    names = [key.removeprefix("parameter ") for key in description if key.startswith("parameter ")]
+    names = [name for name, param in model.named_parameters(remove_duplicate=False) if not is_shared(param)]
     owner: dict[str, int] = {}
     for stage, theirs in enumerate(collectives.collect(names, "names of the stages' parameters", [stages])):
         for name in theirs:

@@ -93,7 +93,7 @@ def wrap_model(
             check_tensor_parallel(model, config, collectives.ranks)
             description = {} if collectives.ranks.alone else describe(model, optimizer, config)
         collectives.compare(description, "wrap_model")
-        check_stages(description, collectives)
+        check_stages(model, description, collectives)
         compare_values(model, collectives)
         local_size = -collectives.least([-ranks.local_size], "ranks on a machine", over_stages=True)[0]
         ranks = dataclasses.replace(ranks, shard=config.shard, compresses=config.compress_gathers, local_size=local_size)

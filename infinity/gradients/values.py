@@ -15,6 +15,7 @@ import torch
 
 from ..state.dtensors import counts_here, is_distributed
 from ..state.handle import ParamHandle
+from ..state.shared import is_counted
 from .homes import GradHomes
 from .record import GradRecord, GradState
 
@@ -158,6 +159,8 @@ class GradValues(GradHomes):
 
     def counts(self, handle: ParamHandle) -> bool:
         """Tells whether this rank's part of ``handle`` is the one that counts: of what ranks hold in common the first is."""
+        if not is_counted(handle.param):
+            return False
         if is_distributed(handle.param):
             return counts_here(handle.param)
         return self.ranks.part == 0

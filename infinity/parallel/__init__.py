@@ -10,13 +10,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .pipeline import Pipeline, pipeline
     from .plans import find_plan
     from .schedules import attach
     from .tensor_parallel import tensor_parallel
 
-__all__ = ["attach", "find_plan", "tensor_parallel"]
+__all__ = ["Pipeline", "attach", "find_plan", "pipeline", "tensor_parallel"]
 
-_HOMES = {"attach": "schedules", "find_plan": "plans", "tensor_parallel": "tensor_parallel"}
+_HOMES = {
+    "Pipeline": "pipeline",
+    "attach": "schedules",
+    "pipeline": "pipeline",
+    "find_plan": "plans",
+    "tensor_parallel": "tensor_parallel",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,235 @@
+"""pipeline: cuts a model over the pp axis of a mesh, wraps this rank's chunks, and runs micro-batches through them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from ..api.wrap import wrap_model
+from ..config.config import Config
+from ..errors import ConfigError, UsageError
+from ..planning.cuts import cut_evenly
+from ..runtime.registry import engine_of
+from .schedules import attach
+from .stages import Chain, chain_of, shared_with_first
+from .ties import Ties
+
+ONE_CHUNK = ("GPipe", "1F1B")  # schedules of one chunk a rank; all others here have several
+IN_A_V = ("ZBVZeroBubble", "DualPipeV")  # the last rank has the middle chunks, the first one both ends
+NAMES = (*ONE_CHUNK, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *IN_A_V)
+IGNORED = -100  # a label that no loss counts
+
+
+def pipeline(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: Config | Mapping[str, Any] | str | os.PathLike | None = None,
+    *,
+    schedule: str = "auto",
+    micro_batches: int,
+    chunks: int | None = None,
+    costs: Sequence[float] | None = None,
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    quiet: bool = False,
+) -> tuple[Pipeline, torch.optim.Optimizer | None]:
+    """Cuts ``model`` over ``mesh["pp"]``, wraps what is this rank's, and returns what runs it with the managed optimizer.
+
+    model
+        A causal language model of transformers, an ``nn.Sequential``, or one with torchtitan's parts; the same on every rank, or on
+        ``meta``. Names stay those of the whole model, so that checkpoints are, too.
+    optimizer
+        Over the parameters of the whole model: it keeps this rank's.
+    config
+        As :func:`infinity.wrap_model` takes it.
+    schedule
+        One of torch's, or "auto": LoopedBFS where weights are at home below the device, since it loads each chunk at most twice a
+        step, whatever the number of micro-batches; else Interleaved1F1B, or 1F1B where a rank has one chunk.
+    micro_batches
+        Into how many the batch is divided.
+    chunks
+        Of the model on each rank. None: two where there are layers enough, one for GPipe and 1F1B.
+    costs
+        Seconds of each layer, forward and backward, if they were measured. None: by its parameters. Cuts make the slowest chunk as
+        fast as can be.
+    loss_fn
+        Takes the outputs and the targets of a micro-batch; for models that are not transformers'. Micro-batches' losses are averaged.
+
+    Prints the choice in one line, unless ``quiet``. Raises ConfigError, with the model as it was, for a mesh without ``pp``, a model that is
+    no chain of known form, more chunks than layers, or a number of micro-batches that the schedule does not take.
+    """
+    if not isinstance(mesh, DeviceMesh) or "pp" not in (mesh.mesh_dim_names or ()):
+        raise ConfigError(f"pipeline takes the mesh of the whole job, with an axis pp: this is {mesh!r}")
+    config = Config.make(config)
+    chain = chain_of(model)
+    if loss_fn is None and not hasattr(model, "loss_function"):
+        raise ConfigError(f"{type(model).__name__} has no loss of its own: give pipeline a loss_fn of outputs and targets")
+    ranks, rank = mesh["pp"].size(), mesh.get_local_rank("pp")
+    name, chunks = _choose(schedule, chunks, len(chain.layers), ranks, config)
+    _check_micro_batches(name, micro_batches, ranks, chunks)
+    if costs is not None and len(costs) != len(chain.layers):
+        raise ConfigError(f"costs has {len(costs)} numbers, the model {len(chain.layers)} layers")
+    lengths = cut_evenly(costs if costs is not None else chain.costs(), ranks * chunks)
+    numbers = [rank, 2 * ranks - 1 - rank] if name in IN_A_V else [rank + ranks * number for number in range(chunks)]
+    mine = [chain.make_chunk(range(sum(lengths[:number]), sum(lengths[: number + 1]))) for number in numbers]
+    if not quiet and dist.get_rank() == 0:
+        print(_describe(name, chain, lengths, ranks, micro_batches, config), flush=True)
+    ties = _ties(model, mine, numbers, ranks * chunks)
+    _keep_own(optimizer, mine)
+    mine, managed = wrap_model(mine, optimizer, config, mesh=mesh)
+    return Pipeline(mine, numbers, ranks * chunks, mesh, name, micro_batches, loss_fn, ties), managed
+
+
+def _choose(schedule: str, chunks: int | None, layers: int, ranks: int, config: Config) -> tuple[str, int]:
+    """The schedule, and the chunks of a rank."""
+    if schedule not in ("auto", *NAMES):
+        raise ConfigError(f"schedule: there is no {schedule!r}; there are auto, {', '.join(NAMES)}")
+    if chunks is None:
+        chunks = 1 if schedule in ONE_CHUNK or layers < 2 * ranks else 2
+    if schedule == "auto":
+        schedule = "LoopedBFS" if config.params != "device" else "Interleaved1F1B" if chunks > 1 else "1F1B"
+    if (schedule in ONE_CHUNK and chunks != 1) or (schedule in IN_A_V and chunks != 2):
+        raise ConfigError(
+            f"schedule {schedule} takes {1 if schedule in ONE_CHUNK else 2} chunks of the model on each rank, not {chunks}"
+        )
+    if layers < ranks * chunks:
+        raise ConfigError(
+            f"{layers} layers cannot be cut into {ranks * chunks} chunks (pp={ranks}, {chunks} on each rank): use fewer"
+        )
+    return schedule, chunks
+
+
+def _check_micro_batches(name: str, micro_batches: int, ranks: int, chunks: int) -> None:
+    if micro_batches < 1:
+        raise ConfigError(f"micro_batches is {micro_batches}: at least one")
+    rounds = max(1, micro_batches // ranks)
+    if name in ("Interleaved1F1B", "InterleavedZeroBubble") and micro_batches % rounds:
+        raise ConfigError(f"{name} takes a multiple of {rounds} micro-batches here ({ranks} ranks), not {micro_batches}")
+    if name == "DualPipeV" and micro_batches < 2 * ranks:
+        raise ConfigError(
+            f"DualPipeV takes at least {2 * ranks} micro-batches, one for each of its {2 * ranks} chunks, not {micro_batches}"
+        )
+
+
+def _describe(name: str, chain: Chain, lengths: list[int], ranks: int, micro_batches: int, config: Config) -> str:
+    why = (
+        "weights are at home below the device: each chunk is loaded at most twice a step"
+        if name == "LoopedBFS" and config.params != "device"
+        else "as asked or by default"
+    )
+    return (
+        f"pipeline: {type(chain.model).__name__}, {len(chain.layers)} layers in chunks of {', '.join(map(str, lengths))} over {ranks} ranks; {name} with "
+        f"{micro_batches} micro-batches ({why})"
+    )
+
+
+def _keep_own(optimizer: torch.optim.Optimizer | None, chunks: Sequence[nn.Module]) -> None:
+    """Leaves an optimizer of the whole model the parameters of ``chunks``."""
+    own = {param for chunk in chunks for param in chunk.parameters()}
+    for group in optimizer.param_groups if optimizer is not None else ():
+        group["params"] = [param for param in group["params"] if param in own]
+    for param in [param for param in (optimizer.state if optimizer is not None else ()) if param not in own]:
+        del optimizer.state[param]
+
+
+def _ties(model: nn.Module, chunks: Sequence[nn.Module], numbers: Sequence[int], count: int) -> Ties | None:
+    """What this rank shares with another; None where the first chunk and the last are one rank's, or there is nothing to share."""
+    has_first, has_last = 0 in numbers, count - 1 in numbers
+    if has_first == has_last:
+        return None
+    weight = getattr(model.get_input_embeddings(), "weight", None) if hasattr(model, "get_input_embeddings") else None
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if weight is None or getattr(head, "weight", None) is not weight:
+        return None
+    return Ties(shared_with_first(model, chunks), counts=has_first)
+
+
+class Pipeline:
+    """This rank's chunks of a model, and the schedule that runs them. Every rank of the job calls :meth:`step` together."""
+
+    def __init__(
+        self,
+        chunks: list[nn.Module],
+        numbers: list[int],
+        count: int,
+        mesh: DeviceMesh,
+        name: str,
+        micro_batches: int,
+        loss_fn: Callable | None,
+        ties: Ties | None,
+    ):
+        self.chunks = (
+            chunks  # wrapped: for state_dict, save_checkpoint(path, pipe.chunks, optimizer), unwrap_model(pipe.chunks, optimizer)
+        )
+        self._engine, self._numbers, self._count = engine_of(chunks), numbers, count
+        self._micro_batches, self._loss_fn, self._ties = micro_batches, loss_fn, ties
+        self._group = mesh["pp"].get_group()
+        # The rank of the last chunk has the losses; in a V that is the first one.
+        self._teller = dist.get_global_rank(self._group, 0 if name in IN_A_V else mesh["pp"].size() - 1)
+        device = self._engine.device.where
+        stages = [PipelineStage(chunk, number, count, device, group=self._group) for chunk, number in zip(chunks, numbers)]
+        made = getattr(schedules, f"Schedule{name}")
+        self.schedule = attach(
+            made(stages[0] if name in ONE_CHUNK else stages, micro_batches, loss_fn=self._loss, scale_grads=loss_fn is not None)
+        )
+        self._counted = 1  # labels of the batch that the loss counts
+        if ties is not None:
+            ties.start(self._engine)
+
+    def step(self, inputs: torch.Tensor | None = None, target: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:
+        """Runs forward and backward of a batch, in micro-batches. Returns the loss, on every rank.
+
+        For a model of transformers: ``step(input_ids=..., labels=..., attention_mask=...)``, the same on all ranks of the pp axis, as the model
+        takes it; the loss is that of the whole batch, as one process computes it. For others ``step(inputs, target)``.
+
+        Raises UsageError for a batch that does not divide by the micro-batches.
+        """
+        inputs, target, batch = self._parts(inputs, target, batch)
+        losses: list[torch.Tensor] = []
+        arguments: dict[str, Any] = {"target": target, "losses": losses} if self._count - 1 in self._numbers else {}
+        self.schedule.step(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
+        if self._ties is not None:
+            self._ties.add_up(self._engine)
+        return self._tell(losses)
+
+    @torch.no_grad()
+    def eval(self, inputs: torch.Tensor | None = None, target: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:
+        """Runs the forward alone. Returns the loss, on every rank."""
+        inputs, target, batch = self._parts(inputs, target, batch)
+        losses: list[torch.Tensor] = []
+        arguments: dict[str, Any] = {"target": target, "losses": losses} if self._count - 1 in self._numbers else {}
+        self.schedule.eval(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
+        return self._tell(losses)
+
+    def _parts(self, inputs: Any, target: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        inputs = batch.pop("input_ids", inputs)
+        target = batch.pop("labels", target)
+        if inputs is None or target is None:
+            raise UsageError("a pipeline's step takes inputs and targets: step(input_ids=..., labels=...), or step(inputs, target)")
+        if len(inputs) % self._micro_batches:
+            raise UsageError(f"a batch of {len(inputs)} does not divide into {self._micro_batches} micro-batches: give a multiple")
+        self._counted = int((target[..., 1:] != IGNORED).sum()) if self._loss_fn is None else 1
+        return inputs, target, batch
+
+    def _loss(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if self._loss_fn is not None:
+            return self._loss_fn(outputs, target)
+        model = self.chunks[-1]
+        size = model.config.get_text_config().vocab_size
+        # Of all labels of the batch: a micro-batch with fewer counts less, as in one process.
+        return model.loss_function(logits=outputs, labels=target, vocab_size=size, num_items_in_batch=self._counted)
+
+    def _tell(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros((), device=self._engine.device.where)
+        if losses:
+            total = torch.stack([loss.detach().float() for loss in losses]).sum()
+            total = total / len(losses) if self._loss_fn is not None else total
+        dist.broadcast(total, self._teller, group=self._group)
+        return total

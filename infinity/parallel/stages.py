@@ -1,0 +1,182 @@
+"""Stages: cuts a model into chunks of its layers, each of which is called with what the one before it gave.
+
+chunk   a part of the model with some of its layers, under the names that they have in the model
+chain   the layers in the order in which a forward runs them; what stands before the first goes with it, what follows the last with that
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model as a chain of layers."""
+
+    model: nn.Module
+    layers: list[nn.Module]
+    before: list[nn.Module]  # modules with parameters that run before the first layer
+    after: list[nn.Module]  # and after the last
+    make_chunk: Callable[[range], nn.Module]  # of the layers with these numbers
+
+    def costs(self) -> list[float]:
+        """Estimates what each layer takes, in parameters that every token is multiplied by; a table that is only looked up takes nothing."""
+        found = [float(_weighing(layer)) for layer in self.layers]
+        found[0] += sum(_weighing(module) for module in self.before)
+        found[-1] += sum(_weighing(module) for module in self.after)
+        return found
+
+
+def chain_of(model: nn.Module) -> Chain:
+    """Finds the chain of a Sequential, of a causal language model of transformers, or of a model with the parts of torchtitan's.
+
+    Raises ConfigError for any other, naming what it would need.
+    """
+    if isinstance(model, nn.Sequential):
+        return Chain(model, list(model), [], [], lambda numbers: _cut_sequential(model, numbers))
+    if type(model).__module__.startswith("transformers.") or hasattr(model, "base_model_prefix"):
+        return _chain_of_causal_model(model)
+    if all(hasattr(model, name) for name in ("tok_embeddings", "layers", "norm", "output")):
+        before, after = [model.tok_embeddings], [model.norm, model.output]
+        return Chain(model, list(model.layers.children()), before, after, lambda numbers: _cut_titan(model, numbers))
+    raise ConfigError(
+        f"{type(model).__name__} is no chain of layers that is known: pipeline cuts nn.Sequential, causal language models of transformers, and models with "
+        "tok_embeddings, layers, norm and output as torchtitan's have. Build the stages yourself, give wrap_model their list, and attach the schedule."
+    )
+
+
+def _weighing(module: nn.Module) -> int:
+    tables = {param for each in module.modules() if isinstance(each, nn.Embedding) for param in each.parameters()}
+    used = {p for each in module.modules() if not isinstance(each, nn.Embedding) for p in each.parameters(recurse=False)}
+    return sum(param.numel() for param in {*module.parameters()} if param in used or param not in tables)
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """A module with the same children, parameters and buffers, of which each can be replaced."""
+    made = copy.copy(module)
+    for name in ("_modules", "_parameters", "_buffers"):
+        made.__dict__[name] = dict(module.__dict__[name])
+    return made
+
+
+def _some(container: nn.Module, numbers: range) -> nn.Module:
+    """``container`` with only these of its children, under their names."""
+    made, children = _shallow(container), list(container._modules.items())
+    made._modules = {name: child for name, child in (children[number] for number in numbers)}
+    return made
+
+
+def _cut_sequential(model: nn.Sequential, numbers: range) -> nn.Module:
+    return _some(model, numbers)
+
+
+def _cut_titan(model: nn.Module, numbers: range) -> nn.Module:
+    """torchtitan's forwards leave out what is None."""
+    made = _shallow(model)
+    made._modules["layers"] = _some(model.layers, numbers)
+    for name in () if numbers.start == 0 else ("tok_embeddings",):
+        made._modules[name] = None
+    for name in () if numbers.stop == len(model.layers) else ("norm", "output"):
+        made._modules[name] = None
+    return made
+
+
+# --- causal language models of transformers ---
+
+
+def _chain_of_causal_model(model: nn.Module) -> Chain:
+    base = getattr(model, model.base_model_prefix, None)
+    depth = getattr(model.config, "num_hidden_layers", 0)
+    lists = [(name, child) for name, child in (base.named_children() if base is not None else ())
+             if isinstance(child, nn.ModuleList) and len(child) == depth]  # fmt: skip
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if len(lists) != 1 or head is None or not hasattr(model, "loss_function"):
+        raise ConfigError(
+            f"{type(model).__name__} is not cut here: it needs a {model.base_model_prefix or 'base model'} with one list of its {depth} layers, and a head. "
+            "Encoder-decoders and models with skip connections between layers have to be brought as stages."
+        )
+    name, layers = lists[0]
+    names = [child for child, _ in base.named_children()]
+    children = {child: module for child, module in base.named_children() if next(module.parameters(), None) is not None}
+    before = {
+        child: module for child, module in children.items() if names.index(child) < names.index(name) and not _is_final(child)
+    }
+    after = {child: module for child, module in children.items() if child not in before and child != name}
+    dropouts = [
+        child
+        for child, module in base.named_children()
+        if isinstance(module, nn.Dropout) and names.index(child) < names.index(name)
+    ]
+
+    def cut(numbers: range) -> nn.Module:
+        return _cut_causal_model(model, name, {**before, **{child: base._modules[child] for child in dropouts}}, after, numbers)
+
+    return Chain(model, list(layers), list(before.values()), [*after.values(), head], cut)
+
+
+def _is_final(name: str) -> bool:
+    """Tells by its name whether a module follows the layers though it was made before them, as OPT's norm is."""
+    return name.startswith(("final_", "ln_f"))
+
+
+def _cut_causal_model(model: nn.Module, name: str, before: dict, after: dict, numbers: range) -> nn.Module:
+    made, base = _shallow(model), _shallow(getattr(model, model.base_model_prefix))
+    first, last = numbers.start == 0, numbers.stop == len(base._modules[name])
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = getattr(table, "weight", None) is getattr(head, "weight", head)
+    made._modules[model.base_model_prefix] = base
+    base._modules[name] = _some(base._modules[name], numbers)
+    base.config = copy.copy(base.config)
+    if getattr(base.config, "layer_types", None):
+        base.config.layer_types = base.config.layer_types[numbers.start : numbers.stop]
+    for child, module in before.items() if not first else ():
+        if module is table:
+            # The last chunk keeps a tied table for its head: under both names, as the whole model has it.
+            base._modules[child] = table if last and is_tied else None
+        else:
+            base._modules[child] = _Zeros(module.embedding_dim) if isinstance(module, nn.Embedding) else nn.Identity()
+    for child in after if not last else ():
+        base._modules[child] = nn.Identity()
+    if not last:
+        for child in [child for child, module in made.named_children() if module is head]:
+            made._modules[child] = None
+    made.forward = types.MethodType(_forward_of(type(model), first, last), made)
+    return made
+
+
+def _forward_of(kind: type, first: bool, last: bool) -> Callable:
+    def forward(self: nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        given = {"input_ids" if first else "inputs_embeds": x, "use_cache": False, **kwargs}
+        if last:
+            return kind.forward(self, **given).logits
+        found = getattr(self, self.base_model_prefix)(**given)
+        return found.last_hidden_state if hasattr(found, "last_hidden_state") else found[0]
+
+    return forward
+
+
+class _Zeros(nn.Module):
+    """Stands for a table of positions, which the first chunk has added already."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(*positions.shape, self.width, device=positions.device)
+
+
+def shared_with_first(model: nn.Module, chunks: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Lists the parameters of ``chunks`` that the first chunk of ``model`` has, too: a table that is tied to the head."""
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    weight = getattr(table, "weight", None)
+    return [weight] if weight is not None and any(weight is param for chunk in chunks for param in chunk.parameters()) else []

@@ -1,0 +1,68 @@
+"""Ties: keeps a parameter that two stages of a pipeline have one: its gradients are added up, and counted once.
+
+The first stage's copy is the one that counts in norms and checkpoints. Both ranks add the first one's gradient and the last one's in fp32, in
+this order, so that both make the same step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..distributed.channel import Channel
+from ..gradients.record import GradState
+from ..runtime.engine import Engine
+from ..state.handle import ParamHandle, handle_of
+from ..state.shared import mark_shared
+
+
+class Ties:
+    """The parameters that the first stage and the last one have in common, on the ranks that have them."""
+
+    def __init__(self, params: list[nn.Parameter], *, counts: bool):
+        self._params, self._counts = params, counts
+        for param in params:
+            mark_shared(param, counts=counts)
+
+    def start(self, engine: Engine) -> None:
+        """Gives the last stage the first one's values: they may have been drawn apart."""
+        for handle in map(handle_of, self._params):
+            with engine.using():
+                for name in ("weight", "master"):
+                    if name in handle.shard.arrays:
+                        values = handle.shard.read_own_part(engine.store, name, handle.index)
+                        theirs = self._exchange(engine.ranks.stages, values)
+                        if not self._counts:
+                            begin = handle.shard.own_part(name, handle.index)[0] - handle.shard.part(name, handle.index)[0]
+                            handle.changed()
+                            engine.release([handle.unit])
+                            handle.shard.write_part(
+                                engine.store, name, handle.index, theirs, begin=begin, version=engine.step_index
+                            )
+
+    def add_up(self, engine: Engine) -> None:
+        """Makes both copies' gradients their sum. Both ranks call, after a pass."""
+        for handle in map(handle_of, self._params):
+            engine.gradients.average()
+            with engine.using():
+                if handle.grad.state is GradState.ABSENT:
+                    engine.gradients.zero(handle)
+                engine.gradients.change_own(handle, lambda own, handle=handle: self._add(engine, handle, own))
+
+    def _add(self, engine: Engine, handle: ParamHandle, own: torch.Tensor) -> None:
+        theirs = self._exchange(engine.ranks.stages, own.detach().cpu().contiguous()).to(own.device).view_as(own)
+        first, last = (own, theirs) if self._counts else (theirs, own)
+        own.copy_(first.float() + last.float())
+
+    def _exchange(self, stages: Channel, mine: torch.Tensor) -> torch.Tensor:
+        """Sends ``mine`` to the other rank with the tie, and returns its."""
+        other = stages.ranks[-1 if self._counts else 0]
+        theirs = torch.empty_like(mine)
+        raw, into = mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)
+        works: list[Any] = [dist.isend(raw, other, group=stages.group), dist.irecv(into, other, group=stages.group)]
+        for work in works:
+            work.wait()
+        return theirs

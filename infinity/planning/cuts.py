@@ -1,0 +1,136 @@
+"""Cuts: divides a chain of layers into the stages of a pipeline, by PipeDream's dynamic programme.
+
+    A(i, j, m) = min over k, m' of max(A(i, k, m - m'), T(k + 1, j, m')),    T(i, j, m) = (C + 4 (m - 1) W / (B m)) / m
+
+is the time of the slowest stage of layers i to j on m machines: C, W are the seconds and the bytes of parameters of a stage, B the bytes a
+second between machines, m its replicas (Narayanan et al., PipeDream, 2019, section 3.1). Exact: equal to trying every partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a chain: what a micro-batch takes there, forward and backward."""
+
+    seconds: float
+    parameter_nbytes: float = 0.0
+    activation_nbytes: float = 0.0  # that it gives to the next one
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers ``begin`` to ``end`` (not included), on ``replicas`` machines that share its micro-batches."""
+
+    begin: int
+    end: int
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class Level:
+    """Machines of one kind: so many, joined at ``bandwidth`` bytes a second."""
+
+    machines: int
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A chain's stages, and the seconds of the slowest one."""
+
+    seconds: float
+    stages: tuple[Stage, ...]
+
+
+def cut_evenly(seconds: Sequence[float], stages: int) -> list[int]:
+    """Cuts a chain into ``stages`` stages of one machine each, the slowest of which is as fast as can be. Returns how many layers each has.
+
+    Raises ConfigError with the numbers where there are fewer layers than stages.
+    """
+    if len(seconds) < stages:
+        raise ConfigError(
+            f"a model of {len(seconds)} layers cannot be cut into {stages} stages: use fewer stages (pp), or chunks of a rank"
+        )
+    sums = [0.0, *accumulate(seconds)]
+
+    @cache
+    def best(end: int, count: int) -> tuple[float, tuple[int, ...]]:
+        if count == 1:
+            return sums[end], (end,)
+        options = ((k, best(k, count - 1)) for k in range(count - 1, end))
+        return min((max(slowest, sums[end] - sums[k]), (*lengths, end - k)) for k, (slowest, lengths) in options)
+
+    return list(best(len(seconds), stages)[1])
+
+
+def partition(layers: Sequence[Layer], levels: Sequence[Level], *, with_activations: bool = False) -> Partition:
+    """Divides a chain over machines: within a server first, then over servers of servers (``levels``, the innermost first).
+
+    with_activations
+        Counts what passes between stages, too: twice the activations, by the replicas that send them.
+    """
+    count = len(layers)
+    inner: dict[tuple[int, int], float] | None = None
+    within = 1
+    best: dict[tuple[int, int, int], tuple[float, tuple[Stage, ...]]] = {}
+    for number, level in enumerate(levels):
+        best = _solve(layers, level, inner, within, with_activations, whole_only=number == len(levels) - 1)
+        inner = {
+            (i, j): best[i, j, level.machines][0]
+            for i in range(count)
+            for j in range(i + 1, count + 1)
+            if (i, j, level.machines) in best
+        }
+        within *= level.machines
+    seconds, stages = best[0, count, levels[-1].machines]
+    return Partition(seconds, stages)
+
+
+def _solve(
+    layers: Sequence[Layer],
+    level: Level,
+    inner: dict[tuple[int, int], float] | None,
+    within: int,
+    with_activations: bool,
+    *,
+    whole_only: bool,
+) -> dict[tuple[int, int, int], tuple[float, tuple[Stage, ...]]]:
+    """The best division of layers i to j on m machines of a level, for every i (``whole_only``: the first), j and m."""
+    count = len(layers)
+    seconds = [0.0, *accumulate(layer.seconds for layer in layers)]
+    nbytes = [0.0, *accumulate(layer.parameter_nbytes for layer in layers)]
+
+    def alone(i: int, j: int, m: int) -> float:
+        """One stage of ``m`` replicas, of a server each where there is a level within."""
+        compute = inner[i, j] if inner is not None else seconds[j] - seconds[i]
+        return (compute + 4 * (m - 1) * (nbytes[j] - nbytes[i]) / (level.bandwidth * m) / within) / m
+
+    def stage_time(k: int, j: int, m: int) -> float:
+        compute = inner[k, j] if inner is not None else seconds[j] - seconds[k]
+        time = (compute + 4 * (m - 1) * (nbytes[j] - nbytes[k]) / (level.bandwidth * m)) / m
+        if with_activations:
+            edges = [layers[k - 1].activation_nbytes] + ([layers[j - 1].activation_nbytes] if j < count else [])
+            time = max(time, *(2 * edge / (level.bandwidth * m) for edge in edges))
+        return time
+
+    best: dict[tuple[int, int, int], tuple[float, tuple[Stage, ...]]] = {}
+    for i in range(1 if whole_only else count):
+        for j in range(i + 1, count + 1):
+            for m in range(1, level.machines + 1):
+                found = alone(i, j, m), (Stage(i, j, m),)
+                for k in range(i + 1, j):
+                    for replicas in range(1, m):
+                        before, stages = best[i, k, m - replicas]
+                        time = max(before, stage_time(k, j, replicas))
+                        if time < found[0]:
+                            found = time, (*stages, Stage(k, j, replicas))
+                best[i, j, m] = found
+    return best
