@@ -124,7 +124,8 @@ def groups_of_stages(optimizer: torch.optim.Optimizer | None, collectives: Colle
             f"the stages' optimizers have {', '.join(str(len(groups)) for groups in everyones)} parameter groups: give every stage as many, in the same "
             "order, and empty ones where it has no such parameters"
         )
-    return [group | {"params": [n for names in everyones for n in names[number]]} for number, group in enumerate(mine)]
+    # A parameter that two stages have is one.
+    return [group | {"params": list(dict.fromkeys(n for names in everyones for n in names[i]))} for i, group in enumerate(mine)]
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -120,7 +120,27 @@ def _chain_of_causal_model(model: nn.Module) -> Chain:
     def cut(numbers: range) -> nn.Module:
         return _cut_causal_model(model, name, {**before, **{child: base._modules[child] for child in dropouts}}, after, numbers)
 
+    if depth > 1:
+        _check_passes_on(model, cut(range(1, 1)))
     return Chain(model, list(layers), list(before.values()), [*after.values(), head], cut)
+
+
+@torch.no_grad()
+def _check_passes_on(model: nn.Module, empty: nn.Module) -> None:
+    """Raises ConfigError where a chunk without layers does not give what it was given: each stage would do once more what the model does once
+    (Gemma scales its embeddings in the forward of the whole)."""
+    base = copy.deepcopy(getattr(empty, empty.base_model_prefix))
+    if any(buffer.is_meta for buffer in base.buffers()):
+        base.to_empty(device="cpu")
+        for buffer in base.buffers():
+            buffer.zero_()
+    x = torch.linspace(-1, 1, 2 * model.config.get_text_config().hidden_size).view(1, 2, -1)
+    found = base.to("cpu").eval()(inputs_embeds=x, use_cache=False)
+    if not torch.equal(found.last_hidden_state if hasattr(found, "last_hidden_state") else found[0], x):
+        raise ConfigError(
+            f"{type(model).__name__} changes what passes between its layers outside of them, so that every stage would do it once more: bring the stages "
+            "yourself, give wrap_model their list, and attach the schedule"
+        )
 
 
 def _is_final(name: str) -> bool:
@@ -156,10 +176,10 @@ def _cut_causal_model(model: nn.Module, name: str, before: dict, after: dict, nu
 def _forward_of(kind: type, first: bool, last: bool) -> Callable:
     def forward(self: nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         given = {"input_ids" if first else "inputs_embeds": x, "use_cache": False, **kwargs}
-        if last:
-            return kind.forward(self, **given).logits
-        found = getattr(self, self.base_model_prefix)(**given)
-        return found.last_hidden_state if hasattr(found, "last_hidden_state") else found[0]
+        found = kind.forward(self, **given) if last else getattr(self, self.base_model_prefix)(**given)
+        given_on = found.logits if last else found.last_hidden_state if hasattr(found, "last_hidden_state") else found[0]
+        # torch's schedules detach it in place, which a view cannot be.
+        return given_on.clone() if given_on._is_view() else given_on
 
     return forward
 

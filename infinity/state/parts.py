@@ -24,6 +24,9 @@ class Parts(nn.Module):
             if not isinstance(part, nn.Module):
                 raise ConfigError(f"wrap_model was given a list with a {type(part).__name__}, not a torch.nn.Module")
         self.__dict__["parts"] = list(parts)  # no children of their own: their children are
+        # What draws values for a model on meta: a transformers model's own.
+        if callable(draw := next((part._init_weights for part in parts if hasattr(part, "_init_weights")), None)):
+            self.__dict__["_init_weights"] = draw
         if _have_names_in_common(parts):
             for number, part in enumerate(parts):
                 self._modules[str(number)] = part

@@ -45,7 +45,7 @@ def two(tmp_path_factory) -> dict[str, Any]:
     jobs |= {f"loaded:{what} onto {onto}": {"path": str(folder / what), "what": onto, "config": config["host"]}
              for what in MESHES for onto in MESHES if "pp2" in (what, onto)}  # fmt: skip
     jobs["refused"] = {}
-    return run_all(folder, 2, jobs, script="pipeline_jobs.py")
+    return run_all(folder, 2, jobs, script="pipeline_jobs.py") | {"folder": folder}
 
 
 def losses(ranks: list[dict]) -> list[float]:

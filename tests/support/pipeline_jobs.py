@@ -295,6 +295,162 @@ def loaded(path: str, what: str, config: dict) -> dict[str, Any]:
     return {"extra": extra, "values": values, "after": after}
 
 
+# --- models that are cut here ---
+
+
+def causal(name: str, layers: int = 4) -> nn.Module:
+    """A small causal model of transformers, the same on every rank. qwen3 and gpt2 have a table that is their head, too."""
+    import transformers as hf
+
+    torch.manual_seed(11)
+    small = {"vocab_size": 98, "num_hidden_layers": layers, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128}
+    grouped = {**small, "num_key_value_heads": 2}
+    if name == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**grouped))
+    if name == "qwen3":
+        return hf.Qwen3ForCausalLM(hf.Qwen3Config(**grouped, head_dim=16, tie_word_embeddings=True))
+    if name == "gemma3":
+        types = ["sliding_attention", "full_attention"] * (layers // 2)
+        return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**grouped, head_dim=16, sliding_window=4, layer_types=types))
+    if name == "mixtral":
+        return hf.MixtralForCausalLM(hf.MixtralConfig(**grouped, num_local_experts=4, num_experts_per_tok=2))
+    rates = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=64, n_layer=layers, n_head=4, vocab_size=98, n_positions=32, **rates))
+
+
+def labelled(number: int, data_rank: int = 0) -> dict[str, torch.Tensor]:
+    """A batch in which micro-batches have other numbers of labels."""
+    tokens = torch.randint(0, 98, (8, 12), generator=torch.Generator().manual_seed(100 * number + data_rank))
+    labels = tokens.clone()
+    labels[0, 5:] = labels[3, 2:9] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def alone(name: str, data_ranks: int = 1) -> dict[str, Any]:
+    """One process with the whole model, and every data rank's batch."""
+    model = causal(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    told: dict[str, Any] = {"losses": [], "norms": []}
+    for number in range(3):
+        for data_rank in range(data_ranks):
+            loss = model(**labelled(number, data_rank)).loss / data_ranks
+            loss.backward()
+        told["losses"].append(loss.item() * data_ranks)
+        told["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return told | {"weights": whole(model.state_dict())}
+
+
+def piped(
+    name: str, config: dict, schedule: str, *, tp: int = 1, path: str | None = None, weights: str | None = None
+) -> dict[str, Any]:
+    """The same by parallel.pipeline over two stages; ``tp``: each cut over so many ranks. ``weights``: on meta, from this file."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2 // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    if weights is None:
+        model = causal(name)
+    else:
+        with torch.device("meta"):
+            model = causal(name)
+        config = config | {"weights": weights}
+    if tp > 1:
+        model = infinity.parallel.tensor_parallel(model, mesh["tp"], quiet=True)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=tp == 1)
+    pipe, optimizer = infinity.parallel.pipeline(model, mesh, optimizer, config, schedule=schedule, micro_batches=4, quiet=True)
+    del model
+    told: dict[str, Any] = {"losses": [], "norms": []}
+    for number in range(3):
+        told["losses"].append(pipe.step(**labelled(number, mesh.get_local_rank("dp"))).item())
+        told["norms"].append(infinity.clip_grad_norm_(optimizer, 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    told["weights"] = {key: value for chunk in pipe.chunks for key, value in whole(chunk.state_dict()).items()}
+    if schedule != "ZBVZeroBubble":  # torch's eval of schedules in a V fails
+        told["evaluated"] = pipe.eval(**labelled(9)).item()
+    if path is not None:
+        infinity.save_checkpoint(path, pipe.chunks, optimizer)
+    infinity.unwrap_model(pipe.chunks, optimizer)
+    return told
+
+
+def piped_chains() -> dict[str, Any]:
+    """An nn.Sequential, and a model with torchtitan's parts, beside one process."""
+
+    class Titan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tok_embeddings = nn.Embedding(VOCABULARY, 32)
+            self.layers = nn.ModuleDict({str(n): nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for n in range(4)})
+            self.norm, self.output = nn.LayerNorm(32), nn.Linear(32, VOCABULARY)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.tok_embeddings(x) if self.tok_embeddings is not None else x
+            for layer in self.layers.values():
+                x = x + layer(x)
+            x = self.norm(x) if self.norm is not None else x
+            return self.output(x) if self.output is not None else x
+
+    kinds = {
+        "titan": Titan,
+        "sequential": lambda: nn.Sequential(
+            nn.Embedding(VOCABULARY, 32), *(nn.Linear(32, 32) for _ in range(5)), nn.Linear(32, VOCABULARY)
+        ),
+    }
+    found = {}
+    for name, make in kinds.items():
+        runs = []
+        for pipelined in (False, True):
+            torch.manual_seed(4)
+            model = make()
+            optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+            if pipelined:
+                mesh = mesh_of(2)
+                pipe, optimizer = infinity.parallel.pipeline(
+                    model, mesh, optimizer, {"params": "host", "optimizer": "host"}, micro_batches=4, loss_fn=loss_of, quiet=True
+                )
+            losses = []
+            for number in range(3):
+                tokens = batch(number)
+                if pipelined:
+                    losses.append(pipe.step(tokens, tokens).item())
+                else:
+                    loss = loss_of(model(tokens), tokens)
+                    loss.backward()
+                    losses.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append(losses)
+        found[name] = runs
+    return found
+
+
+def refused_pipelines() -> dict[str, str]:
+    """Bad input of parallel.pipeline, each with the model as it was."""
+    mesh, host = mesh_of(2), {"params": "host", "optimizer": "host"}
+
+    def make(name: str = "llama", layers: int = 4, **options: Any) -> Callable[[], Any]:
+        arguments = {"micro_batches": 4, "quiet": True, **options}
+        return lambda: infinity.parallel.pipeline(causal(name, layers), options.pop("mesh", mesh), None, host, **arguments)
+
+    import transformers as hf
+
+    t5 = hf.T5ForConditionalGeneration(hf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=98))
+    found = {
+        "layers": told(make(layers=3, chunks=2)), "schedule": told(make(schedule="2F2B")), "chunks": told(make(schedule="1F1B", chunks=2)),
+        "micro": told(make(schedule="DualPipeV", micro_batches=2)), "costs": told(make(costs=[1.0, 2.0])),
+        "chain": told(lambda: infinity.parallel.pipeline(t5, mesh, None, host, micro_batches=4)),
+        "no loss": told(lambda: infinity.parallel.pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh, None, host, micro_batches=4)),
+        "mesh": told(lambda: infinity.parallel.pipeline(t5, parallel_jobs.mesh_of()["tp"], None, host, micro_batches=4)),
+    }  # fmt: skip
+    pipe, _ = make()()
+    found["batch"] = told(
+        lambda: pipe.step(input_ids=torch.zeros(6, 4, dtype=torch.long), labels=torch.zeros(6, 4, dtype=torch.long))
+    )
+    found["no labels"] = told(lambda: pipe.step(input_ids=torch.zeros(8, 4, dtype=torch.long)))
+    infinity.unwrap_model(pipe.chunks)
+    return found
+
+
 # --- refusals and failures ---
 
 

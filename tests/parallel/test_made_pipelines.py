@@ -1,0 +1,128 @@
+"""infinity.parallel.pipeline: models cut here, two stages over gloo; 3D where it is marked slow.
+
+**one process**: the whole model by torch, given the whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pipeline_jobs
+import pytest
+import torch
+from parallel_jobs import off
+from ranks import near, run_all
+from safetensors.torch import save_file
+
+import infinity
+
+FAMILIES = ("llama", "qwen3", "gpt2", "gemma3", "mixtral")
+TIED = {"qwen3": "lm_head.weight", "gpt2": "lm_head.weight"}
+RUNS = {"auto": "nvme", "1F1B": "device", "InterleavedZeroBubble": "host", "ZBVZeroBubble": "host"}
+REFUSED = {
+    "layers": "ConfigError: 3 layers cannot be cut into 4 chunks (pp=2, 2 on each rank): use fewer",
+    "schedule": "ConfigError: schedule: there is no '2F2B'; there are auto, GPipe",
+    "chunks": "ConfigError: schedule 1F1B takes 1 chunks of the model on each rank, not 2",
+    "micro": "ConfigError: DualPipeV takes at least 4 micro-batches",
+    "costs": "ConfigError: costs has 2 numbers, the model 4 layers",
+    "chain": "ConfigError: T5ForConditionalGeneration is not cut here",
+    "no loss": "ConfigError: Sequential has no loss of its own",
+    "mesh": "ConfigError: pipeline takes the mesh of the whole job, with an axis pp",
+    "batch": "UsageError: a batch of 6 does not divide into 4 micro-batches",
+    "no labels": "UsageError: a pipeline's step takes inputs and targets",
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> dict[str, Any]:
+    """Everything that two ranks do, in one launch."""
+    folder = tmp_path_factory.mktemp("two")
+    swap = folder / "swap"
+    swap.mkdir()
+    jobs: dict[str, dict] = {f"alone:{name}": {"name": name} for name in FAMILIES}
+    for name in FAMILIES:
+        for schedule, home in RUNS.items() if name in ("llama", "qwen3") else (("auto", "nvme"), ("ZBVZeroBubble", "host")):
+            jobs[f"piped:{name}-{schedule}"] = {"name": name, "schedule": schedule, "config": models.at_home(home, home, swap)}
+    jobs["piped:qwen3-saved"] = {"name": "qwen3", "schedule": "auto", "path": str(folder / "saved"),
+                                 "config": models.at_home("host", "host", swap)}  # fmt: skip
+    weights = folder / "model.safetensors"
+    state = pipeline_jobs.causal("qwen3").state_dict()
+    save_file({name: value for name, value in state.items() if name != "lm_head.weight"}, weights)
+    jobs["piped:qwen3-meta"] = {"name": "qwen3", "schedule": "auto", "weights": str(weights),
+                                "config": models.at_home("nvme", "host", swap)}  # fmt: skip
+    jobs |= {"piped_chains": {}, "refused_pipelines": {}}
+    return run_all(folder, 2, jobs, script="pipeline_jobs.py") | {"folder": folder}
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"), [(n, s) for n in FAMILIES for s in RUNS if n in ("llama", "qwen3") or s in ("auto", "ZBVZeroBubble")]
+)
+def test_a_model_of_transformers_trains_as_in_one_process(two, name, schedule):
+    """The loss is that of the whole batch, on every rank; one norm; a table that is the head, too, stays one."""
+    alone, ranks = two[f"alone:{name}"][0], two[f"piped:{name}-{schedule}"]
+    assert ranks[0]["losses"] == ranks[1]["losses"] and ranks[0]["norms"] == ranks[1]["norms"]
+    assert near(ranks[0]["losses"][:1], alone["losses"][:1]) and near(ranks[0]["losses"], alone["losses"], 1e-5)
+    assert near(ranks[0]["norms"], alone["norms"], 1e-4)
+    for rank in ranks:
+        assert off(rank["weights"], alone["weights"]) < 1e-3
+    held = [set(rank["weights"]) for rank in ranks]
+    assert held[0] | held[1] == set(alone["weights"])
+
+
+@pytest.mark.parametrize("schedule", ["auto", "1F1B", "InterleavedZeroBubble"])
+def test_both_copies_of_a_tie_have_the_same_bits(two, schedule):
+    first, last = two[f"piped:qwen3-{schedule}"]
+    assert torch.equal(first["weights"]["model.embed_tokens.weight"], last["weights"]["lm_head.weight"])
+
+
+def test_a_checkpoint_is_that_of_the_whole_model(two):
+    """One process loads it: a tie is one entry."""
+    model = pipeline_jobs.causal("qwen3")
+    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), {"params": "host"})
+    infinity.load_checkpoint(two["folder"] / "saved", model, optimizer)
+    found = model.state_dict()
+    for rank in two["piped:qwen3-saved"]:
+        assert all(torch.equal(found[name], value) for name, value in rank["weights"].items())
+    assert near([float(optimizer.state_dict()["state"][0]["step"])], [3.0])
+
+
+def test_a_model_on_meta_is_read_from_its_file_and_never_whole(two):
+    for mine, theirs in zip(two["piped:qwen3-meta"], two["piped:qwen3-auto"]):
+        assert mine["losses"] == theirs["losses"]
+        assert not models.differing(mine["weights"], theirs["weights"])
+
+
+def test_other_chains_train_as_in_one_process(two):
+    for name in ("titan", "sequential"):
+        for rank in two["piped_chains"]:
+            alone, piped = rank[name]
+            assert near(piped, alone, 1e-5), name
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_input_is_refused_with_the_numbers(two, what):
+    for rank in two["refused_pipelines"]:
+        assert rank[what].startswith(REFUSED[what]), rank[what]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "tp"), [(4, 2), (4, 1), (8, 2)])
+def test_stages_data_ranks_and_parts_together(tmp_path, world, tp):
+    """pp2 x tp2, pp2 x dp2, and 2 x 2 x 2: norms of one process that is given every data rank's batch, on every rank."""
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    data = world // 2 // tp
+    jobs: dict[str, dict] = {f"alone:{name}": {"name": name, "data_ranks": data} for name in ("llama", "qwen3")}
+    for name in ("llama", "qwen3"):
+        jobs |= {f"piped:{name}-{home}": {"name": name, "schedule": "auto", "tp": tp, "config": models.at_home(home, home, swap)}
+                 for home in ("host", "nvme")}  # fmt: skip
+    found = run_all(tmp_path / "jobs", world, jobs, script="pipeline_jobs.py")
+    for name in ("llama", "qwen3"):
+        alone, ranks = found[f"alone:{name}"][0], found[f"piped:{name}-host"]
+        assert len({tuple(rank["norms"]) for rank in ranks}) == 1
+        assert near(ranks[0]["norms"], alone["norms"], 1e-4)
+        assert near(ranks[-1]["losses"], alone["losses"], 1e-4)
+        for mine, theirs in zip(found[f"piped:{name}-nvme"], ranks):
+            assert (mine["losses"], mine["norms"]) == (theirs["losses"], theirs["norms"])
+            assert not models.differing(mine["weights"], theirs["weights"])
