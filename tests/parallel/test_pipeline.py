@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def two(tmp_path_factory) -> dict[str, Any]:
     jobs |= {f"loaded:{what} onto {onto}": {"path": str(folder / what), "what": onto, "config": config["host"]}
              for what in MESHES for onto in MESHES if "pp2" in (what, onto)}  # fmt: skip
     jobs["refused"] = {}
+    jobs |= {f"executed:{kind}": {"kind": kind} for kind in SCHEDULES}
     return run_all(folder, 2, jobs, script="pipeline_jobs.py") | {"folder": folder}
 
 
@@ -111,6 +113,66 @@ def test_checkpoints_pass_between_stages_data_ranks_and_parts(two, what, onto):
         assert rank["extra"] == "two steps"
         assert not models.differing(rank["values"], saved["values"]) and len(saved["values"]) > 100
         assert what != onto or not models.differing(rank["after"], saved["after"])
+
+
+SECONDS = {"forward": 1.0, "backward": 2.0, "inputs": 1.0, "weights": 1.0}  # of a rank's whole part, in any unit
+
+
+def idle_share(ranks: list[dict]) -> float:
+    """Time that a rank stands idle in what was executed, in parts of the time that it computes; the ranks take turns at one clock."""
+    chunks, pending = ranks[0]["chunks"], [list(rank["done"]) for rank in ranks]
+    each = chunks // len(ranks)
+    ended: dict[tuple[str, int, int], float] = {}
+    clocks = [0.0] * len(ranks)
+
+    def needs(what: str, chunk: int, micro: int) -> list[tuple]:
+        if what == "forward":
+            return [("forward", chunk - 1, micro)] if chunk else []
+        if what == "weights":
+            return [("gradient", chunk, micro)]
+        return [("forward", chunk, micro), *([("gradient", chunk + 1, micro)] if chunk + 1 < chunks else [])]
+
+    while any(pending):
+        moved = False
+        for rank, waiting in enumerate(pending):
+            while waiting and all(need in ended for need in needs(*waiting[0])):
+                what, chunk, micro = waiting.pop(0)
+                begin = max([clocks[rank], *(ended[need] for need in needs(what, chunk, micro))])
+                clocks[rank] = begin + SECONDS[what] / each
+                # A first chunk's gradients of inputs are nobody's: torch does all of it with the weights.
+                ended["gradient" if what in ("backward", "inputs") else what, chunk, micro] = clocks[rank]
+                moved = True
+        assert moved, "what was executed waits for itself"
+    work = 3.0 * pipeline_jobs.MICRO
+    return (max(clocks) - work) / work
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_ranks_stand_idle_as_long_as_the_papers_say(two, kind):
+    """With F = 1 and B = 2, p ranks, m micro-batches, v chunks: (p - 1) / m, and (p - 1) / (v m) where chunks are interleaved. Less where
+    gradients of weights fill the gaps."""
+    ranks, p, m = two[f"executed:{kind}"], 2, pipeline_jobs.MICRO
+    v = ranks[0]["chunks"] // p
+    share = idle_share(ranks)
+    if kind in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"):
+        assert share == pytest.approx((p - 1) / (v * m))
+    else:
+        assert share < (p - 1) / (v * m) + 1e-9
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_boundary_carries_b_s_h_each_way(two, kind):
+    ranks = two[f"executed:{kind}"]
+    crossings = sum(a != b for a, b in itertools.pairwise(owners(kind)))
+    for direction in ("forward", "backward"):
+        sent = [nbytes for rank in ranks for nbytes in rank["sent"][direction]]
+        assert set(sent) == {ranks[0]["boundary"]} and len(sent) == crossings * pipeline_jobs.MICRO
+
+
+def owners(kind: str) -> list[int]:
+    """The rank of each chunk, in the order of the chunks."""
+    count = pipeline_jobs.chunks_of(kind, 0, 2)[1]
+    return [rank for chunk in range(count) for rank in range(2) if chunk in pipeline_jobs.chunks_of(kind, rank, 2)[0]]
 
 
 @pytest.mark.parametrize("what", REFUSED)

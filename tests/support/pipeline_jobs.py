@@ -230,6 +230,48 @@ def loads(window: int, chunks: int, config: dict) -> dict[str, Any]:
     return {"steps": found, "window": engine.plan.device_window_nbytes / (2 * each)}
 
 
+def executed(kind: str) -> dict[str, Any]:
+    """What each rank computes in one step, in order: (what, chunk, micro-batch); and the bytes that it sends for a micro-batch."""
+    mesh = mesh_of(2)
+    chunks, numbers, count = build(kind, mesh)
+    params = [p for chunk in chunks for p in chunk.parameters()]
+    chunks, optimizer = infinity.wrap_model(chunks, torch.optim.AdamW(params), {"params": "host", "optimizer": "host"}, mesh=mesh)
+    schedule = infinity.parallel.attach(schedule_of(kind, chunks, numbers, count, mesh))
+    step(schedule, numbers, count, 0)
+    optimizer.zero_grad()
+    done: list[tuple[str, int, int]] = []
+    sent: dict[str, list[int]] = {"forward": [], "backward": []}
+
+    def noting(stage: Any, name: str, what: Callable[..., str]) -> None:
+        run = getattr(stage, name)
+
+        def noted(mb: int, *arguments: Any, **options: Any) -> Any:
+            done.append((what(**options), stage.stage_index, mb))
+            return run(mb, *arguments, **options)
+
+        setattr(stage, name, noted)
+
+    def counting(stage: Any, name: str, direction: str) -> None:
+        run = getattr(stage, name)
+
+        def counted(mb: int) -> list:
+            operations = run(mb)
+            sent[direction] += [each.tensor.nbytes for each in operations]
+            return operations
+
+        setattr(stage, name, counted)
+
+    for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+        noting(stage, "forward_one_chunk", lambda **_: "forward")
+        noting(stage, "backward_one_chunk", lambda full_backward=True, **_: "backward" if full_backward else "inputs")
+        noting(stage, "backward_weight_one_chunk", lambda **_: "weights")
+        counting(stage, "get_fwd_send_ops", "forward")
+        counting(stage, "get_bwd_send_ops", "backward")
+    step(schedule, numbers, count, 1)
+    infinity.unwrap_model(chunks, optimizer)
+    return {"done": done, "sent": sent, "chunks": count, "boundary": 16 // MICRO * 8 * parallel_jobs.WIDTH * 4}
+
+
 # --- checkpoints ---
 
 
