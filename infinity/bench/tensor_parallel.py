@@ -6,11 +6,6 @@ what it shows is what homes cost beside torch's own tensor parallelism, where bo
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +14,7 @@ import torch
 from torch import nn
 
 from ..machine.tiers import Tier
+from .launch import launch_ranks, run_as_rank
 from .results import Measured, row
 from .rounds import Times, alternate, paired
 from .settings import Settings
@@ -26,7 +22,6 @@ from .settings import Settings
 RANKS = (2, 4)
 BATCH, LENGTH, VOCABULARY = 2, 128, 8192
 HOMES = ("device", "host", "nvme")
-RUN_SECONDS = 1800
 
 
 def measure(settings: Settings) -> Measured:
@@ -35,26 +30,12 @@ def measure(settings: Settings) -> Measured:
     found = Measured([])
     for ranks in RANKS:
         with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
-            told = _launch(ranks, folder, settings)
+            told = launch_ranks(__name__, ranks, folder, settings)
         if isinstance(told, str):
             found.notes.append(f"tensor_parallel.{ranks}: {told}")
             continue
         _add_rows(found, ranks, told)
     return found
-
-
-def _launch(ranks: int, folder: str, settings: Settings) -> dict | str:
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "infinity.bench.tensor_parallel", folder, str(settings.rounds), str(settings.scale)]
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS, env=environment)
-        return json.loads(done.stdout.strip().splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        return f"no end within {RUN_SECONDS} s"
-    except (IndexError, ValueError):
-        return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]
 
 
 def _add_rows(found: Measured, ranks: int, told: dict[str, Any]) -> None:
@@ -99,21 +80,6 @@ class _Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
-
-
-def main() -> None:
-    """Runs one rank of a launch; the first one prints JSON."""
-    import torch.distributed as dist
-
-    folder, rounds, scale = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-    with contextlib.redirect_stdout(sys.stderr):
-        dist.init_process_group("gloo")
-        told = _run_rank(folder, rounds, scale)
-    if dist.get_rank() == 0:
-        print(json.dumps(told))
-    sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> Callable[[], None]:
@@ -175,4 +141,4 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_as_rank(_run_rank)

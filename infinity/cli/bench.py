@@ -30,6 +30,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "startup": "infinity.bench.startup",
     "ranks": "infinity.bench.ranks",
     "tensor_parallel": "infinity.bench.tensor_parallel",
+    "pipeline": "infinity.bench.pipeline",
     "gpu": "infinity.bench.gpu",
     "gpu_train": "infinity.bench.gpu_train",
 }
