@@ -109,7 +109,7 @@ def _solve(
     nbytes = [0.0, *accumulate(layer.parameter_nbytes for layer in layers)]
 
     def alone(i: int, j: int, m: int) -> float:
-        """One stage of ``m`` replicas, of a server each where there is a level within."""
+        """Computes the time of one stage of ``m`` replicas, of a server each where there is a level within."""
         compute = inner[i, j] if inner is not None else seconds[j] - seconds[i]
         return (compute + 4 * (m - 1) * (nbytes[j] - nbytes[i]) / (level.bandwidth * m) / within) / m
 

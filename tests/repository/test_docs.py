@@ -32,7 +32,11 @@ SCRIPTS = {
     name: [block for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if not block.startswith("# job.py")]
     for name, text in DOCUMENTS.items()
 }
-JOB = next(block for block in re.findall(r"```python\n(.*?)```", DOCUMENTS["docs/many-ranks.md"], flags=re.DOTALL))
+JOBS = [
+    block
+    for block in re.findall(r"```python\n(.*?)```", DOCUMENTS["docs/many-ranks.md"], flags=re.DOTALL)
+    if block.startswith("# job.py")
+]
 
 TRAIN = "--steps 2 --sequence-length 32 --batch-size 2 --dtype fp32"
 FILLED = {  # what a document leaves open -> what is meant
@@ -111,22 +115,24 @@ def test_files_that_are_named_exist():
     for name, text in DOCUMENTS.items():
         for path in re.findall(r"`((?:csrc|infinity|tests|docs|bench|tools)/[\w/.]+\.\w+)`", text):
             missing += [f"{name}: {path}"] if not (ROOT / path).exists() else []
-    for path in re.findall(r"`((?:api|machine|config|storage|distributed|state|planning|gradients|forwards|optim|runtime|checkpoint)/\w+\.py)`",
+    for path in re.findall(r"`((?:api|machine|config|storage|distributed|state|planning|gradients|forwards|optim|runtime|checkpoint|parallel)/\w+\.py)`",
                            DOCUMENTS["docs/how-it-works.md"] + DOCUMENTS["docs/glossary.md"]):  # fmt: skip
         missing += [path] if not (ROOT / "infinity" / path).exists() else []
     assert not missing
 
 
 @pytest.mark.slow
-def test_the_job_of_many_ranks_runs_as_printed(tmp_path, monkeypatch):
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("job", JOBS)
+def test_the_jobs_of_many_ranks_run_as_printed(job, tmp_path, monkeypatch):
     """Method: the command in its first line, in an empty folder."""
-    (tmp_path / "job.py").write_text(JOB)
-    words = JOB.splitlines()[0].split()
-    assert words[2:4] == ["torchrun", "--standalone"] and words[-1] == "job.py"
+    (tmp_path / "job.py").write_text(job)
+    words = job.splitlines()[0].split()
+    assert words[2:5] == ["torchrun", "--standalone", "--nproc-per-node"] and words[-1] == "job.py"
     monkeypatch.chdir(tmp_path)
-    done = run_torchrun(2, ["job.py"])
+    done = run_torchrun(int(words[5]), ["job.py"])
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "checkpoint" / "manifest.json").exists()
+    assert ("save_checkpoint" in job) == (tmp_path / "checkpoint" / "manifest.json").exists()
     assert not list(tmp_path.glob(".infinity-*")), "swap files were left behind"
 
 

@@ -23,7 +23,7 @@ PROPERTIES = {"property", "cached_property", "setter", "getter", "deleter"}
 # A new verb is added here, in its place in the alphabet; a noun or a clause is not.
 SORTED_VERBS = """
 Adds Allocates Applies Arranges Asks Averages Begins Blocks Borrows Brings Builds Calls Changes Charges Checks Chooses Closes
-Collects Comes Compares Completes Computes Copies Counts Creates Cuts Decodes Describes Does Draws Drops Encodes Ends Enters
+Collects Comes Compares Completes Computes Copies Counts Creates Cuts Decodes Describes Divides Does Draws Drops Encodes Ends Enters Estimates
 Fills Finds Forgets Frees Gathers Gives Goes Guards Has Holds Hooks Installs Joins Keeps Lands Lays Leaves Lets Lists Loads
 Looks Makes Maps Marks Measures Meets Merges Moves Multiplies Names Notes Opens Overwrites Parses Plans Predicts Prepares Prints
 Puts Raises Reads Recognises Records Redistributes Refers Refuses Registers Releases Removes Replaces Reports Restores Returns
