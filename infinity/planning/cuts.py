@@ -125,7 +125,7 @@ def _solve(
     for i in range(1 if whole_only else count):
         for j in range(i + 1, count + 1):
             for m in range(1, level.machines + 1):
-                found = alone(i, j, m), (Stage(i, j, m),)
+                found: tuple[float, tuple[Stage, ...]] = alone(i, j, m), (Stage(i, j, m),)
                 for k in range(i + 1, j):
                     for replicas in range(1, m):
                         before, stages = best[i, k, m - replicas]
