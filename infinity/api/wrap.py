@@ -43,6 +43,7 @@ from .before import Before, MovedRest
 from .checks import check, check_tensor_parallel, tell_of_the_rest
 from .lay_out import choose_device, groups_of_optimizer, lay_out_groups, shards_of_group, unit_size
 from .meta_init import Materialized
+from .retie import Ties
 from .send_home import Homes, send_shard_home
 from .state_dict import install_state_dict
 
@@ -78,7 +79,7 @@ def wrap_model(
     Raises ConfigError, CapacityError, StorageError or UsageError with model and optimizer as they were, on all ranks; PeerError where
     another rank is gone.
     """
-    if isinstance(model, (list, tuple)):
+    if isinstance(model, (list, tuple)) and model and all(isinstance(part, nn.Module) for part in model):
         _, managed = wrap_model(Parts(model), optimizer, config, mesh=mesh)
         return list(model), managed
     if mesh is None and isinstance(model, nn.Module):
@@ -86,10 +87,12 @@ def wrap_model(
     ranks, traffic = data_ranks(mesh), Traffic()
     let_scalers_mix()
     collectives = Collectives(ranks, traffic)
+    ties = Ties()
     try:
         with collectives.together("checking what wrap_model was given"):
             config = Config.make(config)
             check(model, optimizer, config)
+            ties.tie(model, optimizer, config.tied)
             check_tensor_parallel(model, config, collectives.ranks)
             description = {} if collectives.ranks.alone else describe(model, optimizer, config)
         collectives.compare(description, "wrap_model")
@@ -103,6 +106,7 @@ def wrap_model(
         collectives.allow_flags(len(list(model.parameters())) + 1)
         return _wrap(model, optimizer, config, collectives, mesh)
     except BaseException:
+        ties.undo()
         collectives.close()
         raise
 

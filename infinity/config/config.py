@@ -69,6 +69,9 @@ class Config:
     recompute
         Whether ``activations="auto"`` may run a block's forward again in the backward instead of keeping or sending what it saves,
         where that costs less: as with torch's checkpoint, the block has to give the same twice.
+    tied
+        Pairs of names of parameters that are one: the second becomes the first. For models whose ties were cut apart, as torch's
+        parallelize_module does; transformers' and ``infinity.parallel.tensor_parallel`` keep them.
     micro_batch, max_grad_norm, checksums, weights, trace
         Samples a unit runs at once; clipping inside the step; whether bytes from disk are verified; a safetensors
         file or folder for a model on ``meta``; a path for the timeline.
@@ -97,6 +100,7 @@ class Config:
     recompute: bool = False
     checksums: bool = True
     weights: str | os.PathLike | None = None
+    tied: tuple[tuple[str, str], ...] | list = ()
     trace: str | os.PathLike | None = None
 
     def __post_init__(self) -> None:
@@ -113,6 +117,12 @@ class Config:
             raise ConfigError(f"nvme_paths={self.nvme_paths!r}: a path has no NUL in it")
         # Absolute from here on: the process may change its folder.
         self._set("nvme_paths", tuple(os.path.abspath(path) for path in self._parse_list("nvme_paths", (str, os.PathLike))))
+        pairs = self.tied if isinstance(self.tied, (list, tuple)) else [self.tied]
+        if not all(
+            isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(name, str) for name in pair) for pair in pairs
+        ):
+            raise ConfigError(f"tied={self.tied!r} must be a list of pairs of parameter names")
+        self._set("tied", tuple(map(tuple, pairs)))
         if self.units != "auto":
             self._set("units", self._parse_list("units", str))
         for name in ("params", "optimizer", "activations"):

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..errors import ConfigError
-
 
 class Parts(nn.Module):
     """Holds several modules as one, each parameter under the name that it has in its part.
@@ -18,11 +16,6 @@ class Parts(nn.Module):
 
     def __init__(self, parts: Sequence[nn.Module]):
         super().__init__()
-        if not parts:
-            raise ConfigError("wrap_model was given an empty list of modules")
-        for part in parts:
-            if not isinstance(part, nn.Module):
-                raise ConfigError(f"wrap_model was given a list with a {type(part).__name__}, not a torch.nn.Module")
         self.__dict__["parts"] = list(parts)  # no children of their own: their children are
         # What draws values for a model on meta: a transformers model's own.
         if callable(draw := next((part._init_weights for part in parts if hasattr(part, "_init_weights")), None)):

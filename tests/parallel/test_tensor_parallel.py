@@ -72,7 +72,7 @@ def two(tmp_path_factory) -> dict[str, Any]:
     for home in ("host", "nvme"):
         jobs[f"on_meta:drawn-{home}"] = {"config": config_of(home, swap), "weights": None}
         jobs[f"on_meta:file-{home}"] = {"config": config_of(home, swap), "weights": str(weights)}
-    jobs |= {f"untied:{again}": {"tie_again": again} for again in (False, True)}
+    jobs |= {f"untied:{again}": {"tie_again": again} for again in (False, True, "by the config")}
     jobs |= {f"refused:{what}": {"what": what} for what in REFUSED}
     jobs |= {f"edited:{how}-{home}": {"how": how, "home": home} for how in parallel_jobs.EDITS for home in ("device", "host")}
     jobs["small_things"] = {}
@@ -193,9 +193,10 @@ def test_adapters_beside_a_frozen_base(two):
 
 
 def test_two_weights_that_were_one_are_told(two):
-    """The twin: tied again, nothing is said."""
+    """The twin: tied again, by hand or by Config(tied=), nothing is said."""
     assert any("embedding.weight and head.weight have the same values" in text for text in two["untied:False"][0])
-    assert not any("same values" in text for text in two["untied:True"][0])
+    for again in ("True", "by the config"):
+        assert not any("same values" in text for text in two[f"untied:{again}"][0])
 
 
 @pytest.mark.parametrize("home", ["host", "nvme"])

@@ -459,18 +459,19 @@ def without_mesh(config: dict) -> bool:
     return parts == dist.get_world_size()
 
 
-def untied(tie_again: bool) -> list[str]:
+def untied(tie_again: bool | str) -> list[str]:
     """parallelize_module makes two of an embedding and a head that were one: what is said of it."""
     model = decoder()
     model.head.weight = model.embedding.weight
     parallel(model, mesh_of()["tp"], "columns and rows")
-    if tie_again:
+    if tie_again is True:
         model.head.weight = model.embedding.weight
+    config = {"params": "host", "tied": [("embedding.weight", "head.weight")] if tie_again == "by the config" else []}
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("infinity").addHandler(handler)
-    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host"}, mesh=mesh_of()["tp"])
+    model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh_of()["tp"])
     infinity.unwrap_model(model, optimizer)
     logging.getLogger("infinity").removeHandler(handler)
     return said
