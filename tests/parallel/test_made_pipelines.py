@@ -126,3 +126,26 @@ def test_stages_data_ranks_and_parts_together(tmp_path, world, tp):
         for mine, theirs in zip(found[f"piped:{name}-nvme"], ranks):
             assert (mine["losses"], mine["norms"]) == (theirs["losses"], theirs["norms"])
             assert not models.differing(mine["weights"], theirs["weights"])
+
+
+@pytest.mark.slow
+def test_checkpoints_pass_between_3d_and_everything_else(tmp_path):
+    """From 2 x 2 x 2 to pp2, to pp2 x dp2, and to one process; weights and moments keep their bits on the way."""
+    config = {"params": "host", "optimizer": "host"}
+    first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
+    jobs = {"piped": {"name": "qwen3", "schedule": "auto", "tp": 2, "config": config, "path": first}}
+    saved = run_all(tmp_path / "eight", 8, jobs, script="pipeline_jobs.py")["piped"]
+    weights = {name: value for rank in saved for name, value in rank["weights"].items()}
+    for world, path, onto in ((2, first, second), (4, second, third)):
+        jobs = {"reloaded": {"name": "qwen3", "path": path, "tp": 1, "onto": onto}}
+        for rank in run_all(tmp_path / f"of {world}", world, jobs, script="pipeline_jobs.py")["reloaded"]:
+            assert not models.differing(rank, {name: weights[name] for name in rank})
+    states = []
+    for path in (first, third):
+        model = pipeline_jobs.causal("qwen3")
+        model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), config)
+        infinity.load_checkpoint(path, model, optimizer)
+        assert not models.differing(model.state_dict(), weights)
+        state = optimizer.state_dict()["state"]
+        states.append({f"{index} {name}": value for index, of_one in state.items() for name, value in of_one.items()})
+    assert not models.differing(*states)

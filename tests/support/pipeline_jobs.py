@@ -415,6 +415,23 @@ def piped(
     return told
 
 
+def reloaded(name: str, path: str, tp: int, onto: str | None = None) -> dict[str, torch.Tensor]:
+    """Weights of a checkpoint that another mesh has written, loaded onto two stages; saved again as ``onto``."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2 // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    model = causal(name)
+    if tp > 1:
+        model = infinity.parallel.tensor_parallel(model, mesh["tp"], quiet=True)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=tp == 1)
+    host = {"params": "host", "optimizer": "host"}
+    pipe, optimizer = infinity.parallel.pipeline(model, mesh, optimizer, host, schedule="1F1B", micro_batches=4, quiet=True)
+    infinity.load_checkpoint(path, pipe.chunks, optimizer)
+    if onto is not None:
+        infinity.save_checkpoint(onto, pipe.chunks, optimizer)
+    found = {key: value for chunk in pipe.chunks for key, value in whole(chunk.state_dict()).items()}
+    infinity.unwrap_model(pipe.chunks, optimizer)
+    return found
+
+
 def piped_chains() -> dict[str, Any]:
     """An nn.Sequential, and a model with torchtitan's parts, beside one process."""
 
