@@ -59,7 +59,7 @@ def check_stages(model: nn.Module, description: dict[str, str], collectives: Col
     stages = collectives.ranks.stages
     if stages is None:
         return
-    settings = {key: value for key, value in description.items() if key.startswith("Config(")}
+    settings = {key: value for key, value in description.items() if key.startswith("Config(") or key == "the optimizer"}
     collectives.compare(settings, "wrap_model", over_stages=True)
     names = [name for name, param in model.named_parameters(remove_duplicate=False) if not is_shared(param)]
     owner: dict[str, int] = {}
@@ -133,12 +133,13 @@ def compare_common_values(model: nn.Module, collectives: Collectives) -> None:
     each = collectives.ranks.data_size
     firsts = everyones[collectives.ranks.data_rank :: each]
     others = sorted({name for theirs in firsts for name, digest in theirs.items() if digest != firsts[0].get(name)})
-    if others:
-        raise ConfigError(
-            f"{len(others)} of {len(mine)} parameters that are whole on every rank of the tp axis ({others[0]}, ...) have other values on other "
-            "ranks of it. Cut them (infinity.parallel.tensor_parallel, or torch's parallelize_module), or give every rank the same values: "
-            "the same seed, or the same file."
-        )
+    with collectives.together("having compared what the tp ranks have in common"):
+        if others:
+            raise ConfigError(
+                f"{len(others)} of {len(mine)} parameters that are whole on every rank of the tp axis ({others[0]}, ...) have other values on other "
+                "ranks of it. Cut them (infinity.parallel.tensor_parallel, or torch's parallelize_module), or give every rank the same values: "
+                "the same seed, or the same file."
+            )
 
 
 def broadcast_rest(model: nn.Module, collectives: Collectives) -> None:

@@ -11,6 +11,7 @@ from ..errors import UsageError
 from ..runtime.engine import Engine
 from ..state.dtensors import like
 from ..state.handle import handle_of
+from ..state.parts import parts_of
 
 
 def install_state_dict(engine: Engine, model: nn.Module) -> list:
@@ -31,7 +32,7 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
         if metadata.get("assign_to_params_buffers"):
             raise UsageError("load_state_dict(assign=True) would replace managed parameters: load without assign")
 
-    for module in model.modules():
+    for module in dict.fromkeys(module for part in parts_of(model) for module in part.modules()):
         if any(handle_of(param) is not None for param in module.parameters(recurse=False)):
             removers.append(module._register_state_dict_hook(fill))
             removers.append(module.register_load_state_dict_pre_hook(before_load))

@@ -35,7 +35,7 @@ from ..runtime.registry import RECORD, Wrapped
 from ..state.dtensors import let_scalers_mix, mesh_of_parameters
 from ..state.handle import handle_of, raw_grad, set_raw_grad
 from ..state.partition import Group, is_managed, parameter_names
-from ..state.parts import Parts, parts_of
+from ..state.parts import Parts, called_for, parts_of
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
 from .agreement import broadcast_rest, check_stages, compare_values, describe, free_everywhere, own_budgets
@@ -95,7 +95,8 @@ def wrap_model(
             ties.tie(model, optimizer, config.tied)
             check_tensor_parallel(model, config, collectives.ranks)
             description = {} if collectives.ranks.alone else describe(model, optimizer, config)
-        collectives.compare(description, "wrap_model")
+        with collectives.together("comparing what wrap_model was given"):  # other stages do not see what differs here
+            collectives.compare(description, "wrap_model")
         check_stages(model, description, collectives)
         compare_values(model, collectives)
         local_size = -collectives.least([-ranks.local_size], "ranks on a machine", over_stages=True)[0]
@@ -185,8 +186,8 @@ def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_o
     engine.attach(parameter_names(model), group_of)
     owners: dict[nn.Module, list[ParamUnit]] = {}
     for group, unit in zip(groups, engine.units):
-        for owner in group.owners:
-            owners.setdefault(owner, []).append(unit)
+        for called in (module for owner in group.owners for module in called_for(model, owner)):
+            owners.setdefault(called, []).append(unit)
     for group, unit in zip(groups, engine.units):
         # Also one whose module runs around others: its gradients may come before and after theirs.
         around = any(module in owners for owner in group.owners for module in owner.modules() if module is not owner)

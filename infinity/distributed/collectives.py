@@ -43,7 +43,7 @@ class Collectives:
     def __init__(self, ranks: DataRanks | None = None, traffic: Traffic | None = None):
         self.ranks = ranks if ranks is not None else DataRanks()
         self.traffic = traffic if traffic is not None else Traffic()
-        self._progress = ""
+        self._progress, self._progress_of_stages = "", "(after 0 steps)"
         self._trace = bytes(DIGEST_NBYTES)
         self._traces_agree = False
         self._is_closed = False
@@ -51,11 +51,15 @@ class Collectives:
     def note_progress(self, *, steps: int, backwards: int) -> None:
         """Sets what this rank says at every rendezvous of how far it is."""
         self._progress = f"(after {steps} steps and {backwards} backwards)"
+        self._progress_of_stages = f"(after {steps} steps)"  # a stage that trains nothing runs no backward
 
     def note_trace(self, trace: Iterable[int]) -> None:
         """Sets which units this rank expects to use, in their order, in the pass that begins."""
         digest = hashlib.blake2b(np.fromiter(trace, np.int64).tobytes(), digest_size=DIGEST_NBYTES)
         self._trace, self._traces_agree = digest.digest(), False
+
+    def _progress_on(self, channel: Channel) -> str:
+        return self._progress_of_stages if channel is self.ranks.stages else self._progress
 
     @property
     def traces_agree(self) -> bool:
@@ -180,7 +184,7 @@ class Collectives:
         wanted = (True, self.ranks.row), (over_tensors, self.ranks.tensor), (over_stages, self.ranks.stages)
         for is_wanted, channel in wanted:
             if is_wanted and channel is not None:
-                channel.rendezvous(f"{what} {self._progress}")
+                channel.rendezvous(f"{what} {self._progress_on(channel)}")
                 raw = _bytes_of(found.contiguous().reshape(-1)).cpu()
                 everyones = raw.new_empty(channel.size * raw.numel())
                 self._do(lambda c=channel, e=everyones, r=raw: all_gather(e, r, group=c.group), what)
@@ -192,7 +196,7 @@ class Collectives:
         channel = self.ranks.stages
         if channel is None:
             return value.unsqueeze(0)
-        channel.rendezvous(f"{what} {self._progress}")
+        channel.rendezvous(f"{what} {self._progress_on(channel)}")
         everyones = value.new_empty(channel.size, *value.shape, device="cpu")
         self._do(lambda: all_gather(everyones.view(-1), value.cpu().reshape(-1), group=channel.group), what)
         return everyones.to(value.device)
@@ -282,7 +286,7 @@ class Collectives:
         """Waits until every rank is at ``what``. ``over_stages``: what is said of it to other stages, where that is less."""
         for channel in self.ranks.channels:
             said = what if channel is not self.ranks.stages or over_stages is None else over_stages
-            channel.rendezvous(f"{said} {self._progress}")
+            channel.rendezvous(f"{said} {self._progress_on(channel)}")
 
     def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool = False) -> None:
         """Raises UsageError where the data ranks do not have the same ``tensors``. ``over_tensors``: nor those with other parts of

@@ -15,7 +15,6 @@ import torch
 
 from ..state.dtensors import counts_here, is_distributed
 from ..state.handle import ParamHandle
-from ..state.shared import is_counted
 from .homes import GradHomes
 from .record import GradRecord, GradState
 
@@ -159,7 +158,7 @@ class GradValues(GradHomes):
 
     def counts(self, handle: ParamHandle) -> bool:
         """Tells whether this rank's part of ``handle`` is the one that counts: of what ranks hold in common the first is."""
-        if not is_counted(handle.param):
+        if not handle.is_counted:
             return False
         if is_distributed(handle.param):
             return counts_here(handle.param)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from ..api.unwrap import unwrap_model
 from ..api.wrap import wrap_model
 from ..config.config import Config
 from ..errors import ConfigError, UsageError
 from ..planning.cuts import cut_evenly
 from ..runtime.registry import engine_of
 from .schedules import attach
-from .stages import Chain, chain_of, shared_with_first
+from .stages import Chain, chain_of
 from .ties import Ties
 
 ONE_CHUNK = ("GPipe", "1F1B")  # schedules of one chunk a rank; all others here have several
@@ -78,13 +81,29 @@ def pipeline(
         raise ConfigError(f"costs has {len(costs)} numbers, the model {len(chain.layers)} layers")
     lengths = cut_evenly(costs if costs is not None else chain.costs(), ranks * chunks)
     numbers = [rank, 2 * ranks - 1 - rank] if name in IN_A_V else [rank + ranks * number for number in range(chunks)]
-    mine = [chain.make_chunk(range(sum(lengths[:number]), sum(lengths[: number + 1]))) for number in numbers]
+    all_chunks = [chain.make_chunk(range(sum(lengths[:number]), sum(lengths[: number + 1]))) for number in range(ranks * chunks)]
+    mine = [all_chunks[number] for number in numbers]
+    ties = _find_ties(chain, all_chunks, partial(_rank_of, name, ranks), rank)
     if not quiet and dist.get_rank() == 0:
         print(_describe(name, chain, lengths, ranks, micro_batches, config), flush=True)
-    ties = _ties(model, mine, numbers, ranks * chunks)
-    _keep_own(optimizer, mine)
-    mine, managed = wrap_model(mine, optimizer, config, mesh=mesh)
-    return Pipeline(mine, numbers, ranks * chunks, mesh, name, micro_batches, loss_fn, ties), managed
+    kept = _keep_own(optimizer, mine)
+    try:
+        with ties.marked() if ties is not None else nullcontext():
+            mine, managed = wrap_model(mine, optimizer, config, mesh=mesh)
+    except BaseException:
+        _give_back(optimizer, kept)
+        raise
+    try:
+        return Pipeline(mine, numbers, ranks * chunks, mesh, name, micro_batches, loss_fn, ties), managed
+    except BaseException:
+        unwrap_model(mine, managed)
+        _give_back(optimizer, kept)
+        raise
+
+
+def _rank_of(name: str, ranks: int, number: int) -> int:
+    """The rank of the pp axis that has a chunk."""
+    return min(number, 2 * ranks - 1 - number) if name in IN_A_V else number % ranks
 
 
 def _choose(schedule: str, chunks: int | None, layers: int, ranks: int, config: Config) -> tuple[str, int]:
@@ -112,6 +131,8 @@ def _check_micro_batches(name: str, micro_batches: int, ranks: int, chunks: int)
     rounds = max(1, micro_batches // ranks)
     if name in ("Interleaved1F1B", "InterleavedZeroBubble") and micro_batches % rounds:
         raise ConfigError(f"{name} takes a multiple of {rounds} micro-batches here ({ranks} ranks), not {micro_batches}")
+    if name == "1F1B" and micro_batches < ranks:
+        raise ConfigError(f"1F1B takes at least as many micro-batches as ranks of the pp axis, {ranks}, not {micro_batches}")
     if name == "DualPipeV" and micro_batches < 2 * ranks:
         raise ConfigError(
             f"DualPipeV takes at least {2 * ranks} micro-batches, one for each of its {2 * ranks} chunks, not {micro_batches}"
@@ -130,25 +151,50 @@ def _describe(name: str, chain: Chain, lengths: list[int], ranks: int, micro_bat
     )
 
 
-def _keep_own(optimizer: torch.optim.Optimizer | None, chunks: Sequence[nn.Module]) -> None:
-    """Leaves an optimizer of the whole model the parameters of ``chunks``."""
+def _keep_own(optimizer: torch.optim.Optimizer | None, chunks: Sequence[nn.Module]) -> tuple[list[list], dict]:
+    """Leaves an optimizer of the whole model the parameters of ``chunks``. Returns what it had."""
+    if optimizer is None:
+        return [], {}
     own = {param for chunk in chunks for param in chunk.parameters()}
-    for group in optimizer.param_groups if optimizer is not None else ():
+    kept = [group["params"] for group in optimizer.param_groups], dict(optimizer.state)
+    for group in optimizer.param_groups:
         group["params"] = [param for param in group["params"] if param in own]
-    for param in [param for param in (optimizer.state if optimizer is not None else ()) if param not in own]:
+    for param in [param for param in optimizer.state if param not in own]:
         del optimizer.state[param]
+    return kept
 
 
-def _ties(model: nn.Module, chunks: Sequence[nn.Module], numbers: Sequence[int], count: int) -> Ties | None:
-    """What this rank shares with another; None where the first chunk and the last are one rank's, or there is nothing to share."""
-    has_first, has_last = 0 in numbers, count - 1 in numbers
-    if has_first == has_last:
+def _give_back(optimizer: torch.optim.Optimizer | None, kept: tuple[list[list], dict]) -> None:
+    """Makes an optimizer what it was."""
+    params, state = kept
+    for group, of_group in zip(optimizer.param_groups if optimizer is not None else (), params):
+        group["params"] = of_group
+    if optimizer is not None:
+        optimizer.state.update({param: value for param, value in state.items() if param not in optimizer.state})
+
+
+def _find_ties(chain: Chain, chunks: Sequence[nn.Module], rank_of: Callable[[int], int], rank: int) -> Ties | None:
+    """Finds what this rank shares with another one: a table of the first chunk that is the head of the last.
+
+    Raises ConfigError for any other parameter that chunks of two ranks have.
+    """
+    holders: dict[nn.Parameter, list[int]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for number, chunk in enumerate(chunks):
+        for name, param in chunk.named_parameters():
+            holders.setdefault(param, []).append(number)
+            names.setdefault(param, name)
+    shared = {param: numbers for param, numbers in holders.items() if len({rank_of(number) for number in numbers}) > 1}
+    table = chain.model.get_input_embeddings() if hasattr(chain.model, "get_input_embeddings") else None
+    for param, numbers in shared.items():
+        if param is not getattr(table, "weight", None) or numbers != [0, len(chunks) - 1]:
+            raise ConfigError(
+                f"{names[param]} is one parameter in chunks {', '.join(map(str, numbers))}, on different ranks: only the table of a transformers model "
+                "that is its head, too, can be shared. Untie it, or use a schedule that has both on one rank (ZBVZeroBubble for the first and the last)."
+            )
+    if rank not in {rank_of(number) for numbers in shared.values() for number in numbers}:
         return None
-    weight = getattr(model.get_input_embeddings(), "weight", None) if hasattr(model, "get_input_embeddings") else None
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if weight is None or getattr(head, "weight", None) is not weight:
-        return None
-    return Ties(shared_with_first(model, chunks), counts=has_first)
+    return Ties(list(shared), counts=rank == rank_of(0))
 
 
 class Pipeline:
@@ -177,7 +223,7 @@ class Pipeline:
         stages = [PipelineStage(chunk, number, count, device, group=self._group) for chunk, number in zip(chunks, numbers)]
         made = getattr(schedules, f"Schedule{name}")
         self.schedule = attach(
-            made(stages[0] if name in ONE_CHUNK else stages, micro_batches, loss_fn=self._loss, scale_grads=loss_fn is not None)
+            made(stages[0] if name in ONE_CHUNK else stages, micro_batches, loss_fn=self._loss, scale_grads=False)
         )
         self._counted = 1  # labels of the batch that the loss counts
         if ties is not None:
@@ -194,9 +240,8 @@ class Pipeline:
         inputs, target, batch = self._parts(inputs, target, batch)
         losses: list[torch.Tensor] = []
         arguments: dict[str, Any] = {"target": target, "losses": losses} if self._count - 1 in self._numbers else {}
-        self.schedule.step(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
-        if self._ties is not None:
-            self._ties.add_up(self._engine)
+        with self._ties.adding_up(self._engine) if self._ties is not None else nullcontext():
+            self.schedule.step(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
         return self._tell(losses)
 
     @torch.no_grad()
@@ -220,7 +265,7 @@ class Pipeline:
 
     def _loss(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if self._loss_fn is not None:
-            return self._loss_fn(outputs, target)
+            return self._loss_fn(outputs, target) / self._micro_batches
         model = self.chunks[-1]
         size = model.config.get_text_config().vocab_size
         # Of all labels of the batch: a micro-batch with fewer counts less, as in one process.
@@ -230,6 +275,5 @@ class Pipeline:
         total = torch.zeros((), device=self._engine.device.where)
         if losses:
             total = torch.stack([loss.detach().float() for loss in losses]).sum()
-            total = total / len(losses) if self._loss_fn is not None else total
         dist.broadcast(total, self._teller, group=self._group)
         return total

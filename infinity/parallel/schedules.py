@@ -43,12 +43,12 @@ def attach(schedule: Any) -> Any:
         raise ConfigError(
             f"the {len(stages)} stages of this rank were wrapped apart: give wrap_model the list of their modules in one call, so that they share a window"
         )
+    engine = engines.pop()
+    for stage in stages:
+        if not hasattr(stage, ATTACHED):  # by another schedule over the same stages
+            _attach_stage(stage, engine)
     if not hasattr(schedule, ATTACHED):
-        engine = engines.pop()
-        factors: dict[Any, int] = {}
-        for stage in stages:
-            _attach_stage(stage, engine, factors)
-        schedule.step = _joined(schedule.step, engine, factors)  # which eval calls
+        schedule.step = _joined(schedule.step, engine, stages)  # which eval calls
         setattr(schedule, ATTACHED, True)
     return schedule
 
@@ -70,10 +70,11 @@ def _stages_of(schedule: Any) -> list[Any]:
     return stages
 
 
-def _joined(run: Callable, engine: Engine, factors: dict[Any, int]) -> Callable:
+def _joined(run: Callable, engine: Engine, stages: list[Any]) -> Callable:
     @wraps(run)
     def joined(*args: Any, **kwargs: Any) -> Any:
-        factors.clear()
+        for stage in stages:
+            getattr(stage, ATTACHED).clear()
         try:
             with engine.joined.opened(engine):
                 result = run(*args, **kwargs)
@@ -81,11 +82,21 @@ def _joined(run: Callable, engine: Engine, factors: dict[Any, int]) -> Callable:
             if (cause := _typed_cause(error)) is not None:
                 raise cause from error  # torch says in which stage, and with what
             raise
-        for stage, factor in factors.items():
-            type(stage).scale_grads(stage, factor)
+        scaled: set[torch.Tensor] = set()
+        for stage in stages:
+            for factor in getattr(stage, ATTACHED)[-1:]:
+                _scale([param for param in stage.submod.parameters() if param not in scaled], factor)
+                scaled.update(stage.submod.parameters())
         return result
 
     return joined
+
+
+def _scale(params: list[nn.Parameter], factor: int) -> None:
+    """Divides gradients as a stage's scale_grads does."""
+    for param in params if factor != 1 else ():
+        if param.grad is not None:
+            param.grad.div_(factor)
 
 
 def _typed_cause(error: BaseException) -> InfinityError | None:
@@ -96,11 +107,12 @@ def _typed_cause(error: BaseException) -> InfinityError | None:
     return cause
 
 
-def _attach_stage(stage: Any, engine: Engine, factors: dict[Any, int]) -> None:
-    backward = stage.backward_maybe_with_nosync
+def _attach_stage(stage: Any, engine: Engine) -> None:
+    backward, noted = stage.backward_maybe_with_nosync, []
+    setattr(stage, ATTACHED, noted)  # the factors by which a step's gradients are to be divided: one, or none
 
     def note_factor(grad_scale_factor: int) -> None:
-        factors[stage] = grad_scale_factor
+        noted.append(grad_scale_factor)
 
     def backward_in_phases(backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> tuple:
         if backward_type == "full":

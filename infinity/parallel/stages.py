@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +63,9 @@ def _weighing(module: nn.Module) -> int:
 def _shallow(module: nn.Module) -> nn.Module:
     """A module with the same children, parameters and buffers, of which each can be replaced."""
     made = copy.copy(module)
-    for name in ("_modules", "_parameters", "_buffers"):
-        made.__dict__[name] = dict(module.__dict__[name])
+    for name, value in module.__dict__.items():
+        if isinstance(value, (dict, set)):  # children, parameters, buffers; hooks of its own, too
+            made.__dict__[name] = copy.copy(value)
     return made
 
 
@@ -103,6 +104,11 @@ def _chain_of_causal_model(model: nn.Module) -> Chain:
         raise ConfigError(
             f"{type(model).__name__} is not cut here: it needs a {model.base_model_prefix or 'base model'} with one list of its {depth} layers, and a head. "
             "Encoder-decoders and models with skip connections between layers have to be brought as stages."
+        )
+    if getattr(model.config, "output_router_logits", False) and getattr(model.config, "router_aux_loss_coef", 0):
+        raise ConfigError(
+            f"{type(model).__name__} adds a loss of its routers (output_router_logits=True), of which the last stage sees only its own layers': set "
+            "config.output_router_logits = False"
         )
     name, layers = lists[0]
     names = [child for child, _ in base.named_children()]
@@ -163,7 +169,7 @@ def _cut_causal_model(model: nn.Module, name: str, before: dict, after: dict, nu
             # The last chunk keeps a tied table for its head: under both names, as the whole model has it.
             base._modules[child] = table if last and is_tied else None
         else:
-            base._modules[child] = _Zeros(module.embedding_dim) if isinstance(module, nn.Embedding) else nn.Identity()
+            base._modules[child] = _Zero() if isinstance(module, nn.Embedding) else nn.Identity()
     for child in after if not last else ():
         base._modules[child] = nn.Identity()
     if not last:
@@ -184,19 +190,8 @@ def _forward_of(kind: type, first: bool, last: bool) -> Callable:
     return forward
 
 
-class _Zeros(nn.Module):
+class _Zero(nn.Module):
     """Stands for a table of positions, which the first chunk has added already."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-
     def forward(self, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return torch.zeros(*positions.shape, self.width, device=positions.device)
-
-
-def shared_with_first(model: nn.Module, chunks: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Lists the parameters of ``chunks`` that the first chunk of ``model`` has, too: a table that is tied to the head."""
-    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    weight = getattr(table, "weight", None)
-    return [weight] if weight is not None and any(weight is param for chunk in chunks for param in chunk.parameters()) else []
+        return torch.zeros((), device=positions.device)  # without dimensions: added to anything it leaves its dtype

@@ -6,6 +6,8 @@ this order, so that both make the same step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ..distributed.channel import Channel
-from ..gradients.record import GradState
+from ..gradients.record import GradRecord, GradState
 from ..runtime.engine import Engine
 from ..state.handle import ParamHandle, handle_of
-from ..state.shared import mark_shared
+from ..state.shared import mark_shared, unmark
 
 
 class Ties:
@@ -24,8 +26,17 @@ class Ties:
 
     def __init__(self, params: list[nn.Parameter], *, counts: bool):
         self._params, self._counts = params, counts
-        for param in params:
-            mark_shared(param, counts=counts)
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Has a wrap inside know the parameters as shared."""
+        for param in self._params:
+            mark_shared(param, counts=self._counts)
+        try:
+            yield
+        finally:
+            for param in self._params:
+                unmark(param)
 
     def start(self, engine: Engine) -> None:
         """Gives the last stage the first one's values: they may have been drawn apart."""
@@ -43,19 +54,45 @@ class Ties:
                                 engine.store, name, handle.index, theirs, begin=begin, version=engine.step_index
                             )
 
-    def add_up(self, engine: Engine) -> None:
-        """Makes both copies' gradients their sum. Both ranks call, after a pass."""
-        for handle in map(handle_of, self._params):
+    @contextmanager
+    def adding_up(self, engine: Engine) -> Iterator[None]:
+        """Makes what the pass inside adds to both copies' gradients their sum. Both ranks call.
+
+        What earlier passes have left was added up then, and is set aside meanwhile. An exception leaves the gradients torn.
+        """
+        handles = [handle for handle in map(handle_of, self._params) if handle.grad is not None]  # the others are frozen
+        aside = {handle: self._take(engine, handle) for handle in handles}
+        try:
+            yield
+        except BaseException:
+            for handle in handles:
+                handle.grad = GradRecord(GradState.TORN)
+            raise
+        for handle in handles:
             engine.gradients.average()
             with engine.using():
                 if handle.grad.state is GradState.ABSENT:
                     engine.gradients.zero(handle)
-                engine.gradients.change_own(handle, lambda own, handle=handle: self._add(engine, handle, own))
+                engine.gradients.change_own(handle, lambda own, handle=handle: self._add(engine, aside[handle], own))
 
-    def _add(self, engine: Engine, handle: ParamHandle, own: torch.Tensor) -> None:
+    @staticmethod
+    def _take(engine: Engine, handle: ParamHandle) -> torch.Tensor | None:
+        """Takes this rank's elements of a gradient that has landed away from it."""
+        engine.gradients.average()
+        with engine.using():
+            if handle.grad.state is not GradState.LANDED:
+                return None
+            kept: list[torch.Tensor] = []
+            engine.gradients.change_own(handle, lambda own: kept.append(own.clone()))
+            engine.gradients.clear(handle)
+        return kept[0]
+
+    def _add(self, engine: Engine, aside: torch.Tensor | None, own: torch.Tensor) -> None:
         theirs = self._exchange(engine.ranks.stages, own.detach().cpu().contiguous()).to(own.device).view_as(own)
         first, last = (own, theirs) if self._counts else (theirs, own)
         own.copy_(first.float() + last.float())
+        if aside is not None:
+            own.add_(aside)
 
     def _exchange(self, stages: Channel, mine: torch.Tensor) -> torch.Tensor:
         """Sends ``mine`` to the other rank with the tie, and returns its."""

@@ -10,6 +10,7 @@ import torch
 from ..errors import UsageError
 from .dtensors import local_of
 from .owner import Owner
+from .shared import is_counted
 
 if TYPE_CHECKING:
     from .lent import Lent
@@ -22,7 +23,7 @@ DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 class ParamHandle:
     """Links a parameter to its unit, shard and engine. The engine is held weakly: parameters must not keep it alive."""
 
-    __slots__ = ("names", "unit", "shard", "index", "grad", "step", "version", "has_loaded_master", "lent", "_engine")
+    __slots__ = ("names", "unit", "shard", "index", "grad", "step", "version", "has_loaded_master", "lent", "is_counted", "_engine")
 
     def __init__(self, names: list[str], unit: ParamUnit, shard: ParamShard, index: int, engine: Owner):
         self.names, self.unit, self.shard, self.index = names, unit, shard, index
@@ -31,6 +32,7 @@ class ParamHandle:
         self.version = 0  # counts changes of the value at home
         self.has_loaded_master = False  # since the last step: a load of the value it belongs to leaves its bits
         self.lent: weakref.ref[Lent] | None = None  # what the parameter stands for in a block of full_params
+        self.is_counted = is_counted(self.param)  # in norms and checkpoints: not, where another stage's copy is
         self._engine = weakref.ref(engine)
 
     @property

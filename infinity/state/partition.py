@@ -16,6 +16,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from .dtensors import is_distributed_parameter, span_of
+from .shared import is_shared
 
 SMALL_NBYTES = 256 * 1024
 
@@ -46,6 +47,9 @@ def partition(model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.
     names = parameter_names(model)
     groups = [Group(names[param][0], [param], [], tile_rows=rows) for param, rows in (tiled or {}).items()]
     taken = set(tiled or ())
+    for param in [param for param in names if is_shared(param) and is_managed(param) and param not in taken]:
+        groups.append(Group(names[param][0], [param], []))  # alone, so that it lies alike on both of its stages
+        taken.add(param)
     for name, block in blocks:
         params = [p for p in dict.fromkeys(block.parameters()) if is_managed(p) and p not in taken]
         if params:

@@ -16,6 +16,7 @@ class Parts(nn.Module):
 
     def __init__(self, parts: Sequence[nn.Module]):
         super().__init__()
+        self.__dict__["merged_of"] = {}
         self.__dict__["parts"] = list(parts)  # no children of their own: their children are
         # What draws values for a model on meta: a transformers model's own.
         if callable(draw := next((part._init_weights for part in parts if hasattr(part, "_init_weights")), None)):
@@ -24,7 +25,7 @@ class Parts(nn.Module):
             for number, part in enumerate(parts):
                 self._modules[str(number)] = part
         else:
-            _merge(self, parts)
+            _merge(self, parts, self.__dict__["merged_of"])
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
@@ -32,21 +33,30 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     return model.__dict__["parts"] if isinstance(model, Parts) else [model]
 
 
+def called_for(model: nn.Module, module: nn.Module) -> list[nn.Module]:
+    """Lists the modules that are called where ``module`` of ``model`` is meant: itself, or those that it was merged of."""
+    return model.__dict__["merged_of"].get(module, [module]) if isinstance(model, Parts) else [module]
+
+
 def _have_names_in_common(parts: Sequence[nn.Module]) -> bool:
     tensors: dict[str, object] = {}
     return any(tensors.setdefault(name, param) is not param for part in parts for name, param in part.named_parameters())
 
 
-def _merge(into: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Gives ``into`` all that ``modules`` have, which are the same module of several parts. Of buffers with the same name the first one
-    keeps it."""
+def _merge(into: nn.Module, modules: Sequence[nn.Module], merged_of: dict[nn.Module, list[nn.Module]]) -> None:
+    """Gives ``into`` all that ``modules`` have, which are the same module of several parts. A tensor of its own is kept in one place, so
+    that who replaces it there replaces it for all. Of buffers with the same name the first one keeps it."""
+    merged_of[into] = list(modules)
     for module in modules:
         into._parameters.update(module._parameters)
-        for name, buffer in module._buffers.items():
-            name = _free(name, into._buffers, buffer)
-            into._buffers[name] = buffer
-            if name.partition("~")[0] in module._non_persistent_buffers_set:
-                into._non_persistent_buffers_set.add(name)
+        module._parameters = into._parameters
+        apart = [name for name, buffer in module._buffers.items() if into._buffers.get(name, buffer) is not buffer]
+        for name in apart:
+            into._buffers[_free(name, into._buffers)] = module._buffers[name]
+        into._buffers.update({name: buffer for name, buffer in module._buffers.items() if name not in apart})
+        into._non_persistent_buffers_set |= module._non_persistent_buffers_set
+        if not apart:
+            module._buffers = into._buffers
     for name in dict.fromkeys(name for module in modules for name in module._modules):
         children = dict.fromkeys(child for module in modules if (child := module._modules.get(name)) is not None)
         holding = [child for child in children if _holds_tensors(child)] or list(children)[:1]
@@ -56,15 +66,14 @@ def _merge(into: nn.Module, modules: Sequence[nn.Module]) -> None:
             kinds = {type(child) for child in holding}
             kind = next((kind for kind in (nn.ModuleList, nn.ModuleDict, nn.Sequential) if kinds == {kind}), nn.Module)
             into._modules[name] = node = kind()
-            _merge(node, holding)
+            _merge(node, holding, merged_of)
 
 
-def _free(name: str, taken: dict[str, object], value: object) -> str:
-    number, found = 0, name
-    while found in taken and taken[found] is not value:
+def _free(name: str, taken: dict[str, object]) -> str:
+    number = 1
+    while f"{name}~{number}" in taken:
         number += 1
-        found = f"{name}~{number}"
-    return found
+    return f"{name}~{number}"
 
 
 def _holds_tensors(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Shared: marks parameters of which another stage of a pipeline has a copy that makes the same steps."""
+"""Shared: marks parameters of which another stage of a pipeline has a copy that makes the same steps, for as long as they are wrapped."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ MARK = "_infinity_shared"
 def mark_shared(param: torch.Tensor, *, counts: bool) -> None:
     """Marks ``param`` as one of two copies. ``counts``: it is the one that norms and checkpoints have."""
     setattr(param, MARK, counts)
+
+
+def unmark(param: torch.Tensor) -> None:
+    """Takes the mark back."""
+    if is_shared(param):
+        delattr(param, MARK)
 
 
 def is_shared(param: torch.Tensor) -> bool:

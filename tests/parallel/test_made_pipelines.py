@@ -52,6 +52,7 @@ def two(tmp_path_factory) -> dict[str, Any]:
     jobs["piped:qwen3-meta"] = {"name": "qwen3", "schedule": "auto", "weights": str(weights),
                                 "config": models.at_home("nvme", "host", swap)}  # fmt: skip
     jobs |= {"piped_chains": {}, "refused_pipelines": {}}
+    jobs["reviewed"] = {"config": models.at_home("host", "host", swap)}
     return run_all(folder, 2, jobs, script="pipeline_jobs.py") | {"folder": folder}
 
 
@@ -104,6 +105,23 @@ def test_other_chains_train_as_in_one_process(two):
 def test_bad_input_is_refused_with_the_numbers(two, what):
     for rank in two["refused_pipelines"]:
         assert rank[what].startswith(REFUSED[what]), rank[what]
+
+
+@pytest.mark.parametrize("what", ["two steps of a tie", "positions in bf16", "a frozen first stage", "a frozen tie"])
+def test_norms_are_those_of_one_process_also_when(two, what):
+    """Steps without an update between them, 16-bit tables of positions, stages and ties that are not trained."""
+    for rank in two["reviewed"]:
+        ours, alone = rank[what]
+        assert ours == pytest.approx(alone, rel=2e-2 if "bf16" in what else 1e-5)
+
+
+def test_what_a_review_found(two):
+    for rank in two["reviewed"]:
+        assert len(set(rank["several schedules"])) == 1
+        assert rank["another tie"].startswith("ConfigError: 0.weight is one parameter in chunks 0, 1, on different ranks")
+        assert "adds a loss of its routers" in rank["routers"]
+        assert rank["too small"].startswith("CapacityError") and rank["given back"] is True
+        assert rank["its own parameter"] is True
 
 
 @pytest.mark.slow

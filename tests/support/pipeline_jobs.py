@@ -510,6 +510,91 @@ def refused_pipelines() -> dict[str, str]:
     return found
 
 
+def reviewed(config: dict) -> dict[str, Any]:
+    """What a review found wrong, each beside what is right."""
+    mesh, found = mesh_of(2), {}
+
+    def norms(
+        name: str, steps: int, schedule: str = "auto", dtype: torch.dtype = torch.float32, trained: str = ""
+    ) -> tuple[float, float]:
+        """The norm after so many steps of the pipeline without an update between them, and one process's."""
+        told = []
+        for pipelined in (True, False):
+            model: nn.Module = causal(name).to(dtype)
+            for key, param in model.named_parameters():
+                param.requires_grad_(trained in key)
+            optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+            if pipelined:
+                pipe, optimizer = infinity.parallel.pipeline(
+                    model, mesh, optimizer, config, schedule=schedule, micro_batches=4, quiet=True
+                )
+            for number in range(steps):
+                if pipelined:
+                    pipe.step(**labelled(number))
+                else:
+                    model(**labelled(number)).loss.backward()
+            if pipelined:
+                told.append(infinity.clip_grad_norm_(optimizer, 1e9).item())
+                infinity.unwrap_model(pipe.chunks, optimizer)
+            else:
+                told.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
+        return told[0], told[1]
+
+    found["two steps of a tie"] = norms("qwen3", 2)
+    found["positions in bf16"] = norms("gpt2", 1, dtype=torch.bfloat16)
+    found["a frozen first stage"] = norms("llama", 1, "1F1B", trained="layers.3")
+    found["a frozen tie"] = norms("qwen3", 1, trained="self_attn")
+
+    chunks, numbers, count = build("1F1B", mesh)
+    params = [p for chunk in chunks for p in chunk.parameters()]
+    chunks, optimizer = infinity.wrap_model(chunks, torch.optim.AdamW(params), config, mesh=mesh)
+    told_norms = []
+    for _ in range(2):  # a second schedule over the same stages
+        first = schedule_of("1F1B", chunks, numbers, count, mesh)
+        for schedule in (first, schedules.ScheduleGPipe(first._stage, MICRO, loss_fn=loss_of)):
+            infinity.parallel.attach(schedule)
+            step(schedule, numbers, count, 0)
+            told_norms.append(infinity.clip_grad_norm_(optimizer, 1e9).item())
+            optimizer.zero_grad()
+    found["several schedules"] = told_norms
+    infinity.unwrap_model(chunks, optimizer)
+
+    tied = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, VOCABULARY, bias=False))
+    tied[3].weight = tied[0].weight
+    found["another tie"] = told(
+        lambda: infinity.parallel.pipeline(tied, mesh, None, config, micro_batches=4, loss_fn=loss_of, chunks=1)
+    )
+    routed = causal("mixtral")
+    routed.config.output_router_logits = True
+    found["routers"] = told(lambda: infinity.parallel.pipeline(routed, mesh, None, config, micro_batches=4, quiet=True))
+    model = causal("llama")
+    optimizer = torch.optim.AdamW(model.parameters())
+    small = config | {"host_memory": 1000}
+    found["too small"] = told(lambda: infinity.parallel.pipeline(model, mesh, optimizer, small, micro_batches=4, quiet=True))
+    found["given back"] = sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+
+    class Shifted(nn.Module):
+        """A chunk with a parameter of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_parameter(f"shift{dist.get_rank()}", nn.Parameter(torch.randn(4)))
+            self.layers = nn.ModuleDict({str(dist.get_rank()): nn.Linear(4, 4)})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return next(iter(self.layers.values()))(x) + next(p for p in self.parameters(recurse=False))
+
+    chunk = Shifted()
+    before = {name: value.clone() for name, value in chunk.state_dict().items()}
+    chunks, optimizer = infinity.wrap_model([chunk], torch.optim.AdamW(chunk.parameters()), config, mesh=mesh)
+    after = chunk.state_dict()
+    found["its own parameter"] = all(
+        type(after[name]) is torch.Tensor and torch.equal(after[name], value) for name, value in before.items()
+    )
+    infinity.unwrap_model(chunks, optimizer)
+    return found
+
+
 # --- refusals and failures ---
 
 
