@@ -88,7 +88,7 @@ def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module
         for group, saved in zip(optimizer.param_groups, checked.groups):
             group.update({key: value for key, value in saved.items() if key != "params"})
     rank = _rank_in(manifest, engine)
-    _load_rest(model, checked.other, rank)
+    _load_rest(model, checked.other, _rank_in(manifest, engine, of_stage=True))
     engine.count_backwards(0)
     if checked.generators is not None:
         restore_random_state(checked.generators, checked.other, rank)
@@ -111,7 +111,7 @@ def _check(
         generators = check_random_state(manifest["random"][rank], other, rank) if rank < len(manifest["random"]) else None
         if optimizer is not None:
             _check_optimizer(optimizer, manifest["optimizer"], groups, engine.collectives)
-        for prefix, targets in _rest(model, rank):
+        for prefix, targets in _rest(model, _rank_in(manifest, engine, of_stage=True)):
             _check_shapes({prefix + name: value for name, value in targets.items()}, other)
     except InfinityError:
         raise
@@ -135,9 +135,9 @@ def _load_rest(model: nn.Module, other: dict[str, torch.Tensor], rank: int) -> N
                 overwrite(target, other[prefix + name])
 
 
-def _rank_in(manifest: dict[str, Any], engine: Engine) -> int:
-    """Finds whose buffers and generators of a checkpoint are this rank's: those of the same place in the data ranks, and of the same
-    part of the tensors where that was there."""
+def _rank_in(manifest: dict[str, Any], engine: Engine, *, of_stage: bool = False) -> int:
+    """Finds whose generators of a checkpoint are this rank's: those of the same place in the data ranks, and of the same part of the
+    tensors and stage where these were there. ``of_stage``: whose buffers, which are found by their names in whatever stage."""
     ranks, count = engine.ranks, len(manifest["random"])
     saved = manifest.get("data_ranks", count)
     if type(saved) is not int or saved < 1:
@@ -145,7 +145,7 @@ def _rank_in(manifest: dict[str, Any], engine: Engine) -> int:
     parts = manifest.get("parts", 1)
     if type(parts) is not int or parts < 1:
         raise TypeError(f"parts is {parts!r}")
-    place = ranks.data_rank + saved * (ranks.part + parts * ranks.stage)
+    place = ranks.data_rank + saved * (ranks.part + (0 if of_stage else parts * ranks.stage))
     return place if ranks.data_rank < saved and place < count else ranks.data_rank
 
 

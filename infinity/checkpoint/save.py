@@ -156,7 +156,8 @@ def _buffers_of_others(mine: dict[str, torch.Tensor], collectives: Collectives) 
     others = collectives.collect(
         {name: mine[name].cpu() for name in mine if digests[name] != first.get(name)}, "buffers that differ"
     )
-    return {f"buffer-of-rank/{rank}/{name}": buffer for rank, of_one in enumerate(others) for name, buffer in of_one.items()}
+    each = collectives.ranks.data_size * collectives.ranks.parts  # of a stage, whose buffers have names of their own
+    return {f"buffer-of-rank/{rank % each}/{name}": buffer for rank, of_one in enumerate(others) for name, buffer in of_one.items()}
 
 
 def _of_stages(mine: dict[str, Any], collectives: Collectives) -> dict[str, Any]:

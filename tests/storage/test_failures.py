@@ -443,7 +443,7 @@ def ended(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ends")
     ends = {name: lines for name, (lines, _, _) in ENDS.items()}
     script = SCRIPT.format(root=root, tests=tests, folder=str(folder), ends=ends)
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=280)
     return folder
 
 
