@@ -9,6 +9,7 @@ width      features of what passes from block to block
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -110,10 +111,8 @@ def _width(model: nn.Module) -> int:
 
 def _vocabulary(model: nn.Module) -> int:
     """The rows of the embedding that the model says it takes tokens with, else of the largest one."""
-    try:
+    with contextlib.suppress(AttributeError, NotImplementedError):  # of a model that does not say
         return model.get_input_embeddings().num_embeddings
-    except (AttributeError, NotImplementedError):
-        pass
     return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
 
 

@@ -35,15 +35,15 @@ class JoinedPass:
         engine.refuse_between("infinity.accumulate inside another one")
         if engine.computing:
             raise UsageError("infinity.accumulate is not to be had inside a forward or backward: a pass is running")
-        with engine.using():
-            self._open(engine)
         try:
+            with engine.using():
+                self._open(engine)
             yield
+            with engine.using():
+                self._close(engine)
         except BaseException:
             engine.mark_interrupted()  # the next use puts things right, once nothing runs
             raise
-        with engine.using():
-            self._close(engine)
 
     def _open(self, engine: Engine) -> None:
         reduced = engine.reducer is not None and not engine.ranks.keeps_gradients
@@ -55,8 +55,8 @@ class JoinedPass:
     def _close(self, engine: Engine) -> None:
         if not self.is_open:
             return  # something inside failed, was caught, and all was put right since
-        self.is_open = False
         engine.mark_interrupted()  # cut short from here on, what is half landed is torn
+        self.is_open = False
         with engine.store.guarding():
             engine.gradients.land_together(engine.units)
         if engine.reducer is None:

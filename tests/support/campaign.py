@@ -277,6 +277,19 @@ def accumulated(user, known):
     yield {user.steps + 1}
 
 
+def joined(user, known):
+    user.optimizer.zero_grad()
+
+    def run():
+        with infinity.accumulate(user.model):
+            for rows in (slice(0, 2), slice(2, 4)):
+                user.loss(rows).backward()
+
+    yield run
+    user.step()
+    yield {user.steps + 1}
+
+
 def step(user, known):
     user.backward()
     yield lambda: user.optimizer.step()
@@ -527,13 +540,13 @@ def drop_after_backward(user, known):
 OPERATIONS: dict[str, Operation] = {
     operation.__name__: operation
     for operation in (
-        forward, backward, accumulated, step, step_again, closure, step_in_backward, zero_grad, clip, read_gradients, evaluation,
+        forward, backward, accumulated, joined, step, step_again, closure, step_in_backward, zero_grad, clip, read_gradients, evaluation,
         state_dict, load_state_dict, read_params, write_params, save_checkpoint, load_checkpoint, save_pretrained,
         load_after_forward, load_after_backward, wrap, unwrap, unwrap_and_go_on, drop, drop_after_backward,
     )
 }  # fmt: skip
 ENDS_THE_MODEL = {"unwrap", "unwrap_and_go_on", "drop", "drop_after_backward"}
-OF_THE_USERS = ("forward", "backward", "accumulated", "closure", "step_in_backward", "evaluation", "load_after_forward", "load_after_backward",
+OF_THE_USERS = ("forward", "backward", "accumulated", "joined", "closure", "step_in_backward", "evaluation", "load_after_forward", "load_after_backward",
                 "drop_after_backward")  # fmt: skip  # in which any of the user's code runs
 
 
