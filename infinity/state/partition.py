@@ -47,7 +47,9 @@ def partition(model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.
     names = parameter_names(model)
     groups = [Group(names[param][0], [param], [], tile_rows=rows) for param, rows in (tiled or {}).items()]
     taken = set(tiled or ())
-    for param in [param for param in names if is_shared(param) and is_managed(param) and param not in taken]:
+    for param in [
+        param for param in dict.fromkeys(model.parameters()) if is_shared(param) and is_managed(param) and param not in taken
+    ]:
         groups.append(Group(names[param][0], [param], []))  # alone, so that it lies alike on both of its stages
         taken.add(param)
     for name, block in blocks:
