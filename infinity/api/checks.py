@@ -80,14 +80,16 @@ def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) ->
                 f"parameter {name} is cut over {param.device_mesh.size()} ranks, but the mesh that wrap_model was given has tp={parts}: give it "
                 "the mesh of the whole job, whose tp axis the model was cut over"
             )
-    if parts == 1 and not distributed:
+    if parts == 1 and not distributed and ranks.stages is None:
         return
     _check_adapters(model)
+    is_cut = parts > 1 or bool(distributed)
+    of = f"tensor parallelism (tp={parts})" if is_cut else f"pipeline parallelism (pp={ranks.stages.size})"
     for field, instead in (("micro_batch", "use a smaller batch, or recompute blocks with torch's checkpoint"),
                            ("speculate", "leave it out: updates still overlap with the next forward"),
                            ("recompute", "use torch's checkpoint, or the model's gradient_checkpointing_enable()")):  # fmt: skip
         if getattr(config, field):
-            raise ConfigError(f"{field}: not available with tensor parallelism (tp={parts}) in this version: {instead}")
+            raise ConfigError(f"{field}: not available with {of} in this version: {instead}")
 
 
 def _check_adapters(model: nn.Module) -> None:

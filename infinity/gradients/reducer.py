@@ -150,8 +150,6 @@ class Reducer:
             self._is_reducing_all = False
         if self._failure is not None:
             raise self._failure
-        for unit in self._order:
-            self._on_reduced(unit)
 
     def _agree_on_order(self) -> list[ParamUnit]:
         by_index = {unit.index: unit for unit in self._units}

@@ -12,7 +12,7 @@ gradients land once. torch's runtime is left as it is but for methods of the sta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -76,26 +76,24 @@ def _joined(run: Callable, engine: Engine, stages: list[Any]) -> Callable:
         for stage in stages:
             getattr(stage, ATTACHED).clear()
         try:
-            with engine.joined.opened(engine):
-                result = run(*args, **kwargs)
+            with engine.joined.opened(engine, finish=partial(_scale_all, stages)):
+                return run(*args, **kwargs)
         except RuntimeError as error:
             if (cause := _typed_cause(error)) is not None:
                 raise cause from error  # torch says in which stage, and with what
             raise
-        scaled: set[torch.Tensor] = set()
-        for stage in stages:
-            for factor in getattr(stage, ATTACHED)[-1:]:
-                _scale([param for param in stage.submod.parameters() if param not in scaled], factor)
-                scaled.update(stage.submod.parameters())
-        return result
 
     return joined
 
 
-def _scale(params: list[nn.Parameter], factor: int) -> None:
-    """Divides gradients as a stage's scale_grads does."""
-    for param in params if factor != 1 else ():
-        if param.grad is not None:
+def _scale_all(stages: list[Any]) -> None:
+    """Divides the gradients of ``stages`` by what each has noted, as their scale_grads do: those of a parameter of several stages once."""
+    factors: dict[nn.Parameter, int] = {}
+    for stage in stages:
+        for factor in getattr(stage, ATTACHED)[-1:]:
+            factors = dict.fromkeys(stage.submod.parameters(), factor) | factors
+    for param, factor in factors.items():
+        if factor != 1 and param.grad is not None:
             param.grad.div_(factor)
 
 

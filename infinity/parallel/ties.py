@@ -61,19 +61,21 @@ class Ties:
         What earlier passes have left was added up then, and is set aside meanwhile. An exception leaves the gradients torn.
         """
         handles = [handle for handle in map(handle_of, self._params) if handle.grad is not None]  # the others are frozen
-        aside = {handle: self._take(engine, handle) for handle in handles}
+        aside: dict[ParamHandle, torch.Tensor | None] = {}
         try:
+            for handle in handles:
+                aside[handle] = self._take(engine, handle)
             yield
+            for handle in handles:
+                engine.gradients.average()
+                with engine.using():
+                    if handle.grad.state is GradState.ABSENT:
+                        engine.gradients.zero(handle)
+                    engine.gradients.change_own(handle, lambda own, handle=handle: self._add(engine, aside[handle], own))
         except BaseException:
             for handle in handles:
                 handle.grad = GradRecord(GradState.TORN)
             raise
-        for handle in handles:
-            engine.gradients.average()
-            with engine.using():
-                if handle.grad.state is GradState.ABSENT:
-                    engine.gradients.zero(handle)
-                engine.gradients.change_own(handle, lambda own, handle=handle: self._add(engine, aside[handle], own))
 
     @staticmethod
     def _take(engine: Engine, handle: ParamHandle) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ reduced, sent home or met for between them, units stay while the window has room
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -26,8 +26,10 @@ class JoinedPass:
         self._backwards = 0
 
     @contextmanager
-    def opened(self, engine: Engine) -> Iterator[None]:
+    def opened(self, engine: Engine, finish: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Joins all forwards and backwards inside the block. Left by an exception, what they added to gradients is torn.
+
+        ``finish``: what is to be done to the gradients once they have landed, before anybody steps them; cut short, they are torn, too.
 
         Raises UsageError where a pass is open already, or runs.
         """
@@ -40,7 +42,7 @@ class JoinedPass:
                 self._open(engine)
             yield
             with engine.using():
-                self._close(engine)
+                self._close(engine, finish)
         except BaseException:
             engine.mark_interrupted()  # the next use puts things right, once nothing runs
             raise
@@ -52,19 +54,19 @@ class JoinedPass:
             engine.reducer.waits_for_more = True
         self.is_open, self._has_begun, self._backwards = True, False, 0
 
-    def _close(self, engine: Engine) -> None:
+    def _close(self, engine: Engine, finish: Callable[[], None]) -> None:
         if not self.is_open:
             return  # something inside failed, was caught, and all was put right since
         engine.mark_interrupted()  # cut short from here on, what is half landed is torn
         self.is_open = False
         with engine.store.guarding():
             engine.gradients.land_together(engine.units)
-        if engine.reducer is None:
-            for unit in reversed(engine.units):
-                engine.passes.landed_at_home(unit)
-        else:
+        if engine.reducer is not None:
             with engine.store.guarding():
                 engine.reducer.reduce_all()
+        finish()
+        for unit in reversed(engine.units):
+            engine.passes.landed_at_home(unit)
         if self._backwards:
             engine.end_backwards()
         else:

@@ -25,6 +25,10 @@ REFUSED = {
     "names": "ConfigError: mesh: ranks 0 and 1 of the pp axis both have a parameter 0.weight",
     "settings": "ConfigError: wrap_model: Config(max_grad_norm) is 1.0 on rank 0 and 2.0 on rank 1",
     "apart": "ConfigError: the 2 stages of this rank were wrapped apart",
+    **{
+        field: f"ConfigError: {field}: not available with pipeline parallelism (pp=2)"
+        for field in ("micro_batch", "speculate", "recompute")
+    },
     "torch's clip": "UsageError: torch's clip_grad_norm_ sees the gradients of this stage of the pipeline only",
 }
 

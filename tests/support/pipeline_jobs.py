@@ -617,6 +617,9 @@ def refused() -> dict[str, str]:
     found["names"] = told(lambda: infinity.wrap_model(alike, torch.optim.AdamW(alike[0].parameters()), host, mesh=mesh))
     settings = host | {"max_grad_norm": 1.0 + dist.get_rank()}
     found["settings"] = told(lambda: infinity.wrap_model(chunks, torch.optim.AdamW(params), settings, mesh=mesh))
+    for field in ("micro_batch", "speculate", "recompute"):
+        wanted = host | {field: 1 if field == "micro_batch" else True}
+        found[field] = told(lambda wanted=wanted: infinity.wrap_model(chunks, torch.optim.AdamW(params), wanted, mesh=mesh))
     apart = [infinity.wrap_model([chunk], None, {"params": "host"}, mesh=mesh)[0][0] for chunk in chunks]
     found["apart"] = told(lambda: infinity.parallel.attach(schedule_of("Interleaved1F1B", apart, numbers, count, mesh)))
     for chunk in apart:
