@@ -36,6 +36,7 @@ from infinity.state.unit import ParamUnit
 SINGLE = ("GPipe", "1F1B")
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 LAYERS, MICRO = 4, 8
+FIRST_PIECE = 400  # of the transfers of a rank that falls: after its checkpoint
 
 
 class Chunk(nn.Module):
@@ -715,28 +716,67 @@ def refused() -> dict[str, str]:
     return found
 
 
-def falls(how: str) -> None:
-    """The first rank's second chunk falls in its second step."""
-    mesh = mesh_of(2)
+def falls(how: str, folder: str, steps: int = 60) -> None:
+    """The second rank falls in a step after the first one, of which there is a checkpoint."""
+    mesh, config = mesh_of(2), {"params": "host", "optimizer": "host"}
+    if how in ("eio", "enospc"):
+        config = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [folder], "host_memory": "64MB"}
+        if dist.get_rank() == 1:
+            os.environ["INFINITY_FAULTS"] = f"seed=1,{how}=1.0,first_piece={FIRST_PIECE}"
     chunks, numbers, count = build("Interleaved1F1B", mesh)
     params = [p for chunk in chunks for p in chunk.parameters()]
-    chunks, optimizer = infinity.wrap_model(chunks, torch.optim.AdamW(params), {"params": "host", "optimizer": "host"}, mesh=mesh)
+    chunks, optimizer = infinity.wrap_model(chunks, torch.optim.AdamW(params), config, mesh=mesh)
     schedule = infinity.parallel.attach(schedule_of("Interleaved1F1B", chunks, numbers, count, mesh))
-    step(schedule, numbers, count, 0)
-    optimizer.step()
-    optimizer.zero_grad()
+
+    def train(number: int) -> None:
+        step(schedule, numbers, count, number)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(0)
+    infinity.save_checkpoint(f"{folder}/checkpoint", chunks, optimizer, extra={"step": 1})
 
     def fall(*_: Any) -> None:
         if dist.get_rank() == 1:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "hangs":
+                os.kill(os.getpid(), signal.SIGSTOP)
             raise ValueError("the user's own")
 
     if how == "raises in a backward":
         next(iter(chunks[0].blocks.values())).register_full_backward_hook(fall)
-    else:
+    elif how not in ("eio", "enospc"):
         next(iter(chunks[0].blocks.values())).register_forward_hook(fall)
-    step(schedule, numbers, count, 1)
+    for number in range(1, steps):
+        train(number)
+
+
+def restarted(folder: str) -> dict[str, Any]:
+    """A job as torchrun restarts it: goes on from the checkpoint if there is one; the second stage is killed the first time."""
+    mesh, path = mesh_of(2), Path(folder) / "checkpoint"
+    model = causal("qwen3")
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    pipe, optimizer = infinity.parallel.pipeline(
+        model, mesh, optimizer, {"params": "host", "optimizer": "host"}, micro_batches=4, quiet=True
+    )
+    first = infinity.load_checkpoint(path, pipe.chunks, optimizer)["step"] if path.exists() else 0
+    losses = []
+    for number in range(first, 5):
+        losses.append(pipe.step(**labelled(number)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        infinity.save_checkpoint(path, pipe.chunks, optimizer, extra={"step": number + 1})
+        if (
+            number == 2
+            and dist.get_rank() == 1
+            and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+            and "NOBODY_FALLS" not in os.environ
+        ):
+            os.kill(os.getpid(), signal.SIGKILL)
+    weights = {key: value for chunk in pipe.chunks for key, value in whole(chunk.state_dict()).items()}
+    infinity.unwrap_model(pipe.chunks, optimizer)
+    return {"first": first, "losses": losses, "weights": weights, "restarts": os.environ["TORCHELASTIC_RESTART_COUNT"]}
 
 
 if __name__ == "__main__":
