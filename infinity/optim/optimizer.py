@@ -200,7 +200,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             engine.begin_step()
             engine.steps.stream()
             yield  # an exception leaves the marks, which the next use of the engine goes by
-            if engine.is_cut_short or engine.gradients.is_changing:
+            if engine.is_cut_short or engine.gradients.changes.are_open:
                 engine.mark_interrupted()  # the backward failed, and somebody caught that inside the block
             else:
                 engine.steps.end_stream()

@@ -63,7 +63,7 @@ class Stepper:
             for handle in handles if clip != 1.0 else ():
                 if handle.grad.state is GradState.LANDED and len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
                     target.gradients.apply_factors(handle)  # there is no room for another
-            after = target.gradients.close_shard(shard)
+            after = target.gradients.homes.close_shard(shard)
             spans = list(self._spans(shard, handles, clip))
             step = ShardStep(shard, [(h, h.step + 1) for h in handles if h.grad.state is GradState.LANDED])
             shadow = shard.shadow
@@ -116,7 +116,7 @@ class Stepper:
                     continue
                 shard.wait()
                 shard.drop_shadow()
-                after, version = target.gradients.close_shard(shard), target.steps.index + 1
+                after, version = target.gradients.homes.close_shard(shard), target.steps.index + 1
                 update = self._processor_update(shard, spans, after, label=unit.index, version=version, ahead=True)
                 shard.cast_shadow(Shadow(update, _inputs_of(spans)))
                 target.updater.submit_all([update])
@@ -140,7 +140,7 @@ class Stepper:
         if rest:
             step.update = self._processor_update(shard, rest, after, label=label, version=version)
         if own:
-            behind = target.gradients.landing_of(shard)
+            behind = target.gradients.homes.landing_of(shard)
             step.device_step = partial(stepper.step, shard, shard.native_layout(self._rule), own, version=version, behind=behind)
 
     def _processor_update(

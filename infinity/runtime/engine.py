@@ -297,7 +297,7 @@ class Engine:
         """Ends one backward, or those of a joined pass, whose gradients have landed."""
         self.count_backwards(self.steps.backwards + 1)
         self.gradients.end_backward()
-        self.gradients.close_all([shard for unit in self.units for shard in unit.shards])
+        self.gradients.homes.close_all([shard for unit in self.units for shard in unit.shards])
         if not self.passes.frames:
             self.release_idle()
 

@@ -253,7 +253,7 @@ class Passes:
         self.join_task()
         if grad is None:
             return  # of a weight that runs in tiles: it has landed
-        self.engine.gradients.change(handle)
+        self.engine.gradients.changes.begin(handle)
         if is_distributed(grad):
             grad = part_of(param, grad, f"the gradient of {handle.name}")  # partial sums over the mesh are added
         set_raw_grad(param, None)
@@ -275,7 +275,7 @@ class Passes:
     def land_by_hand(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         """Sends home a gradient that was computed without being accumulated, between the backwards of a joined pass."""
         handle = handle_of(param)
-        self.engine.gradients.change(handle)
+        self.engine.gradients.changes.begin(handle)
         with self.engine.store.guarding():
             self.engine.gradients.land(handle, part_of(param, grad, f"the gradient of {handle.name}"))
         self.engine.without_grad.get(handle.unit, set()).discard(handle)
@@ -293,7 +293,7 @@ class Passes:
             del self.awaited[unit]
             self.engine.traffic.mark("backward", unit.name, self._since.pop(unit))
             self.engine.prefetcher.unhold(unit)
-            self.engine.gradients.close_all(unit.shards)
+            self.engine.gradients.homes.close_all(unit.shards)
 
     def give_way(self) -> bool:
         """Lets the unit go that the backward has not used for longest: the device window is full.
