@@ -89,16 +89,7 @@ def wrap_model(
     collectives = Collectives(ranks, traffic)
     ties = Ties()
     try:
-        with collectives.together("checking what wrap_model was given"):
-            config = Config.make(config)
-            check(model, optimizer, config)
-            ties.tie(model, optimizer, config.tied)
-            check_tensor_parallel(model, config, collectives.ranks)
-            description = {} if collectives.ranks.alone else describe(model, optimizer, config)
-        with collectives.together("comparing what wrap_model was given"):  # other stages do not see what differs here
-            collectives.compare(description, "wrap_model")
-        check_stages(model, description, collectives)
-        compare_values(model, collectives)
+        config = _check_everywhere(model, optimizer, config, ties, collectives)
         local_size = -collectives.least([-ranks.local_size], "ranks on a machine", over_stages=True)[0]
         ranks = dataclasses.replace(ranks, shard=config.shard, compresses=config.compress_gathers, local_size=local_size)
         if config.shard_in_node:
@@ -110,6 +101,27 @@ def wrap_model(
         ties.undo()
         collectives.close()
         raise
+
+
+def _check_everywhere(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config | Mapping[str, Any] | str | os.PathLike | None,
+    ties: Ties,
+    collectives: Collectives,
+) -> Config:
+    """Checks what wrap_model was given, here and between the ranks. Returns the configuration; what it ties is tied."""
+    with collectives.together("checking what wrap_model was given"):
+        config = Config.make(config)
+        check(model, optimizer, config)
+        ties.tie(model, optimizer, config.tied)
+        check_tensor_parallel(model, config, collectives.ranks)
+        description = {} if collectives.ranks.alone else describe(model, optimizer, config)
+    with collectives.together("comparing what wrap_model was given"):  # other stages do not see what differs here
+        collectives.compare(description, "wrap_model")
+    check_stages(model, description, collectives)
+    compare_values(model, collectives)
+    return config
 
 
 def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, collectives: Collectives, mesh: Any) -> tuple:

@@ -35,7 +35,7 @@ class GradHomes:
         self._opened.rebuild()
 
     def is_remote(self, handle: ParamHandle) -> bool:
-        """Whether the gradient is at home where the device cannot compute with it."""
+        """Tells whether the gradient is at home where the device cannot compute with it."""
         return not self.device.is_host and handle.shard.arrays["grad"].tier is not Tier.DEVICE
 
     def view(self, handle: ParamHandle, *, write: bool, wait: bool = True) -> torch.Tensor:

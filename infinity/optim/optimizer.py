@@ -166,7 +166,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         stepper.carry_out(steps)
         self._engine.count_backwards(0)
         self._engine.steps.finish(version)
-        self._engine.collectives.note_progress(steps=version, backwards=0)
+        self._engine.collectives.progress.note(steps=version, backwards=0)
 
     def _digest(self, clip: float, *, of_parameters: bool = True) -> str:
         """Digests the step's inputs: ranks that differ raise. Other stages have other parameters, with the same settings."""

@@ -83,7 +83,7 @@ class Stepper:
                     raise target.halt("a step was cut short on the device")
                 step.has_begun = True
                 step.device_update = step.device_step()
-        target.updater.submit_all([step.update for step in steps if step.update is not None])
+        target.updates.updater.submit_all([step.update for step in steps if step.update is not None])
         for step in steps:
             shard = step.shard
             if step.shadow is not None:
@@ -119,7 +119,7 @@ class Stepper:
                 after, version = target.gradients.homes.close_shard(shard), target.steps.index + 1
                 update = self._processor_update(shard, spans, after, label=unit.index, version=version, ahead=True)
                 shard.cast_shadow(Shadow(update, _inputs_of(spans)))
-                target.updater.submit_all([update])
+                target.updates.updater.submit_all([update])
                 made += 1
         return made
 
@@ -130,7 +130,7 @@ class Stepper:
     def _plan_update(self, step: ShardStep, spans: list[Span], after: list[native.Ticket], *, label: int, version: int) -> None:
         """``spans`` of a shard are to be stepped: where its state is, and of state on the host a part on the device too."""
         target, shard = self._target, step.shard
-        stepper = target.stepper
+        stepper = target.updates.stepper
         if stepper is None:
             step.update = self._processor_update(shard, spans, after, label=label, version=version)
             return
