@@ -68,7 +68,7 @@ def stats(model: nn.Module) -> Stats:
     }
     bounds = _bounds(engine, edges)
     step_seconds = engine.updates.clock.step_seconds if engine.updates.clock.steps else 0.0
-    slowest = max(bounds, key=bounds.get)
+    slowest = max(bounds, key=lambda name: bounds[name])
     bound = bounds[slowest]
     if not engine.updates.clock.steps:
         sentence = "No step has been taken yet."
@@ -93,8 +93,8 @@ def _bounds(engine: Engine, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
     stalls = sum(edge.stall_seconds for edge in waited) / steps
     bounds = {"compute": max(0.0, engine.updates.clock.step_seconds - stalls)}
     if engine.plan.planned_nbytes(Tier.NVME):
-        moved = (edges[edge].nbytes / steps for edge in ("nvme->host", "host->nvme"))
-        bounds["the disk"] = disk_profile.seconds(engine.config.nvme_paths, *moved)
+        through = (edges[edge].nbytes / steps for edge in ("nvme->host", "host->nvme"))
+        bounds["the disk"] = disk_profile.seconds(engine.config.nvme_paths, *through)
     moved = sum(
         2 * sum(spec.nbytes_per_element().values()) - spec.nbytes_per_element()["grad"]
         for spec in (shard.spec for unit in engine.units for shard in unit.shards)

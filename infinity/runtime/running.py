@@ -95,12 +95,24 @@ class Running(ScopeOpener, Protocol):
     gradients: GradientBank
     reducer: Reducer | None  # None: gradients are averaged with nobody
     prefetcher: Prefetcher
-    activations: ActivationStore | None  # None: they stay with torch
     group_of: dict[ParamHandle, int]  # the parameters that are stepped
     storages: dict[int, tuple[ParamUnit, torch.Tensor]]  # device buffers, by storage
-    passes: Forwards
-    backward: Backwards
-    joined: JoinedBackwards
+
+    @property
+    def activations(self) -> ActivationStore | None:
+        """Takes what a forward saves home. None: it stays with torch."""
+
+    @property
+    def passes(self) -> Forwards:
+        """The forwards that are running."""
+
+    @property
+    def backward(self) -> Backwards:
+        """The backwards that are running."""
+
+    @property
+    def joined(self) -> JoinedBackwards:
+        """The pass that several of them make together."""
 
     @property
     def computing(self) -> bool:

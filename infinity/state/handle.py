@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import native
-from ..errors import UsageError
+from ..errors import InternalError, UsageError
 from ..machine.device import Device
 from .dtensors import local_of
 from .shard import ParamShard
@@ -119,9 +119,17 @@ class ParamHandle:
         return engine
 
 
-def handle_of(param: torch.Tensor) -> ParamHandle | None:
+def handle_of(param: torch.Tensor | None) -> ParamHandle | None:
     """Returns the handle of a managed parameter (or of its alias), None for any other tensor."""
     return param.__dict__.get("_infinity") if isinstance(param, torch.Tensor) else None
+
+
+def managed(param: torch.Tensor) -> ParamHandle:
+    """Returns the handle of a parameter that is known to be managed. Raises InternalError for any other tensor."""
+    handle = handle_of(param)
+    if handle is None:
+        raise InternalError(f"a tensor of shape {tuple(param.shape)} is not managed")
+    return handle
 
 
 def own_bytes(param: torch.Tensor) -> torch.Tensor:
