@@ -40,6 +40,14 @@ def swap(tmp_path) -> Path:
     return tmp_path / "swap"
 
 
+@pytest.fixture(scope="module")
+def launch_folder(tmp_path_factory) -> Path:
+    """A folder for all that one launch of ranks does, with `swap` for swap files."""
+    folder = tmp_path_factory.mktemp("launch")
+    (folder / "swap").mkdir()
+    return folder
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as slow what `make test` can do without: of a test with several parameters it runs so many cases that each value of each
     parameter is in one; `make test-all` runs every combination."""

@@ -18,7 +18,7 @@ from ..distributed.data_ranks import DataRanks
 from ..errors import ConfigError, UsageError
 from ..machine.sizes import format_nbytes
 from ..optim.optimizer import InfinityOptimizer
-from ..state.dtensors import check_placements, is_distributed, local_of
+from ..state.dtensors import check_placements, is_distributed, local_of, ranks_over
 from ..state.handle import handle_of
 from ..state.partition import is_managed, parameter_names
 
@@ -70,21 +70,23 @@ def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) ->
             raise ConfigError(f"buffer {name} is a DTensor: buffers have to be whole on every rank; take buffer.full_tensor()")
     members = ranks.tensor.ranks if ranks.tensor is not None else [ranks.world_rank]
     for name, param in distributed.items():
-        if param.device_mesh.size() == parts > 1 and sorted(param.device_mesh.mesh.flatten().tolist()) != sorted(members):
+        over = ranks_over(param)
+        if len(over) == parts > 1 and sorted(over) != sorted(members):
             raise ConfigError(
-                f"parameter {name} is cut over ranks {param.device_mesh.mesh.flatten().tolist()}, but the tp axis of the mesh that wrap_model was "
+                f"parameter {name} is cut over ranks {over}, but the tp axis of the mesh that wrap_model was "
                 f"given has ranks {members} here: cut the model over mesh['tp']"
             )
-        if param.device_mesh.size() != parts:
+        if len(over) != parts:
             raise ConfigError(
-                f"parameter {name} is cut over {param.device_mesh.size()} ranks, but the mesh that wrap_model was given has tp={parts}: give it "
+                f"parameter {name} is cut over {len(over)} ranks, but the mesh that wrap_model was given has tp={parts}: give it "
                 "the mesh of the whole job, whose tp axis the model was cut over"
             )
     if parts == 1 and not distributed and ranks.stages is None:
         return
     _check_adapters(model)
     is_cut = parts > 1 or bool(distributed)
-    of = f"tensor parallelism (tp={parts})" if is_cut else f"pipeline parallelism (pp={ranks.stages.size})"
+    stages = ranks.stages.size if ranks.stages is not None else 1
+    of = f"tensor parallelism (tp={parts})" if is_cut else f"pipeline parallelism (pp={stages})"
     for field, instead in (("micro_batch", "use a smaller batch, or recompute blocks with torch's checkpoint"),
                            ("speculate", "leave it out: updates still overlap with the next forward"),
                            ("recompute", "use torch's checkpoint, or the model's gradient_checkpointing_enable()")):  # fmt: skip

@@ -15,7 +15,7 @@ from ..machine.tiers import Tier
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of, whole_of
 from ..state.dtensors import is_common, local_of
-from ..state.handle import handle_of
+from ..state.handle import handle_of, managed
 from ..state.lent import Lent
 
 
@@ -70,7 +70,7 @@ class _FullCopy:
     """One gathered parameter: the copy that the user has, and what it was."""
 
     def __init__(self, engine: Engine, param: nn.Parameter):
-        self.handle = handle_of(param)
+        self.handle = managed(param)
         self._version = self.handle.version
         value = self.handle.shard.read_value(engine.store, self.handle.index, self.handle.shard.spec.dtype)
         self.lent = Lent(param, value.to(engine.device.where))
@@ -83,7 +83,7 @@ class _FullCopy:
 
     def _hash(self) -> bytes:
         flat = self.tensor.cpu().contiguous().view(-1)
-        return hashlib.blake2b(flat.view(torch.uint8).numpy() if flat.numel() else b"").digest()
+        return hashlib.blake2b(flat.view(torch.uint8).numpy().data if flat.numel() else b"").digest()
 
     def is_edited(self) -> bool:
         return self._hash() != self._digest
@@ -97,14 +97,14 @@ class _FullCopy:
 
 
 def _select(model: nn.Module, names: str | list[str] | None) -> dict[str, nn.Parameter]:
-    managed = {n: p for n, p in model.named_parameters(remove_duplicate=False) if handle_of(p) is not None}
+    moved = {n: p for n, p in model.named_parameters(remove_duplicate=False) if handle_of(p) is not None}
     if names is None:
-        return managed
-    selected = {}
+        return moved
+    selected: dict[str, nn.Parameter] = {}
     for wanted in [names] if isinstance(names, str) else names:
-        found = {n: p for n, p in managed.items() if n == wanted or n.startswith(wanted + ".") or wanted == ""}
+        found = {n: p for n, p in moved.items() if n == wanted or n.startswith(wanted + ".") or wanted == ""}
         if not found:
-            near = difflib.get_close_matches(wanted, managed, n=1)
+            near = difflib.get_close_matches(wanted, moved, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UsageError(f"full_params: no parameter or module {wanted!r}{hint}")
         selected |= found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -78,8 +79,12 @@ class Initialiser:
             give_storage(param)
             if param in self._sent:
                 param.copy_(self._home.recall(param))
-        given = {tensor for each in reach for tensor in each.buffers(recurse=False)} | (params - set(lent))
-        given = {tensor: tensor.clone() for tensor in given if tensor not in self._unfilled and not tensor.is_meta}
+        buffers = {tensor for each in reach for tensor in each.buffers(recurse=False)}
+        given = {
+            tensor: tensor.clone()
+            for tensor in (*buffers, *(params - set(lent)))
+            if tensor not in self._unfilled and not tensor.is_meta
+        }
         self._overwritten += given.items()
         before = [(tensor, _spoil(tensor)) for tensor in waiting]
         try:
@@ -121,7 +126,7 @@ def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 def _resets_of(module: nn.Module) -> list[Callable[[], Any]]:
     """Lists what sets the module's own tensors anew."""
     if callable(reset := getattr(module, "reset_lora_parameters", None)):  # of an adapter: its B has to be zero
-        return [lambda adapter=adapter: reset(adapter, True) for adapter in getattr(module, "lora_A", {})]
+        return [partial(reset, adapter, True) for adapter in getattr(module, "lora_A", {})]
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return [reset] if callable(reset) else []
 

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from .. import native
 from ..config.choices import MOMENT_DTYPES
 from ..config.config import Config
 from ..distributed.collectives import Collectives
-from ..errors import CapacityError, ConfigError
+from ..errors import CapacityError, ConfigError, InternalError
 from ..forwards.tiles import SMALLEST_TILE_NBYTES, candidates
 from ..machine.accelerator import make_device
 from ..machine.device import Device
@@ -81,10 +82,10 @@ def lay_out_groups(
     tiles, of the largest size that fits."""
     refused: CapacityError | None = None
     for limit in (None, *_tile_limits(config)):
-        tiled = candidates(model, limit, config.param_dtype) if limit is not None else {}
+        tiled = candidates(model, limit, cast("torch.dtype | None", config.param_dtype)) if limit is not None else {}
         if limit is not None and not tiled:
             continue
-        groups = partition(model, config.units, tiled)
+        groups = partition(model, cast("str | tuple[str, ...]", config.units), tiled)
         shards = [make_shards(group) for group in groups]
         sizes = [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
         held = held_nbytes(model, groups, {id(group): size.weight_nbytes for group, size in zip(groups, sizes)})
@@ -98,6 +99,8 @@ def lay_out_groups(
         if tiled:
             _tell_of_tiles([group for group in groups if group.tile_rows], config)
         return groups, shards, plan
+    if refused is None:
+        raise InternalError("no plan was tried")
     raise refused
 
 
@@ -105,7 +108,7 @@ def _tell_of_tiles(groups: list[Group], config: Config) -> None:
     counts = [f"{group.name} x {-(-group.params[0].size(0) // group.tile_rows)}" for group in groups]
     logger.warning(
         "device_memory=%s does not hold the largest unit: %d layers run in tiles (%s%s). Their sums are added in another "
-        "order than untiled ones.", format_nbytes(config.device_memory), len(groups), ", ".join(counts[:4]),
+        "order than untiled ones.", format_nbytes(cast(int, config.device_memory)), len(groups), ", ".join(counts[:4]),
         ", ..." if len(counts) > 4 else "",
     )  # fmt: skip
 
@@ -113,7 +116,7 @@ def _tell_of_tiles(groups: list[Group], config: Config) -> None:
 def _tile_limits(config: Config) -> Iterator[int]:
     """Sizes of a tile to try, in bytes, largest first."""
     if config.device_memory is not None and config.params != "device":
-        limit = 1 << max(0, (config.device_memory // 4).bit_length() - 1)
+        limit = 1 << max(0, (cast(int, config.device_memory) // 4).bit_length() - 1)
         while limit > SMALLEST_TILE_NBYTES:
             yield limit
             limit //= 2
@@ -147,7 +150,8 @@ def shards_of_group(group: Group, group_of: dict, rule, optimizer, config: Confi
 
 
 def _spec_of(param: nn.Parameter, stepped: bool, rule, optimizer, config: Config) -> ShardSpec:
-    dtype = config.param_dtype if config.param_dtype and param.is_floating_point() else param.dtype
+    wanted = cast("torch.dtype | None", config.param_dtype)
+    dtype = wanted if wanted is not None and param.is_floating_point() else param.dtype
     master = native.Master.OWN
     if stepped and dtype != torch.float32 and config.master != "none":
         split = config.master == "split" and dtype == torch.bfloat16
@@ -156,7 +160,7 @@ def _spec_of(param: nn.Parameter, stepped: bool, rule, optimizer, config: Config
         wrapped_dtype=param.dtype,
         dtype=dtype,
         master=master,
-        grad_dtype=config.grad_dtype or dtype,
+        grad_dtype=cast("torch.dtype | None", config.grad_dtype) or dtype,
         moment_dtype=MOMENT_DTYPES[config.moments],
         moment_count=len(moment_names(rule, optimizer.param_groups)) if stepped else 0,
         stepped=stepped,

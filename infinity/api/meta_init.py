@@ -157,14 +157,14 @@ class Materialized:
         targets = dict(_targets(self._model))
         made = {buffer for module, name, _ in self._buffers for buffer in [module._buffers[name]]}
         made |= {param for param, _ in self._swapped}
-        params = {name: targets[name] for name in names if isinstance(targets[name], nn.Parameter)}
-        managed = {name: param for name, param in params.items() if self._managed(param)}
+        params = {name: tensor for name in names if isinstance(tensor := targets[name], nn.Parameter)}
+        managed: dict[str, nn.Parameter] = {name: param for name, param in params.items() if self._managed(param)}
         self.sent |= set(managed.values())
         for piece in files.stream(names, {name: home.span(param) for name, param in managed.items()}):
-            tensor = targets[piece.name]
             if piece.name in managed:
-                home.send(tensor, piece.begin, piece.values, drawn=False)
+                home.send(managed[piece.name], piece.begin, piece.values, drawn=False)
                 continue
+            tensor = targets[piece.name]
             if tensor not in made:
                 made.add(tensor)
                 self._overwritten.append((tensor, tensor.detach().clone()))

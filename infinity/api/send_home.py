@@ -86,7 +86,7 @@ def send_shard_home(
             continue
         if param not in done:
             shard.write_value(store, index, _of_first_rank(collectives, param, "a parameter"), version=0, fresh=True)
-        if not shard.spec.stepped:
+        if optimizer is None or not shard.spec.stepped:
             continue
         state = optimizer.state.get(param, {})
         for name, array in moment_names(rule, optimizer.param_groups).items():

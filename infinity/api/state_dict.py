@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import UsageError
 from ..runtime.engine import Engine
 from ..state.dtensors import like
-from ..state.handle import handle_of
+from ..state.handle import ParamHandle, handle_of
 from ..state.parts import parts_of
 
 
@@ -23,8 +23,8 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
             for name, param in module._parameters.items():
                 value = state.get(prefix + name)
                 # With keep_vars the value is the Parameter itself, and stays it.
-                if value is not None and handle_of(param) is not None and not isinstance(value, nn.Parameter):
-                    state[prefix + name] = _full_value(engine, handle_of(param), state)
+                if value is not None and (handle := handle_of(param)) is not None and not isinstance(value, nn.Parameter):
+                    state[prefix + name] = _full_value(engine, handle, state)
 
     def before_load(module, state, prefix, metadata, strict, missing, unexpected, errors) -> None:
         with engine.using():
@@ -39,7 +39,7 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
     return removers
 
 
-def _full_value(engine: Engine, handle, state: dict) -> torch.Tensor:
+def _full_value(engine: Engine, handle: ParamHandle, state: dict) -> torch.Tensor:
     """The value of a parameter. A tied one is one tensor under all its names in one state dict, as torch has it."""
     known = engine.tied_copies.get(handle, lambda: None)()
     if known is not None and any(value is known for value in state.values()):

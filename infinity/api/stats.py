@@ -67,10 +67,10 @@ def stats(model: nn.Module) -> Stats:
         for tier, account in engine.ledger.accounts.items()
     }
     bounds = _bounds(engine, edges)
-    step_seconds = engine.clock.step_seconds if engine.clock.steps else 0.0
-    slowest = max(bounds, key=bounds.get)
+    step_seconds = engine.updates.clock.step_seconds if engine.updates.clock.steps else 0.0
+    slowest = max(bounds, key=lambda name: bounds[name])
     bound = bounds[slowest]
-    if not engine.clock.steps:
+    if not engine.updates.clock.steps:
         sentence = "No step has been taken yet."
     else:
         sentence = (
@@ -83,24 +83,24 @@ def stats(model: nn.Module) -> Stats:
     shadows = {"made": ahead.made, "kept": ahead.kept} if ahead is not None else {"made": 0, "kept": 0}
     planner = engine.activations.planner if engine.activations is not None else None
     blocks = planner.counts() if planner is not None else {}
-    return Stats(edges, collectives, tiers, engine.clock.steps, step_seconds, bound, sentence, shadows, blocks)
+    return Stats(edges, collectives, tiers, engine.updates.clock.steps, step_seconds, bound, sentence, shadows, blocks)
 
 
 def _bounds(engine: Engine, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
     """Seconds that each resource alone needs for one step, by what the steps so far moved on average."""
-    steps = max(1, engine.clock.steps)
+    steps = max(1, engine.updates.clock.steps)
     waited = [*edges.values(), *engine.traffic.collectives.values()]
     stalls = sum(edge.stall_seconds for edge in waited) / steps
-    bounds = {"compute": max(0.0, engine.clock.step_seconds - stalls)}
+    bounds = {"compute": max(0.0, engine.updates.clock.step_seconds - stalls)}
     if engine.plan.planned_nbytes(Tier.NVME):
-        moved = (edges[edge].nbytes / steps for edge in ("nvme->host", "host->nvme"))
-        bounds["the disk"] = disk_profile.seconds(engine.config.nvme_paths, *moved)
+        through = (edges[edge].nbytes / steps for edge in ("nvme->host", "host->nvme"))
+        bounds["the disk"] = disk_profile.seconds(engine.config.nvme_paths, *through)
     moved = sum(
         2 * sum(spec.nbytes_per_element().values()) - spec.nbytes_per_element()["grad"]
         for spec in (shard.spec for unit in engine.units for shard in unit.shards)
         if spec.stepped
     )
-    elements = engine.updater.elements / steps if engine.updater is not None else 0
+    elements = engine.updates.updater.elements / steps if engine.updates.updater is not None else 0
     if moved and elements:
         shards = sum(shard.spec.stepped for unit in engine.units for shard in unit.shards)
         bounds["memory traffic of the optimizer"] = elements * moved / shards / memory_rate()

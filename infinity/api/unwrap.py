@@ -27,7 +27,7 @@ def unwrap_model(
     """
     roots = list(model) if isinstance(model, (list, tuple)) else [model]
     if isinstance(optimizer, InfinityOptimizer) and optimizer.is_unwrapped and not any(RECORD in root.__dict__ for root in roots):
-        return model, optimizer.wrapped  # an exception struck, and the unwrap came to its end all the same
+        return _as_given(model), optimizer.wrapped  # an exception struck, and the unwrap came to its end all the same
     record = wrapped(model)
     engine = record.engine
     managed = optimizer if optimizer is not None else record.optimizer
@@ -45,7 +45,12 @@ def unwrap_model(
         if managed is not None:
             managed.is_unwrapped = True
         raise
-    return model, plain
+    return _as_given(model), plain
+
+
+def _as_given(model: nn.Module | Sequence[nn.Module]) -> nn.Module | list[nn.Module]:
+    """Returns the model, or its parts as a list, as wrap_model did."""
+    return model if isinstance(model, nn.Module) else list(model)
 
 
 def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable[[], None]:
@@ -70,7 +75,7 @@ def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable
             param.__dict__.pop("_infinity", None)
             set_bytes(param, value)
             param.grad = grad
-        if managed is not None:
+        if managed is not None and state is not None:
             managed.wrapped.load_state_dict(state)
         engine.shut_down()
         for module in (*parts_of(model), model):

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from ..runtime.engine import Engine
 from ..runtime.hooks import install_hooks
 from ..runtime.registry import RECORD, Wrapped
 from ..state.dtensors import let_scalers_mix, mesh_of_parameters
-from ..state.handle import handle_of, raw_grad, set_raw_grad
+from ..state.handle import managed, raw_grad, set_raw_grad
 from ..state.partition import Group, is_managed, parameter_names
 from ..state.parts import Parts, called_for, parts_of
 from ..state.shard import ParamShard
@@ -80,36 +80,48 @@ def wrap_model(
     another rank is gone.
     """
     if isinstance(model, (list, tuple)) and model and all(isinstance(part, nn.Module) for part in model):
-        _, managed = wrap_model(Parts(model), optimizer, config, mesh=mesh)
-        return list(model), managed
+        _, stepping = wrap_model(Parts(model), optimizer, config, mesh=mesh)
+        return list(model), stepping
     if mesh is None and isinstance(model, nn.Module):
         mesh = mesh_of_parameters(model.parameters())
     ranks, traffic = data_ranks(mesh), Traffic()
     let_scalers_mix()
-    collectives = Collectives(ranks, traffic)
-    ties = Ties()
+    collectives, ties = Collectives(ranks, traffic), Ties()
     try:
-        with collectives.together("checking what wrap_model was given"):
-            config = Config.make(config)
-            check(model, optimizer, config)
-            ties.tie(model, optimizer, config.tied)
-            check_tensor_parallel(model, config, collectives.ranks)
-            description = {} if collectives.ranks.alone else describe(model, optimizer, config)
-        with collectives.together("comparing what wrap_model was given"):  # other stages do not see what differs here
-            collectives.compare(description, "wrap_model")
-        check_stages(model, description, collectives)
-        compare_values(model, collectives)
+        config = _check_everywhere(model, optimizer, config, ties, collectives)
+        whole = cast(nn.Module, model)  # checked
         local_size = -collectives.least([-ranks.local_size], "ranks on a machine", over_stages=True)[0]
         ranks = dataclasses.replace(ranks, shard=config.shard, compresses=config.compress_gathers, local_size=local_size)
         if config.shard_in_node:
             ranks = join_node(ranks, mesh)
         collectives = Collectives(ranks, traffic)
-        collectives.allow_flags(len(list(model.parameters())) + 1)
-        return _wrap(model, optimizer, config, collectives, mesh)
+        collectives.allow_flags(len(list(whole.parameters())) + 1)
+        return _wrap(whole, optimizer, config, collectives, mesh)
     except BaseException:
         ties.undo()
         collectives.close()
         raise
+
+
+def _check_everywhere(
+    model: Any,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config | Mapping[str, Any] | str | os.PathLike | None,
+    ties: Ties,
+    collectives: Collectives,
+) -> Config:
+    """Checks what wrap_model was given, here and between the ranks. Returns the configuration; what it ties is tied."""
+    with collectives.together("checking what wrap_model was given"):
+        config = Config.make(config)
+        check(model, optimizer, config)
+        ties.tie(model, optimizer, config.tied)
+        check_tensor_parallel(model, config, collectives.ranks)
+        description = {} if collectives.ranks.alone else describe(model, optimizer, config)
+    with collectives.together("comparing what wrap_model was given"):  # other stages do not see what differs here
+        collectives.compare(description, "wrap_model")
+    check_stages(model, description, collectives)
+    compare_values(model, collectives)
+    return config
 
 
 def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, collectives: Collectives, mesh: Any) -> tuple:
@@ -170,14 +182,14 @@ def _undo(before: Before, engine: Engine | None, device: Device) -> None:
 
 
 def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
-    blocks = [group for group in groups if group.block is not None]
+    blocks = [(group.name, group.block) for group in groups if group.block is not None]
     if not blocks:
         raise ConfigError(
             f"micro_batch: {type(model).__name__} has no repeated block to run in parts of a batch. Name the classes "
             "that are: Config(units=[...])"
         )
-    for group in blocks:
-        check_block(group.name, group.block)
+    for name, block in blocks:
+        check_block(name, block)
 
 
 def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_of: dict, moved: MovedRest) -> tuple:
@@ -199,19 +211,19 @@ def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_o
         blocks = [(group.name, group.block) for group in groups if group.block is not None]
         removers += [install_chunks(engine, name, block, engine.config.micro_batch) for name, block in blocks]
     if engine.activations is not None and (planner := engine.activations.planner) is not None:
-        blocks = [group.block for group in groups if group.block is not None]
-        removers += [ReplacedForward(block, planner.add(block, engine.units_of(block))) for block in blocks]
-    managed = None
+        chosen = [group.block for group in groups if group.block is not None]
+        removers += [ReplacedForward(block, planner.add(block, engine.units_of(block))) for block in chosen]
+    stepping = None
     if optimizer is not None:
-        managed = InfinityOptimizer(engine, optimizer, rule)
+        stepping = InfinityOptimizer(engine, optimizer, rule)
         for param in group_of:
-            handle = handle_of(param)
+            handle = managed(param)
             handle.step = saved_step(optimizer.state.get(param, {}))
             if raw_grad(param) is not None:
                 set_raw_grad(param, None)
                 handle.grad.move(GradState.LANDED)
         optimizer.state.clear()
-    record = Wrapped(engine, model, removers, managed, came_from)
+    record = Wrapped(engine, model, removers, stepping, came_from)
     for module in (*parts_of(model), model):
         module.__dict__[RECORD] = record
-    return model, managed
+    return model, stepping

@@ -7,15 +7,29 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from .results import Measured
 from .settings import Settings
 
 RUN_SECONDS = 1800
 
 
-def launch_ranks(module: str, ranks: int, folder: str, settings: Settings) -> dict | str:
+def launch_each(found: Measured, theme: str, module: str, counts: Sequence[int], settings: Settings) -> Iterator[tuple[int, dict]]:
+    """Runs ``module`` in as many processes as ``counts`` says, one count after the other. Yields each count, and what the first process
+    told; notes in ``found`` why one told nothing."""
+    for ranks in counts:
+        with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
+            told = _launch(module, ranks, folder, settings)
+        if isinstance(told, str):
+            found.notes.append(f"{theme}.{ranks}: {told}")
+        else:
+            yield ranks, told
+
+
+def _launch(module: str, ranks: int, folder: str, settings: Settings) -> dict | str:
     """Runs ``module`` as a script in ``ranks`` processes. Returns what the first one told, or why it told nothing."""
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", module, folder, str(settings.rounds), str(settings.scale)]

@@ -6,7 +6,6 @@ stands idle costs nothing, so that schedules are not compared with each other he
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from ..machine.tiers import Tier
-from .launch import launch_ranks, run_as_rank
+from .launch import launch_each, run_as_rank
 from .results import Measured, row
 from .rounds import alternate, paired
 from .settings import Settings
@@ -28,12 +27,7 @@ HOMES = ("device", "host", "nvme")
 def measure(settings: Settings) -> Measured:
     """Measures rows ``pipeline.<processes>.<schedule>.<system>`` (tokens/s), and what a step of each home moves and holds."""
     found = Measured([])
-    for ranks in RANKS:
-        with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
-            told = launch_ranks(__name__, ranks, folder, settings)
-        if isinstance(told, str):
-            found.notes.append(f"pipeline.{ranks}: {told}")
-            continue
+    for ranks, told in launch_each(found, "pipeline", __name__, RANKS, settings):
         for schedule, of_one in told["seconds"].items():
             for system, times in of_one.items():
                 ratios = {"torch": paired(times, of_one["torch"])} if system != "torch" else {}

@@ -6,7 +6,6 @@ what it shows is what homes cost beside torch's own tensor parallelism, where bo
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from ..machine.tiers import Tier
-from .launch import launch_ranks, run_as_rank
+from .launch import launch_each, run_as_rank
 from .results import Measured, row
 from .rounds import Times, alternate, paired
 from .settings import Settings
@@ -28,12 +27,7 @@ def measure(settings: Settings) -> Measured:
     """Measures rows ``tensor_parallel.<processes>.<system>`` (tokens/s), ``.clip`` (seconds of a global norm) and ``.home`` (bytes per
     rank)."""
     found = Measured([])
-    for ranks in RANKS:
-        with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
-            told = launch_ranks(__name__, ranks, folder, settings)
-        if isinstance(told, str):
-            found.notes.append(f"tensor_parallel.{ranks}: {told}")
-            continue
+    for ranks, told in launch_each(found, "tensor_parallel", __name__, RANKS, settings):
         _add_rows(found, ranks, told)
     return found
 

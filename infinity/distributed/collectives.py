@@ -1,6 +1,5 @@
 """Collectives: moves bytes between the data ranks, and finds out where they do not do the same.
 
-progress   how many steps and backwards a rank has done: part of what is said at every rendezvous
 offered    reductions that a rank could start by now; said at a gather's rendezvous, whose least is known to all
 trace      the units that a rank expects to use in this pass; its digest is said at every gather's rendezvous
 
@@ -27,6 +26,7 @@ from ..errors import ConfigError, InfinityError
 from ..machine.traffic import Traffic
 from .channel import HEARING_SECONDS, Channel, Pending, all_gather, ranks_lost
 from .data_ranks import DataRanks
+from .progress import Progress
 from .quantize import decode_blocks, encode_blocks
 
 MOST_OFFERED = 254  # what fits a byte beside BACKWARD_OVER; the rest is offered at the next rendezvous
@@ -43,23 +43,15 @@ class Collectives:
     def __init__(self, ranks: DataRanks | None = None, traffic: Traffic | None = None):
         self.ranks = ranks if ranks is not None else DataRanks()
         self.traffic = traffic if traffic is not None else Traffic()
-        self._progress, self._progress_of_stages = "", "(after 0 steps)"
+        self.progress = Progress()
         self._trace = bytes(DIGEST_NBYTES)
         self._traces_agree = False
         self._is_closed = False
-
-    def note_progress(self, *, steps: int, backwards: int) -> None:
-        """Sets what this rank says at every rendezvous of how far it is."""
-        self._progress = f"(after {steps} steps and {backwards} backwards)"
-        self._progress_of_stages = f"(after {steps} steps)"  # a stage that trains nothing runs no backward
 
     def note_trace(self, trace: Iterable[int]) -> None:
         """Sets which units this rank expects to use, in their order, in the pass that begins."""
         digest = hashlib.blake2b(np.fromiter(trace, np.int64).tobytes(), digest_size=DIGEST_NBYTES)
         self._trace, self._traces_agree = digest.digest(), False
-
-    def _progress_on(self, channel: Channel) -> str:
-        return self._progress_of_stages if channel is self.ranks.stages else self._progress
 
     @property
     def traces_agree(self) -> bool:
@@ -108,7 +100,7 @@ class Collectives:
         offered: int,
         then: Callable[[], None] | None = None,
     ) -> Pending:
-        flags = self.ranks.row.rendezvous(f"{what} {self._progress}", [min(offered, MOST_OFFERED), *self._trace])
+        flags = self.ranks.row.rendezvous(f"{what} {self.progress}", [min(offered, MOST_OFFERED), *self._trace])
         self._traces_agree = bool((flags[:, 1:] == flags[0, 1:]).all())
         start = time.perf_counter()
         work = self._do(lambda: all_gather(whole, mine, group=channel.bulk, async_op=True), what)
@@ -132,7 +124,7 @@ class Collectives:
         ``count``: of this rank; None when its backward is over. The result is None when that of every rank is.
         """
         flag = BACKWARD_OVER if count is None else min(count, MOST_OFFERED)
-        least = int(self.ranks.row.rendezvous(f"in a backward {self._progress}", [flag]).min())
+        least = int(self.ranks.row.rendezvous(f"in a backward {self.progress}", [flag]).min())
         return None if least == BACKWARD_OVER else least
 
     def agree(self, flags: Sequence[int], what: str) -> list[bool]:
@@ -141,7 +133,7 @@ class Collectives:
             return [bool(flag) for flag in flags]
         flags = [int(flag) for flag in flags]
         for channel in self.ranks.unit_channels:
-            flags = channel.rendezvous(f"{what} {self._progress}", flags).amax(0).tolist()
+            flags = channel.rendezvous(f"{what} {self.progress}", flags).amax(0).tolist()
         return [bool(flag) for flag in flags]
 
     def reduce(self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]) -> Pending:
@@ -184,7 +176,7 @@ class Collectives:
         wanted = (True, self.ranks.row), (over_tensors, self.ranks.tensor), (over_stages, self.ranks.stages)
         for is_wanted, channel in wanted:
             if is_wanted and channel is not None:
-                channel.rendezvous(f"{what} {self._progress_on(channel)}")
+                channel.rendezvous(f"{what} {self.progress.said_to(channel, self.ranks)}")
                 raw = _bytes_of(found.contiguous().reshape(-1)).cpu()
                 everyones = raw.new_empty(channel.size * raw.numel())
                 self._do(lambda c=channel, e=everyones, r=raw: all_gather(e, r, group=c.group), what)
@@ -196,7 +188,7 @@ class Collectives:
         channel = self.ranks.stages
         if channel is None:
             return value.unsqueeze(0)
-        channel.rendezvous(f"{what} {self._progress_on(channel)}")
+        channel.rendezvous(f"{what} {self.progress.said_to(channel, self.ranks)}")
         everyones = value.new_empty(channel.size, *value.shape, device="cpu")
         self._do(lambda: all_gather(everyones.view(-1), value.cpu().reshape(-1), group=channel.group), what)
         return everyones.to(value.device)
@@ -215,7 +207,7 @@ class Collectives:
         """Completes flat ``out``: of each rank (in order) the elements it has, which it has filled in, go to all others."""
         if self.ranks.size == 1:
             return
-        self.ranks.row.rendezvous(f"{what} {self._progress}")
+        self.ranks.row.rendezvous(f"{what} {self.progress}")
         for peer, (begin, end) in enumerate(pieces):
             if begin < end:
                 raw = _bytes_of(out[begin:end])
@@ -286,7 +278,7 @@ class Collectives:
         """Waits until every rank is at ``what``. ``over_stages``: what is said of it to other stages, where that is less."""
         for channel in self.ranks.channels:
             said = what if channel is not self.ranks.stages or over_stages is None else over_stages
-            channel.rendezvous(f"{said} {self._progress_on(channel)}")
+            channel.rendezvous(f"{said} {self.progress.said_to(channel, self.ranks)}")
 
     def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool = False) -> None:
         """Raises UsageError where the data ranks do not have the same ``tensors``. ``over_tensors``: nor those with other parts of
@@ -299,7 +291,7 @@ class Collectives:
                 copied = tensor.detach().clone(memory_format=torch.contiguous_format)
                 digest.update(_bytes_of(copied.view(-1)).cpu().numpy())
             for channel in channels:
-                channel.rendezvous(f"{what}, to values of digest {digest.hexdigest()}, {self._progress}")
+                channel.rendezvous(f"{what}, to values of digest {digest.hexdigest()}, {self.progress}")
 
     def tell(self, error: BaseException) -> None:
         """Lets the others know that this rank cannot go on. Gives them a moment to hear it: this process may end next."""

@@ -39,7 +39,10 @@ class Weights(Protocol):
     traffic: Traffic
     store: ShardStore
     gradients: GradientBank
-    activations: PlannedActivations | None
+
+    @property
+    def activations(self) -> PlannedActivations | None:
+        """Takes what a forward saves home. None: it stays with torch."""
 
     @property
     def is_recomputed(self) -> bool:

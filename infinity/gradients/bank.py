@@ -4,33 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
 
 from .. import native
+from ..distributed.collectives import Collectives
 from ..errors import CapacityError, UsageError
 from ..machine.tiers import Tier
 from ..state.dtensors import is_common, like, part_of
 from ..state.handle import ParamHandle, set_raw_grad
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
-from .record import GradRecord, GradState, writable
+from ..storage.store import ShardStore
+from .homes import GradHomes
+from .lander import Lander
+from .record import GradRecord, GradState
 from .tensor import LandedGrad
 from .values import GradValues
 from .whole import WholeGradients
 
-if TYPE_CHECKING:
-    from .reducer import Reducer
+
+class Averager(Protocol):
+    """Averages gradients over the ranks, and gives the averages to the bank."""
+
+    def add(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        """Adds to this rank's whole gradient."""
+
+    def average(self) -> None:
+        """Averages every gradient that has landed. Every rank comes here."""
 
 
 class GradientBank(GradValues):
     """Lands, lends and consumes gradients. Used from the thread that runs backward or the step."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._reducer: Reducer | None = None  # where there are other ranks
+    def __init__(
+        self, store: ShardStore, staging: native.PinnedPool | None, collectives: Collectives, *, in_flight_nbytes: int = 0
+    ):
+        super().__init__(GradHomes(store, staging, in_flight_nbytes=in_flight_nbytes), store, collectives)
+        self._lander = Lander(self.homes, store, self.changes, self.norms)
+        self._reducer: Averager | None = None  # where there are other ranks
         self._adds_to_consumed = False  # the running backward came through an input: the loss is another model's
         self._waiting: WholeGradients | None = None  # of a pass of several backwards: what lands when the last is over
         self._without_room: set[ParamShard] = set()  # shards whose gradients land with each backward all the same
@@ -92,7 +105,7 @@ class GradientBank(GradValues):
         handle.grad = GradRecord()
         set_raw_grad(handle.param, None)  # what autograd had accumulated when an exception kept it from landing
 
-    def reduce_with(self, reducer: Reducer) -> None:
+    def reduce_with(self, reducer: Averager) -> None:
         """Has ``reducer`` average gradients over the ranks."""
         self._reducer = reducer
 
@@ -102,18 +115,10 @@ class GradientBank(GradValues):
 
     # --- backwards that fail ---
 
-    def change(self, handle: ParamHandle) -> None:
-        """Marks the gradient of ``handle``, which the running backward is about to change."""
-        self._changing.add(handle)
-
-    @property
-    def is_changing(self) -> bool:
-        """Whether something has begun to change gradients, and is not done."""
-        return bool(self._changing)
-
     def end_backward(self) -> None:
         """Ends the backward: what it changed is whole."""
-        self._changing, self._adds_to_consumed = set(), False
+        self.changes.end()
+        self._adds_to_consumed = False
 
     # --- several backwards in one pass ---
 
@@ -140,12 +145,12 @@ class GradientBank(GradValues):
                 for handle in (h for h in unit.handles if h.shard is shard and h.index in got):
                     self._land(handle, shard.layout.placements[handle.index].view(whole))
                 charge.release()
-                self.close_all([shard])
+                self.homes.close_all([shard])
 
     def _waits(self, handle: ParamHandle, grad: torch.Tensor) -> bool:
         """Adds ``grad`` to what waits for the end of the pass, where that is worth its memory and there is room."""
         shard = handle.shard
-        adds_at_home = not self._is_remote(handle) and shard.arrays["grad"].tier is not Tier.NVME
+        adds_at_home = not self.homes.is_remote(handle) and shard.arrays["grad"].tier is not Tier.NVME
         if self._waiting is None or adds_at_home or shard in self._without_room:
             return False
         try:
@@ -158,14 +163,12 @@ class GradientBank(GradValues):
     def rebuild(self) -> None:
         """Marks as torn what somebody had begun to change when an exception struck, and sends what is in memory home. Only while
         nothing is in flight."""
-        for handle in self._changing:
-            if handle.grad.state is not GradState.CONSUMED:
-                handle.grad = GradRecord(GradState.TORN)
-        self._changing, self._adds_to_consumed = set(), False
+        self.changes.tear()
+        self._adds_to_consumed = False
         if self._waiting is not None:
             self._waiting.drop()
         self._waiting = None
-        super().rebuild()
+        self.homes.rebuild()
 
     # --- landing ---
 
@@ -174,7 +177,7 @@ class GradientBank(GradValues):
         if grad.is_sparse:
             raise UsageError(f"{handle.name} got a sparse gradient; build the embedding with sparse=False")
         self._reopen(handle)
-        self.change(handle)
+        self.changes.begin(handle)
         if self._reducer is not None and not self.ranks.keeps_gradients:
             self._reducer.add(handle, grad)
             return
@@ -185,93 +188,27 @@ class GradientBank(GradValues):
         self._land(handle, grad)
 
     def _land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        record, shard = handle.grad, handle.shard
+        record = handle.grad
         if record.averaged:
             raise UsageError(
                 f"a backward through {handle.name} after its gradient was read: with shard='optimizer' reading averages it "
                 "over the ranks. Read gradients after the last backward of a step, or use shard='gradients'."
             )
-        if self.device.overlaps and shard.arrays["grad"].tier is not Tier.DEVICE:
-            self._land_beside(handle, *self._flat(handle, grad), adds=record.state is not GradState.ABSENT)
-        else:
-            home = partial(self._view, handle, write=True)
-            self._land_here(handle, home, grad, self._norm_of, adds=record.state is not GradState.ABSENT)
+        self._lander.land(handle, grad, adds=record.state is not GradState.ABSENT)
         record.move(GradState.LANDED)
 
     def land_average(self, handle: ParamHandle, average: torch.Tensor) -> None:
         """Takes this rank's elements of the average of all ranks' gradients, in fp32: adds them to what has landed."""
         if not self.ranks.keeps_gradients:
             self._reopen(handle)
-        record, shard = handle.grad, handle.shard
+        record = handle.grad
         if record.state is GradState.TORN:
             return
-        average = average.to(shard.spec.grad_dtype)
         adds = record.state is not GradState.ABSENT and not self.ranks.keeps_gradients
-        if self._is_remote(handle):
-            shard.wait()
-            self._land_beside(handle, self._slice(handle, write=True, wait=False), average, self._slice_norm, adds=adds)
-        else:
-            self._land_here(handle, partial(self._slice, handle, write=True), average, self._slice_norm, adds=adds)
+        self._lander.land_slice(handle, average.to(handle.shard.spec.grad_dtype), adds=adds)
         record.stand_in_norm = None
         record.averaged = True
         record.move(GradState.LANDED)
-
-    def _land_here(
-        self, handle: ParamHandle, home: Callable[[], torch.Tensor], value: torch.Tensor, take_norm: Callable, *, adds: bool
-    ) -> None:
-        """Adds ``value`` to what is at ``home()``, or replaces it, and takes the norm that is asked for while the bytes are near: they
-        need not be read once more, from a disk perhaps."""
-        record, shard = handle.grad, handle.shard
-        nbytes = value.numel() * shard.spec.grad_dtype.itemsize if self.device.is_host else 0  # else it stays on the device
-        with self._store.traffic.copying("device->host", nbytes, handle.name):
-            shard.wait()
-            there = home()
-            if adds:
-                self._apply_factors(handle, there)
-                there.add_(value)
-            else:
-                there.copy_(value)
-            order = None if record.viewed else self._norm_order
-            record.norm = None if order is None else (order, take_norm(there, order))
-
-    def _land_beside(
-        self, handle: ParamHandle, home: torch.Tensor, value: torch.Tensor, take_norm: Callable, *, adds: bool
-    ) -> None:
-        """Does the same in the queue to the host, beside the compute. What is added is added on the device, and the norm taken there:
-        both are the same for every home."""
-        record, shard, where = handle.grad, handle.shard, self.device.where
-        factors = list(record.factors)
-        order = None if record.viewed else self._norm_order
-        norm = torch.empty((), dtype=torch.float32, device=where) if order is not None else None
-
-        def send() -> None:
-            total = value
-            if adds:
-                total = home if self.device.is_host else torch.empty_like(home, device=where).copy_(home, non_blocking=True)
-                self._with_factors(factors, total).add_(value)
-            if total is not home:
-                home.copy_(total, non_blocking=True)
-            if norm is not None:
-                norm.copy_(take_norm(total, order))
-
-        record.landing = self._send(shard, send, home.nbytes, handle.name, value, *([norm] if norm is not None else []))
-        record.factors.clear()
-        record.norm = None if norm is None else (order, norm)
-
-    def _flat(self, handle: ParamHandle, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Callable]:
-        """The gradient's elements at home, those of ``grad`` in the same order, and what takes the norm of such elements."""
-        shard = handle.shard
-        shard.wait()
-        place = shard.layout.placements[handle.index]
-        home = self._flat_view(handle, write=True)
-        if grad.stride() != place.stride or grad.dtype != shard.spec.grad_dtype:
-            laid_out = torch.empty_strided(place.shape, place.stride, dtype=shard.spec.grad_dtype, device=self.device.where)
-            grad = laid_out.copy_(grad)
-
-        def take_norm(total: torch.Tensor, order: float) -> torch.Tensor:
-            return self._norm_of(total.as_strided(place.shape, place.stride, total.storage_offset()), order)
-
-        return home, grad.detach().as_strided((place.numel,), (1,), grad.storage_offset()), take_norm
 
     def _reopen(self, handle: ParamHandle) -> None:
         """Before something is added: a consumed gradient is at home still, and is added to as torch does where the loss is another
@@ -302,7 +239,7 @@ class GradientBank(GradValues):
         if record.state is GradState.TORN:
             yield lambda begin, end, compute: None
             return
-        self.change(handle)
+        self.changes.begin(handle)
         first = record.state is GradState.ABSENT
 
         def land(begin: int, end: int, compute: Callable[[], torch.Tensor]) -> None:
@@ -310,40 +247,12 @@ class GradientBank(GradValues):
             with self._store.traffic.copying("device->host", part.numel() * shard.spec.grad_dtype.itemsize, handle.name):
                 with self._store.guarding():
                     shard.wait()
-                    home = self._view(handle, write=True)
+                    home = self.homes.view(handle, write=True)
                     if not first:
-                        self._apply_factors(handle, home)
+                        self.changes.apply_factors(handle, home)
                 rows = home[begin:end]
                 rows.copy_(part) if first else rows.add_(part.to(rows.device))
 
         record.norm = None
         yield land
         record.move(GradState.LANDED)
-
-    def zero(self, handle: ParamHandle) -> None:
-        """Leaves zeros, which the next step applies."""
-        record = handle.grad
-        if record.state is GradState.TORN:
-            record = handle.grad = GradRecord(stand_in=record.stand_in, shown=record.shown)
-        handle.shard.wait()
-        whole = self.ranks.size == 1 or self.ranks.keeps_gradients
-        (self._view(handle, write=True) if whole else self._slice(handle, write=True)).zero_()
-        record.factors.clear()
-        record.norm = None
-        record.averaged = False
-        record.move(GradState.LANDED)
-
-    def scale_as_user(self, handle: ParamHandle, factor: float) -> None:
-        """Multiplies the gradient as ``p.grad.mul_(factor)`` does. Raises UsageError for one that a step has consumed."""
-        with handle.engine.using():
-            self.scale(writable(handle), factor)
-
-    def scale(self, handle: ParamHandle, factor: float) -> None:
-        """Multiplies the gradient: noted, and done by the step's kernel."""
-        record = handle.grad
-        if factor == 1.0:
-            return
-        record.norm = None
-        if len(record.factors) == native.MAX_GRAD_FACTORS:
-            self._apply_factors(handle, self._slice(handle, write=True))
-        record.factors.append(factor)

@@ -196,7 +196,7 @@ class Reducer:
         if not wanted:
             return
         if self._ranks.keeps_gradients:
-            whole = self._bank.whole(shard)
+            whole = self._bank.homes.whole(shard)
         else:
             self._whole.take(unit, shard)
             whole, charge = self._whole.pop(shard)

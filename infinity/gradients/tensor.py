@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -12,9 +12,7 @@ from ..machine.tiers import Tier
 from ..state import mistakes
 from ..state.handle import ParamHandle
 from .record import refuse_torn, writable
-
-if TYPE_CHECKING:
-    from .bank import GradientBank
+from .values import GradValues
 
 aten = torch.ops.aten
 
@@ -53,7 +51,7 @@ class LandedGrad(torch.Tensor):
         return self.numpy()
 
     @property
-    def _bank(self) -> GradientBank:
+    def _values(self) -> GradValues:
         handle = self._infinity_grad
         if not handle.shard.arrays:
             raise UsageError(f"the gradient of {handle.name} went with its model")
@@ -76,21 +74,21 @@ class LandedGrad(torch.Tensor):
             return _unscale(func, args)
         if func is aten.linalg_vector_norm.default and subject is not None and len(args) < 3 and not kwargs:
             refuse_torn(subject._infinity_grad)
-            if subject._bank.ranks.stages is not None and mistakes.is_called_from("torch/nn/utils/clip_grad.py"):
+            if subject._values.ranks.stages is not None and mistakes.is_called_from("torch/nn/utils/clip_grad.py"):
                 raise UsageError(
                     "torch's clip_grad_norm_ sees the gradients of this stage of the pipeline only, and would clip each stage by another norm: use "
                     "infinity.clip_grad_norm_(optimizer, max_norm), or Config(max_grad_norm=...)."
                 )
-            return subject._bank.norm(subject._infinity_grad, float(args[1]) if len(args) > 1 else 2.0)
+            return subject._values.norm(subject._infinity_grad, float(args[1]) if len(args) > 1 else 2.0)
         grads = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, LandedGrad)]
         mutated = _mutated_arguments(func, args, kwargs)
         for grad in grads:
-            grad._bank  # noqa: B018 - raises for a stale one
+            grad._values  # noqa: B018 - raises for a stale one
             refuse_torn(grad._infinity_grad)
             if func.is_view:
                 writable(grad._infinity_grad).grad.viewed = True  # nobody hears of a write through the view
                 grad._infinity_grad.shard.drop_shadow()
-        copied = {id(grad) for grad in grads if grad._bank.lends_copies(grad._infinity_grad)}
+        copied = {id(grad) for grad in grads if grad._values.lends_copies(grad._infinity_grad)}
         # One from disk is lent in its staging slot. Several may not fit there at once: copies are lent then.
         from_disk = [grad for grad in grads if grad._infinity_grad.shard.arrays["grad"].tier is Tier.NVME]
         if func.is_view:
@@ -101,7 +99,7 @@ class LandedGrad(torch.Tensor):
             if id(grad) not in lent:
                 write = any(grad is other for other in mutated)
                 handle = writable(grad._infinity_grad) if write else grad._infinity_grad
-                value = grad._bank.value(handle, write=write)
+                value = grad._values.value(handle, write=write)
                 lent[id(grad)] = value.clone() if len(from_disk) > 1 and id(grad) not in copied else value
             return lent[id(grad)]
 
@@ -109,7 +107,7 @@ class LandedGrad(torch.Tensor):
         result = func(*lent_args, **lent_kwargs)
         for grad in mutated:
             if isinstance(grad, LandedGrad) and (len(from_disk) > 1 or id(grad) in copied):
-                grad._bank.put(grad._infinity_grad, lent[id(grad)])
+                grad._values.put(grad._infinity_grad, lent[id(grad)])
         if mutated and isinstance(result, torch.Tensor):
             return next((grad for grad in mutated if isinstance(grad, LandedGrad)), result)
         return result
@@ -119,12 +117,12 @@ def _unscale(func, args: tuple) -> None:
     """GradScaler's check and division, of one gradient after the other: they need not fit in memory together."""
     for grad in args[0]:
         if isinstance(grad, LandedGrad):
-            grad._bank.change_own(writable(grad._infinity_grad), lambda own: func([own], *args[1:]))
+            grad._values.change_own(writable(grad._infinity_grad), lambda own: func([own], *args[1:]))
         else:
             func([grad], *args[1:])
     if landed := [grad for grad in args[0] if isinstance(grad, LandedGrad)]:
         args[1].copy_(
-            landed[0]._bank.collectives.exchange(args[1], "overflow of gradients", over_tensors=True, over_stages=True).amax(0)
+            landed[0]._values.collectives.exchange(args[1], "overflow of gradients", over_tensors=True, over_stages=True).amax(0)
         )
 
 
@@ -148,18 +146,18 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
         return subject
     handle = subject._infinity_grad
     if func is aten.zero_.default:
-        subject._bank.zero(handle)
+        subject._values.zero(handle)
         return subject
     if func in (aten.mul_.Tensor, aten.mul_.Scalar):
         factor = args[1]
         if isinstance(factor, torch.Tensor) and factor.dim() == 0 and not isinstance(factor, LandedGrad):
-            factor = subject._bank.number(factor)
+            factor = subject._values.number(factor)
         if isinstance(factor, (int, float)):
             # torch, too, multiplies by the number's fp32 value, in gradients of every dtype.
-            subject._bank.scale(writable(handle), torch.tensor(factor, dtype=torch.float32, device="cpu").item())
+            subject._values.scale(writable(handle), torch.tensor(factor, dtype=torch.float32, device="cpu").item())
             return subject
     if func in (aten.div_.Tensor, aten.div_.Scalar) and isinstance(args[1], (int, float)) and len(args) == 2:
-        subject._bank.change_own(writable(handle), lambda own: own.div_(args[1]))
+        subject._values.change_own(writable(handle), lambda own: own.div_(args[1]))
         return subject
     return None
 

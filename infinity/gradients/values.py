@@ -1,32 +1,32 @@
-"""GradValues: reads and changes gradients at home as torch would, whatever their home.
-
-factor     a multiplication of the gradient that was asked for and not done yet: the optimizer kernel does it, rounding
-           as the in-place multiplication would have
-changing   gradients that the running backward, or a multiplication, has begun to change: torn when it is cut short
-"""
+"""GradValues: reads and changes gradients at home as torch would, whatever their home."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
+from .. import native
+from ..distributed.collectives import Collectives
 from ..state.dtensors import counts_here, is_distributed
 from ..state.handle import ParamHandle
+from ..storage.store import ShardStore
+from .changes import GradChanges, multiply
 from .homes import GradHomes
-from .record import GradRecord, GradState
+from .norms import LandingNorms
+from .record import GradRecord, GradState, writable
 
 
-class GradValues(GradHomes):
-    """Values, factors and norms of gradients. Used from the thread that runs backward or the step."""
+class GradValues:
+    """Values and norms of gradients. Used from the thread that runs backward or the step."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._changing: set[ParamHandle] = set()
+    def __init__(self, homes: GradHomes, store: ShardStore, collectives: Collectives):
+        self.homes, self.device = homes, homes.device
+        self.collectives, self.ranks = collectives, collectives.ranks
+        self.changes, self.norms = GradChanges(), LandingNorms(collectives.ranks)
+        self._store = store
         self._factor: tuple[Callable, int, float] = (lambda: None, 0, 1.0)  # the last tensor gradients were multiplied by
-        self._norm_order: float | None = None  # of the norms that are asked for: they are taken as gradients land
         self._handles: list[ParamHandle] = []  # whose gradients these are
 
     def track(self, handle: ParamHandle) -> None:
@@ -36,62 +36,46 @@ class GradValues(GradHomes):
 
     def apply_factors(self, handle: ParamHandle) -> None:
         """Does the multiplications that were asked for."""
-        self._apply_factors(handle, self._arrived_slice(handle))
-
-    def _apply_factors(self, handle: ParamHandle, home: torch.Tensor) -> None:
-        factors = handle.grad.factors
-        if factors:
-            outside = handle not in self._changing  # of a backward, which has changed the gradient until its end
-            self._changing.add(handle)
-            self._with_factors(factors, home)
-            factors.clear()
-            if outside:
-                self._changing.discard(handle)
-
-    @staticmethod
-    def _with_factors(factors: list[float], grad: torch.Tensor) -> torch.Tensor:
-        for factor in factors:
-            grad.mul_(factor)
-        return grad
+        self.changes.apply_factors(handle, self._arrived_slice(handle))
 
     def value(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
         """Returns the gradient as a tensor over its home, with every factor applied. With other ranks it is a copy, made of all of
         their slices; where the device cannot compute with the home, a copy there. :meth:`put` takes changes of a copy home."""
         if self.ranks.size > 1:
             return self._gathered(handle)
-        if self._is_remote(handle):
+        if self.homes.is_remote(handle):
             return self._fetched(handle)
         record = handle.grad
         with self._store.guarding():
             handle.shard.wait()
             if record.state is GradState.CONSUMED:
-                view = self._view(handle, write=False)
-                return self._with_factors(record.factors, view.clone()) if record.factors else view
-            view = self._view(handle, write=write or bool(record.factors))
+                view = self.homes.view(handle, write=False)
+                return multiply(view.clone(), record.factors) if record.factors else view
+            view = self.homes.view(handle, write=write or bool(record.factors))
             if write or record.factors:
                 record.norm = None
-            self._apply_factors(handle, view)
+            self.changes.apply_factors(handle, view)
             return view
 
     def lends_copies(self, handle: ParamHandle) -> bool:
         """Tells whether :meth:`value` gives a copy, of which changes have to be :meth:`put` home."""
-        return self.ranks.size > 1 or self._is_remote(handle)
+        return self.ranks.size > 1 or self.homes.is_remote(handle)
 
     def _fetched(self, handle: ParamHandle) -> torch.Tensor:
         """A copy on the device, with every factor applied."""
         place = handle.shard.layout.placements[handle.index]
         with self._store.guarding():
             handle.shard.wait()
-            flat = self._flat_view(handle, write=False)
-            self._wait_landing(handle.shard)
+            flat = self.homes.flat_view(handle, write=False)
+            self.homes.queue.wait(handle.shard)
             with self._store.traffic.copying("host->device", flat.nbytes, handle.name):
                 value = torch.empty_like(flat, device=self.device.where).copy_(flat)
-        return self._with_factors(handle.grad.factors, value).as_strided(place.shape, place.stride)
+        return multiply(value, handle.grad.factors).as_strided(place.shape, place.stride)
 
     def put(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Makes ``value`` the gradient."""
-        if self.ranks.size == 1 and self._is_remote(handle):
-            home = self._view(handle, write=True)
+        if self.ranks.size == 1 and self.homes.is_remote(handle):
+            home = self.homes.view(handle, write=True)
             handle.grad.factors.clear()
             handle.grad.norm = None
             with self._store.traffic.copying("device->host", home.nbytes, handle.name):
@@ -104,7 +88,7 @@ class GradValues(GradHomes):
         flat = torch.empty(place.numel, dtype=handle.shard.spec.grad_dtype, device="cpu")
         flat.as_strided(place.shape, place.stride).copy_(value)
         begin, end = handle.shard.slice_part(handle.index)
-        self._slice(handle, write=True).copy_(flat[begin - place.offset : end - place.offset])
+        self.homes.slice(handle, write=True).copy_(flat[begin - place.offset : end - place.offset])
         handle.grad.factors.clear()
         handle.grad.norm = None
         handle.grad.averaged = True
@@ -122,26 +106,20 @@ class GradValues(GradHomes):
         record = handle.grad
         if self.ranks.size > 1:
             return self._norm_over_ranks(handle, order)
-        self._norm_order = order
+        self.norms.ask(order)
         if record.norm is not None and record.norm[0] == order and not record.viewed:
             record.landing.precede()
             return record.norm[1].to(handle.shard.spec.grad_dtype, copy=True)
-        norm = self._norm_of(self.value(handle, write=False), order)
+        norm = self.norms.of(self.value(handle, write=False), order)
         record.norm = order, norm.clone()
         return norm.to(handle.shard.spec.grad_dtype)
-
-    def _norm_of(self, values: torch.Tensor, order: float) -> torch.Tensor:
-        """Takes a norm as torch does; in fp32 where it is put together with those of other ranks."""
-        if not values.numel():  # of a part that has no element, of which a largest one is not defined
-            return torch.zeros((), dtype=torch.float32, device=values.device)
-        return torch.linalg.vector_norm(values, order, dtype=torch.float32 if self.ranks.is_cut else None)
 
     def total_norm(self, order: float) -> torch.Tensor:
         """Computes the norm of all gradients together, in fp32: the same bits on every rank.
 
         Each element counts once: of what the ranks of a mesh hold in common, the first one's.
         """
-        self._norm_order = order
+        self.norms.ask(order)
         handles = [handle for handle in self._handles if handle.grad.state is not GradState.ABSENT]
         total = self._norm_here(handles, order)
         return torch.linalg.vector_norm(self.collectives.exchange_over_stages(total, "the norm of all gradients"), order)
@@ -166,11 +144,11 @@ class GradValues(GradHomes):
 
     def change_own(self, handle: ParamHandle, change: Callable[[torch.Tensor], None]) -> None:
         """Has ``change`` work in place on this rank's elements of the gradient."""
-        if not self._is_remote(handle):
+        if not self.homes.is_remote(handle):
             change(self.own(handle))
             return
         self._arrived_slice(handle)
-        home = self._slice(handle, write=True)
+        home = self.homes.slice(handle, write=True)
         there = torch.empty_like(home, device=self.device.where).copy_(home)
         change(there)
         home.copy_(there)
@@ -182,7 +160,7 @@ class GradValues(GradHomes):
             return self.value(handle, write=True)
         home = self._arrived_slice(handle)
         handle.grad.norm = None
-        return self._slice(handle, write=True) if handle.grad.state is GradState.LANDED else home
+        return self.homes.slice(handle, write=True) if handle.grad.state is GradState.LANDED else home
 
     def _arrived_slice(self, handle: ParamHandle) -> torch.Tensor:
         """The same, up to date, for reading."""
@@ -190,11 +168,11 @@ class GradValues(GradHomes):
         with self._store.guarding():
             handle.shard.wait()
             if record.state is GradState.CONSUMED:
-                return self._with_factors(record.factors, self._slice(handle, write=False).clone())
-            home = self._slice(handle, write=bool(record.factors))
+                return multiply(self.homes.slice(handle, write=False).clone(), record.factors)
+            home = self.homes.slice(handle, write=bool(record.factors))
             if record.factors:
                 record.norm = None
-            self._apply_factors(handle, home)
+            self.changes.apply_factors(handle, home)
             return home
 
     def _gathered(self, handle: ParamHandle) -> torch.Tensor:
@@ -209,7 +187,7 @@ class GradValues(GradHomes):
 
     def _norm_over_ranks(self, handle: ParamHandle, order: float) -> torch.Tensor:
         """Norms of all gradients that have none yet are put together at once: everyone asks for the others' next."""
-        self._norm_order = order
+        self.norms.ask(order)
         record = handle.grad
         if record.stand_in_norm is None or record.stand_in_norm[0] != order or record.norm is None:
             handles = [h for h in self._handles if h.grad.state is not GradState.ABSENT]
@@ -225,12 +203,34 @@ class GradValues(GradHomes):
             self.norm(handle, order)
             return record.norm[1]
         if record.norm is None or record.norm[0] != order:
-            record.norm = order, self._slice_norm(self._arrived_slice(handle).to(self.device.where), order)
+            record.norm = order, self.norms.of_slice(self._arrived_slice(handle).to(self.device.where), order)
         record.landing.precede()
         return record.norm[1]
 
-    @staticmethod
-    def _slice_norm(values: torch.Tensor, order: float) -> torch.Tensor:
-        if not values.numel():
-            return torch.zeros((), dtype=torch.float32, device=values.device)
-        return torch.linalg.vector_norm(values, order, dtype=torch.float32)
+    def zero(self, handle: ParamHandle) -> None:
+        """Leaves zeros, which the next step applies."""
+        record = handle.grad
+        if record.state is GradState.TORN:
+            record = handle.grad = GradRecord(stand_in=record.stand_in, shown=record.shown)
+        handle.shard.wait()
+        whole = self.ranks.size == 1 or self.ranks.keeps_gradients
+        (self.homes.view(handle, write=True) if whole else self.homes.slice(handle, write=True)).zero_()
+        record.factors.clear()
+        record.norm = None
+        record.averaged = False
+        record.move(GradState.LANDED)
+
+    def scale_as_user(self, handle: ParamHandle, factor: float) -> None:
+        """Multiplies the gradient as ``p.grad.mul_(factor)`` does. Raises UsageError for one that a step has consumed."""
+        with handle.engine.using():
+            self.scale(writable(handle), factor)
+
+    def scale(self, handle: ParamHandle, factor: float) -> None:
+        """Multiplies the gradient: noted, and done by the step's kernel."""
+        record = handle.grad
+        if factor == 1.0:
+            return
+        record.norm = None
+        if len(record.factors) == native.MAX_GRAD_FACTORS:
+            self.changes.apply_factors(handle, self.homes.slice(handle, write=True))
+        record.factors.append(factor)

@@ -166,7 +166,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         stepper.carry_out(steps)
         self._engine.count_backwards(0)
         self._engine.steps.finish(version)
-        self._engine.collectives.note_progress(steps=version, backwards=0)
+        self._engine.collectives.progress.note(steps=version, backwards=0)
 
     def _digest(self, clip: float, *, of_parameters: bool = True) -> str:
         """Digests the step's inputs: ranks that differ raise. Other stages have other parameters, with the same settings."""
@@ -200,7 +200,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             engine.begin_step()
             engine.steps.stream()
             yield  # an exception leaves the marks, which the next use of the engine goes by
-            if engine.is_cut_short or engine.gradients.is_changing:
+            if engine.is_cut_short or engine.gradients.changes.are_open:
                 engine.mark_interrupted()  # the backward failed, and somebody caught that inside the block
             else:
                 engine.steps.end_stream()

@@ -18,7 +18,7 @@ from ..state.journal import Journal
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from ..storage.store import ShardStore
-from .device_step import DeviceStepper
+from .updates import Updates
 
 
 class StepTarget(Protocol):
@@ -35,8 +35,7 @@ class StepTarget(Protocol):
     store: ShardStore
     device: Device
     collectives: Collectives
-    updater: native.Updater | None
-    stepper: DeviceStepper | None  # where the processor cannot step all there is
+    updates: Updates
 
     @property
     def is_cut_short(self) -> bool:

@@ -63,7 +63,7 @@ class Stepper:
             for handle in handles if clip != 1.0 else ():
                 if handle.grad.state is GradState.LANDED and len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
                     target.gradients.apply_factors(handle)  # there is no room for another
-            after = target.gradients.close_shard(shard)
+            after = target.gradients.homes.close_shard(shard)
             spans = list(self._spans(shard, handles, clip))
             step = ShardStep(shard, [(h, h.step + 1) for h in handles if h.grad.state is GradState.LANDED])
             shadow = shard.shadow
@@ -83,7 +83,7 @@ class Stepper:
                     raise target.halt("a step was cut short on the device")
                 step.has_begun = True
                 step.device_update = step.device_step()
-        target.updater.submit_all([step.update for step in steps if step.update is not None])
+        target.updates.updater.submit_all([step.update for step in steps if step.update is not None])
         for step in steps:
             shard = step.shard
             if step.shadow is not None:
@@ -116,10 +116,10 @@ class Stepper:
                     continue
                 shard.wait()
                 shard.drop_shadow()
-                after, version = target.gradients.close_shard(shard), target.steps.index + 1
+                after, version = target.gradients.homes.close_shard(shard), target.steps.index + 1
                 update = self._processor_update(shard, spans, after, label=unit.index, version=version, ahead=True)
                 shard.cast_shadow(Shadow(update, _inputs_of(spans)))
-                target.updater.submit_all([update])
+                target.updates.updater.submit_all([update])
                 made += 1
         return made
 
@@ -130,7 +130,7 @@ class Stepper:
     def _plan_update(self, step: ShardStep, spans: list[Span], after: list[native.Ticket], *, label: int, version: int) -> None:
         """``spans`` of a shard are to be stepped: where its state is, and of state on the host a part on the device too."""
         target, shard = self._target, step.shard
-        stepper = target.stepper
+        stepper = target.updates.stepper
         if stepper is None:
             step.update = self._processor_update(shard, spans, after, label=label, version=version)
             return
@@ -140,7 +140,7 @@ class Stepper:
         if rest:
             step.update = self._processor_update(shard, rest, after, label=label, version=version)
         if own:
-            behind = target.gradients.landing_of(shard)
+            behind = target.gradients.homes.landing_of(shard)
             step.device_step = partial(stepper.step, shard, shard.native_layout(self._rule), own, version=version, behind=behind)
 
     def _processor_update(

@@ -186,7 +186,7 @@ def _land(engine: Engine, weights: list[_Weight]) -> None:
         if handle_of(weight.param) is None:
             weight.param.grad = weight.grad if weight.param.grad is None else weight.param.grad + weight.grad
         else:
-            engine.passes.land_by_hand(weight.param, weight.grad)
+            engine.backward.land_by_hand(weight.param, weight.grad)
         weight.grad = None
 
 

@@ -51,11 +51,7 @@ def make_plan(
     least: MemoryPlan | None = None
     fitting: list[MemoryPlan] = []
     for params, optimizer in _homes(config, device, stepped=any(shard.spec.stepped for unit in units for shard in unit.shards)):
-        # Beside weights that only the device can reach the step is the device's, wherever the state is.
-        grads = [Tier.DEVICE] if optimizer is Tier.DEVICE or (params is Tier.DEVICE and not device.is_host) else []
-        whole_grads = any(shard.whole_grad for unit in units for shard in unit.shards)  # they are averaged in memory
-        grads += [Tier.HOST, Tier.NVME] if config.nvme_paths and not whole_grads else [Tier.HOST]
-        for grad in grads:
+        for grad in _grad_homes(params, optimizer, units, config, device):
             for rung in LADDER:
                 plan = MemoryTerms(units, config, (params, optimizer, grad), rung, held_nbytes, device).plan()
                 if not budgets.over(plan):
@@ -104,6 +100,14 @@ def _homes(config: Config, device: Device, *, stepped: bool) -> list[tuple[Tier,
     speed = list(Tier).index
     # Weights are moved twice a step and state once each way, but state is several times as large.
     return sorted(itertools.product(params, optimizer), key=lambda homes: (speed(homes[0]) + speed(homes[1]), homes))
+
+
+def _grad_homes(params: Tier, optimizer: Tier, units: Sequence[UnitSize], config: Config, device: Device) -> list[Tier]:
+    """Homes of gradients beside such homes of weights and optimizer state, fastest first."""
+    # Beside weights that only the device can reach the step is the device's, wherever the state is.
+    homes = [Tier.DEVICE] if optimizer is Tier.DEVICE or (params is Tier.DEVICE and not device.is_host) else []
+    whole_grads = any(shard.whole_grad for unit in units for shard in unit.shards)  # they are averaged in memory
+    return homes + ([Tier.HOST, Tier.NVME] if config.nvme_paths and not whole_grads else [Tier.HOST])
 
 
 def _is_steppable(homes: tuple[Tier, Tier], config: Config, device: Device) -> bool:

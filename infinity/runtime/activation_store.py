@@ -14,21 +14,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import native
 from ..errors import CapacityError
+from ..forwards.recompute import ActivationPlanner, PlannedBlock
 from ..machine.tiers import Tier
 from ..planning.activation_choice import ActivationChoice
 from ..storage.store import ShardStore
 from .activation_home import ActivationHome
 from .saved_tensor import LARGEST_EXCESS, Saved, SavedTensor, View, WithinBudget, raw_bytes, storage_span, through_dtensors
-
-if TYPE_CHECKING:
-    from ..forwards.recompute import ActivationPlanner, PlannedBlock
 
 SMALLEST_NBYTES = 64 * 1024  # what is smaller stays: moving it would cost more than it frees
 

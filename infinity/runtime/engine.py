@@ -25,13 +25,13 @@ from ..machine.ledger import Ledger
 from ..machine.rates import memory_rate
 from ..machine.tiers import Tier
 from ..machine.timeline import Timeline
-from ..optim.device_step import DeviceStepper
+from ..optim.updates import Updates
 from ..planning.memory_plan import MemoryPlan
 from ..planning.schedule import Schedule
 from ..planning.shadow_policy import ShadowPolicy
 from ..planning.unit_sizes import UnitSize
 from ..state import mistakes
-from ..state.handle import ParamHandle, set_raw_grad
+from ..state.handle import ParamHandle
 from ..state.journal import Journal
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
@@ -40,8 +40,7 @@ from .passes import Passes
 from .prefetch import Prefetcher
 from .recovery import recover
 from .resources import Resources, make_store, trace_path
-from .shut_down import draw_updates, shut_down
-from .step_clock import StepClock
+from .shut_down import shut_down
 from .value_edits import ValueEdits
 
 
@@ -62,57 +61,46 @@ class Engine:
         self.config, self.plan, self.units, self.device = config, plan, units, device
         autograd = torch._C._autograd
         self.scopes = native.Scopes(autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks)
-        self.journal, self.schedule, self.clock, self.steps = Journal(), Schedule(), StepClock(), StepCounter()
+        self.journal, self.schedule, self.steps = Journal(), Schedule(), StepCounter()
         self._halted: Callable[[], InfinityError] | None = None  # why nothing goes on but loading a checkpoint
         self.collectives = collectives or Collectives()
         self.ranks, self.traffic = self.collectives.ranks, self.collectives.traffic
         self.traffic.timeline = Timeline(trace_path(config.trace, self.ranks)) if config.trace is not None else None
         self.joined = JoinedPass()
-        self._landed_listeners: list[Callable[[ParamUnit], None]] = []
         self.sizes = sizes  # of the units, as they were planned with
         self.shadow_policy = ShadowPolicy() if plan.shadowed else None
         self.group_of: dict[ParamHandle, int] = {}  # index of the optimizer's param group
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}  # the newest state-dict tensor of a tied parameter
-        self.without_grad: dict[ParamUnit, set[ParamHandle]] = {}  # seen to get none in a backward
         self.storages: dict[int, tuple[ParamUnit, torch.Tensor]] = {}  # device buffers, by storage
         self.ledger = Ledger()
         for tier, budget in zip(Tier, (config.device_memory, config.host_memory, config.nvme_capacity)):
             self.ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
         self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives.tell)
-        self._last_updates: list[native.Updater] = []  # whose events are to be drawn when the engine goes
+        self.updates = Updates(units, self.traffic)
         shards = [shard for unit in units for shard in unit.shards]
-        given_back = self.store, shards, self._last_updates, [unit.name for unit in units], self.collectives, device
+        given_back = self.store, shards, self.updates.recorded, self.updates.names, self.collectives, device
         # To its end, though Ctrl-C comes between: nobody would call it again.
         self._finalizer = weakref.finalize(self, native.insist, partial(shut_down, *given_back))
-        self.updater: native.Updater | None = None
-        self.stepper: DeviceStepper | None = None  # where the processor cannot step all there is
         try:
             self._resources = Resources(config, plan, units, self.store)
             if stepping:
-                self._make_updaters()
+                self.updates.use(self._resources.make_updater(), device, plan.device_slot_nbytes)
         except BaseException:
             self.shut_down()
             raise
         self._put_together(stepping)
 
-    def _make_updaters(self) -> None:
-        self.updater = self._resources.make_updater()
-        if self.device.kernels is not None:
-            self.stepper = DeviceStepper(self.device, self.traffic, self.plan.device_slot_nbytes)
-        if self.traffic.timeline is not None:
-            self.updater.record_events()
-            self._last_updates.append(self.updater)
-
     def _put_together(self, stepping: bool) -> None:
         """Makes the parts that run while the model runs."""
         self.passes = Passes(self)
+        self.backward = self.passes.backward
         staging, in_flight = self._resources.grad_staging, self.plan.landing_nbytes
         self.gradients = GradientBank(self.store, staging, self.collectives, in_flight_nbytes=in_flight)
         self.reducer: Reducer | None = None
         if stepping and self.ranks.data_size > 1:
             trained = [unit for unit in self.units if any(shard.spec.stepped for shard in unit.shards)]
             self.reducer = Reducer(
-                self.collectives, trained, self.gradients, self.ledger, self.schedule, self.passes.landed_at_home
+                self.collectives, trained, self.gradients, self.ledger, self.schedule, self.backward.landed_at_home
             )
             self.gradients.reduce_with(self.reducer)
         self.activations = self._resources.make_activations()
@@ -127,7 +115,7 @@ class Engine:
             self.schedule,
             window_nbytes=self.plan.device_window_nbytes,
             units_ahead=self.plan.units_ahead,
-            give_way=self.passes.give_way,
+            give_way=self.backward.give_way,
             collectives=self.collectives,
             device=self.device,
             journal=self.journal,
@@ -265,41 +253,13 @@ class Engine:
 
     def hold_for_backward(self, unit: ParamUnit) -> None:
         """Has the running backward hold ``unit``."""
-        self.passes.hold_for_backward(unit)
+        self.backward.hold(unit)
 
     def join_backward(self) -> None:
         """Has the running backward end what it holds."""
-        self.passes.join_task()
+        self.backward.join()
 
     # --- what passes ask ---
-
-    def begin_pass(self, *, training: bool) -> None:
-        """Begins a root forward."""
-        if not self.joined.begins():
-            return
-        for handle in self.group_of if training else ():
-            set_raw_grad(handle.param, None)  # of a backward that was cut short before the engine heard of it
-        self.schedule.begin("train" if training else "infer")
-        self.prefetcher.begin_pass()
-
-    def end_backward(self) -> None:
-        """Ends the outermost backward: every gradient is on its way home, or waits for those of the same pass."""
-        if self.joined.is_open:
-            self.joined.note_backward()
-            self.gradients.end_one_of_several()
-            return
-        if self.reducer is not None:
-            with self.store.guarding():
-                self.reducer.end_backward()
-        self.end_backwards()
-
-    def end_backwards(self) -> None:
-        """Ends one backward, or those of a joined pass, whose gradients have landed."""
-        self.count_backwards(self.steps.backwards + 1)
-        self.gradients.end_backward()
-        self.gradients.close_all([shard for unit in self.units for shard in unit.shards])
-        if not self.passes.frames:
-            self.release_idle()
 
     def release_idle(self) -> None:
         """Sends idle units home where the pass is over."""
@@ -309,16 +269,11 @@ class Engine:
     def count_backwards(self, count: int) -> None:
         """Sets how many backwards have ended since the last step."""
         self.steps.count_backwards(count)
-        self.collectives.note_progress(steps=self.steps.index, backwards=count)
+        self.collectives.progress.note(steps=self.steps.index, backwards=count)
 
     def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> None:
         """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward."""
-        self._landed_listeners.append(listener)
-
-    def tell_landed(self, unit: ParamUnit) -> None:
-        """Tells the listeners that all gradients of ``unit`` have landed."""
-        for listener in self._landed_listeners:
-            listener(unit)
+        self.backward.listen(listener)
 
     # --- what the optimizer asks ---
 
@@ -348,25 +303,12 @@ class Engine:
 
     def begin_step(self) -> None:
         """Begins an optimizer step."""
-        if self.stepper is not None and self.updater.step_seconds:
-            self.stepper.choose_share(self.updater.elements / self.updater.step_seconds, self._passing_nbytes())
-
-    def _passing_nbytes(self) -> float:
-        """Bytes of state per element that would come in if the device stepped it."""
-        specs = [shard.spec for unit in self.units for shard in unit.shards if shard.spec.stepped]
-        return max((sum(spec.nbytes_per_element().values()) for spec in specs), default=0.0)
+        self.updates.begin_step()
 
     def end_step(self) -> None:
         """Ends a step, whose updates are submitted: the next forward's first units follow them from the disk."""
         self.prefetcher.fetch_ahead(self.schedule.first())
-        began = self.clock.tick()
-        if self.traffic.timeline is not None:
-            self.traffic.mark("step", f"step {self.clock.steps}", began)
-            self._draw_updates()
-            self.traffic.timeline.flush()
-
-    def _draw_updates(self) -> None:
-        draw_updates(self.updater, self.traffic, [unit.name for unit in self.units])
+        self.updates.end_step()
 
     # --- everything ---
 
@@ -375,10 +317,10 @@ class Engine:
         for unit in self.units:
             for shard in unit.shards:
                 shard.wait()
-        if self.traffic.timeline is not None and self.updater is not None:
-            self._draw_updates()
+        self.updates.draw()
 
     def shut_down(self) -> None:
         """Gives everything back: memory, descriptors, files."""
         self._finalizer()
-        self.updater = self._resources = self.stepper = None
+        self._resources = None
+        self.updates.close()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import UsageError
 from ..state.unit import ParamUnit
+from .running import Running
 from .scoped_call import ScopedCall
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 
 class RefusedCopy:
@@ -63,7 +60,7 @@ class LandingHook:
         self._registered.remove()
 
 
-def install_hooks(engine: Engine, roots: Sequence[torch.nn.Module], owners: dict[torch.nn.Module, list[ParamUnit]]) -> list:
+def install_hooks(engine: Running, roots: Sequence[torch.nn.Module], owners: dict[torch.nn.Module, list[ParamUnit]]) -> list:
     """Installs hooks on ``roots``, every owner, and every stepped parameter. Returns what removes that, each any number of times."""
     removers: list = []
     for module in dict.fromkeys([*roots, *owners]):
@@ -81,10 +78,10 @@ def install_hooks(engine: Engine, roots: Sequence[torch.nn.Module], owners: dict
         removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         removers += [ScopedCall(engine, module), RefusedCopy(module)]
-    passes = weakref.ref(engine.passes)
+    backward = weakref.ref(engine.backward)
 
     def landed(param: torch.Tensor) -> None:
-        if running := passes():
+        if running := backward():
             running.landed(param)
 
     for unit in engine.units:

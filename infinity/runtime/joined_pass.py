@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from ..gradients.whole import WholeGradients
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .running import Running
 
 
 class JoinedPass:
@@ -26,7 +23,7 @@ class JoinedPass:
         self._backwards = 0
 
     @contextmanager
-    def opened(self, engine: Engine, finish: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def opened(self, engine: Running, finish: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Joins all forwards and backwards inside the block. Left by an exception, what they added to gradients is torn.
 
         ``finish``: what is to be done to the gradients once they have landed, before anybody steps them; cut short, they are torn, too.
@@ -47,14 +44,14 @@ class JoinedPass:
             engine.mark_interrupted()  # the next use puts things right, once nothing runs
             raise
 
-    def _open(self, engine: Engine) -> None:
+    def _open(self, engine: Running) -> None:
         reduced = engine.reducer is not None and not engine.ranks.keeps_gradients
         engine.gradients.join_backwards(None if reduced else WholeGradients(engine.ledger, engine.device))
         if engine.reducer is not None:
             engine.reducer.waits_for_more = True
         self.is_open, self._has_begun, self._backwards = True, False, 0
 
-    def _close(self, engine: Engine, finish: Callable[[], None]) -> None:
+    def _close(self, engine: Running, finish: Callable[[], None]) -> None:
         if not self.is_open:
             return  # something inside failed, was caught, and all was put right since
         engine.mark_interrupted()  # cut short from here on, what is half landed is torn
@@ -66,9 +63,9 @@ class JoinedPass:
                 engine.reducer.reduce_all()
         finish()
         for unit in reversed(engine.units):
-            engine.passes.landed_at_home(unit)
+            engine.backward.landed_at_home(unit)
         if self._backwards:
-            engine.end_backwards()
+            engine.backward.end_joined()
         else:
             engine.release_idle()
         engine.scopes.interrupted = False
@@ -79,7 +76,7 @@ class JoinedPass:
         self._has_begun = True
         return begins
 
-    def begin_anew(self, engine: Engine) -> None:
+    def begin_anew(self, engine: Running) -> None:
         """Has the next root forward begin the pass once more: what ran until now only tried things out."""
         if self.is_open and self._has_begun:
             engine.schedule.forget()

@@ -1,77 +1,46 @@
-"""Passes: holds units while a forward or a backward of the model needs them.
+"""Passes: holds units while a forward of the model needs them, and has its backward tell when that comes to them.
 
 owner       a module whose forward needs a unit: it holds some of its parameters
 frame       one running forward of an owner (or of the root), with the units it holds
-task        one run of autograd; a reentrant checkpoint nests them. It has a token, which only autograd holds: a task whose token
-            is gone without its end having been told was cut short
 
-Forward holds a unit from its owner's pre-hook to its post-hook. Backward holds it from the first time a tensor saved
-from it is asked for (or a gradient reaches its owner's output) until all its gradients have landed, and what is held
-at the end of the outermost task is let go: unused parameters get no gradient, and nothing else would tell.
-
-With slices on several ranks, all of them must gather the same units in the same order, whatever gradients each gets. So
-a unit is then held until the backward has come two units further, and not until its gradients have landed.
+Forward holds a unit from its owner's pre-hook to its post-hook. What the backward holds is :mod:`infinity.runtime.backward`'s.
 """
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, is_dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import is_dataclass
+from typing import Any
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_map_only
 
 from ..forwards.lazy_logits import Logits
-from ..gradients.record import GradState
-from ..state.dtensors import is_distributed, local_of, part_of
-from ..state.handle import ParamHandle, handle_of, raw_grad, set_raw_grad
+from ..state.dtensors import local_of
+from ..state.handle import handle_of, set_raw_grad
 from ..state.unit import ParamUnit
+from .backward import Backward
+from .frame import Frame
+from .running import LateHook, Running
 from .saved_weights import OPAQUE, is_checkpoint, saving_hooks
-
-if TYPE_CHECKING:
-    from .engine import Engine
-    from .hooks import LandingHook
-
-
-@dataclass(eq=False)
-class Frame:
-    """One running forward."""
-
-    module: torch.nn.Module
-    units: list[ParamUnit]
-    is_recomputed: bool = False  # inside a checkpoint
-    hooks: int = 0  # pairs of our saved-tensor hooks that this thread had before
-    start: float = field(default_factory=time.perf_counter)
 
 
 class Passes:
-    """The forwards and backwards that are running."""
+    """The forwards that are running, and the backward behind them."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Running):
         self._engine = weakref.ref(engine)  # the engine holds this object
         self.scopes = engine.scopes
         self.frames: list[Frame] = []
-        self.awaited: dict[ParamUnit, set[ParamHandle]] = {}  # held by the backward; least recently used first
-        self.expected: dict[ParamUnit, set[ParamHandle]] = {}  # in lockstep: what a unit still has to get, held or not
-        self._since: dict[ParamUnit, float] = {}  # when the backward came to each of those
-        self.tasks: dict[int, weakref.ref] = {}  # that are running, with their tokens
-        self.landing_hooks: list[LandingHook] = []  # that are to run after every other, which a forward may have registered
-        self.reached: set[ParamUnit] = set()  # units that got a gradient in this backward
+        self.backward = Backward(engine, self.frames)
+        self.landing_hooks: list[LateHook] = []  # that are to run after every other, which a forward may have registered
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Running:
         return self._engine()
-
-    @property
-    def in_lockstep(self) -> bool:
-        """Whether other ranks gather with this one in mid-backward."""
-        return self.engine.reducer is not None and self.engine.reducer.waits_elsewhere
 
     @property
     def computing(self) -> bool:
@@ -92,7 +61,7 @@ class Passes:
         self.engine.store.check_process()
         in_backward = torch._C._current_graph_task_id() != -1
         if not self.frames and not in_backward and is_root:
-            self.engine.begin_pass(training=torch.is_grad_enabled())
+            self._begin(training=torch.is_grad_enabled())
         # Before anything is held: a module of unknown tensors may raise here.
         keeping = self.engine.activations if torch.is_grad_enabled() and not self.frames and not in_backward else None
         foreign = self._foreign_storages(module) if keeping is not None else set()
@@ -100,7 +69,7 @@ class Passes:
         try:
             with self.engine.store.guarding():
                 for unit in units:
-                    least = self._hold(unit, backward=in_backward)
+                    least = self.backward.gather(unit) if in_backward else self.engine.prefetcher.hold(unit)
                     held.append(unit)
                     if in_backward and self.engine.reducer is not None:
                         self.engine.reducer.start_offered(least)
@@ -115,6 +84,16 @@ class Passes:
             self.scopes.push_hooks(*keeping.hooks(outer))
         if units and torch.is_grad_enabled():
             self.scopes.push_hooks(*self._saving_hooks())
+
+    def _begin(self, *, training: bool) -> None:
+        """Begins a root forward."""
+        engine = self.engine
+        if not engine.joined.begins():
+            return
+        for handle in engine.group_of if training else ():
+            set_raw_grad(handle.param, None)  # of a backward that was cut short before the engine heard of it
+        engine.schedule.begin("train" if training else "infer")
+        engine.prefetcher.begin_pass()
 
     @staticmethod
     def _foreign_storages(module: torch.nn.Module) -> set[int]:
@@ -149,11 +128,6 @@ class Passes:
                 self.engine.release_idle()
         return output
 
-    def _hold(self, unit: ParamUnit, *, backward: bool) -> int | None:
-        """Holds ``unit``. Returns how many reductions all ranks could start, where they met for its gather."""
-        reducer = self.engine.reducer if backward else None
-        return self.engine.prefetcher.hold(unit, backward=backward, offered=reducer.offered if reducer is not None else 0)
-
     def _unhold(self, frame: Frame) -> None:
         for unit in frame.units:
             self.engine.prefetcher.unhold(unit)
@@ -166,21 +140,21 @@ class Passes:
     def hold_for_frame(self, unit: ParamUnit) -> None:
         """Holds a unit that is used outside its owners, until the outermost forward (or the backward) ends."""
         if torch._C._current_graph_task_id() != -1:
-            self.hold_for_backward(unit)
+            self.backward.hold(unit)
         elif unit not in self.frames[0].units:
             self.engine.prefetcher.hold(unit)
             self.frames[0].units.append(unit)
 
     def _watch_backward(self, frame: Frame, args: tuple, kwargs: dict, output: Any) -> None:
         """Has the backward tell when it reaches ``frame``'s units, and for frozen ones when it leaves them."""
-        me = weakref.ref(self)
+        me = weakref.ref(self.backward)
         units = frame.units
         if not self.frames and any(tensor.grad_fn is not None for tensor in _tensors((args, kwargs))):
 
             def come_from_another(_grad: torch.Tensor) -> None:
-                if passes := me():
-                    passes.join_task()  # whose end takes the mark back, whether any gradient lands or not
-                    passes.engine.gradients.add_to_consumed()
+                if backward := me():
+                    backward.join()  # whose end takes the mark back, whether any gradient lands or not
+                    backward.engine.gradients.add_to_consumed()
 
             for tensor in _tensors(output):
                 if type(tensor) is not Logits and tensor.requires_grad:
@@ -189,9 +163,9 @@ class Passes:
             # Only for modules with children: a checkpoint inside this forward saves weights out of our sight. What
             # autograd saves of a leaf's own weights says itself when it is needed (an embedding's never is).
             def arrive(_grad: torch.Tensor) -> None:
-                if passes := me():
+                if backward := me():
                     for unit in units:
-                        passes.hold_for_backward(unit)
+                        backward.hold(unit)
 
             for tensor in _tensors(output):
                 # The gradient of logits that nobody asked for reaches the hidden states they are made of.
@@ -202,9 +176,9 @@ class Passes:
         if inputs:
 
             def depart(_grads: Any) -> None:
-                if passes := me():
+                if backward := me():
                     for unit in frozen:
-                        passes.let_go(unit)
+                        backward.let_go(unit)
 
             register_multi_grad_hook(inputs, depart, mode="all")
 
@@ -215,145 +189,25 @@ class Passes:
         return self.scopes.scope(*self._saving_hooks())
 
     def _saving_hooks(self) -> tuple[Callable, Callable]:
-        me = weakref.ref(self)
+        me = weakref.ref(self.backward)
 
         def hold(unit: ParamUnit) -> None:
-            if passes := me():
-                passes.hold_for_backward(unit)
+            if backward := me():
+                backward.hold(unit)
 
         return saving_hooks(self.engine.storages, hold)
 
-    # --- backward ---
-
-    def hold_for_backward(self, unit: ParamUnit) -> None:
-        """Holds ``unit``, which the running backward needs."""
-        self.engine.check_open()
-        self.join_task()
-        if unit in self.awaited:
-            self.awaited[unit] = self.awaited.pop(unit)  # the last one used
-            return
-        if self.in_lockstep:
-            for other in list(self.awaited)[:-1]:
-                self.let_go(other)
-        trained = zip(unit.handles, (param for shard in unit.shards for param in shard.params))
-        expected = {h for h, p in trained if h.grad is not None and p.requires_grad} - self.engine.without_grad.get(unit, set())
-        with self.engine.store.guarding():
-            least = self._hold(unit, backward=True)
-            if self.engine.reducer is not None:
-                self.engine.reducer.come_to_unit(least)
-        self.awaited[unit] = expected
-        if self.in_lockstep:
-            self.expected.setdefault(unit, expected)
-        self._since[unit] = time.perf_counter()
-
-    def landed(self, param: torch.Tensor) -> None:
-        """Sends home a gradient that autograd accumulated in ``param``."""
-        handle = handle_of(param)
-        grad = raw_grad(param)  # before anything is put right: this one is of the backward that runs
-        self.join_task()
-        if grad is None:
-            return  # of a weight that runs in tiles: it has landed
-        self.engine.gradients.change(handle)
-        if is_distributed(grad):
-            grad = part_of(param, grad, f"the gradient of {handle.name}")  # partial sums over the mesh are added
-        set_raw_grad(param, None)
-        with self.engine.store.guarding():
-            self.engine.gradients.land(handle, grad)
-        self.reached.add(handle.unit)
-        self.engine.without_grad.get(handle.unit, set()).discard(handle)
-        awaited = (self.expected if self.in_lockstep else self.awaited).get(handle.unit)
-        if awaited is not None:
-            awaited.discard(handle)
-            if not awaited:
-                if not self.in_lockstep:
-                    self.let_go(handle.unit)
-                if self.engine.reducer is not None:
-                    self.engine.reducer.ready(handle.unit)
-                elif not self.engine.joined.is_open:
-                    self.engine.tell_landed(handle.unit)
-
-    def land_by_hand(self, param: torch.Tensor, grad: torch.Tensor) -> None:
-        """Sends home a gradient that was computed without being accumulated, between the backwards of a joined pass."""
-        handle = handle_of(param)
-        self.engine.gradients.change(handle)
-        with self.engine.store.guarding():
-            self.engine.gradients.land(handle, part_of(param, grad, f"the gradient of {handle.name}"))
-        self.engine.without_grad.get(handle.unit, set()).discard(handle)
-        self.engine.joined.note_backward()
-
-    def landed_at_home(self, unit: ParamUnit) -> None:
-        """Tells the listeners that ``unit``'s gradients have landed for good: averages over all ranks, or sums of a joined pass."""
-        landed = any(handle.grad.state is GradState.LANDED for handle in unit.handles if handle.grad)
-        if landed and not self.engine.prefetcher.is_held(unit):
-            self.engine.tell_landed(unit)
-
-    def let_go(self, unit: ParamUnit) -> None:
-        """Lets ``unit`` go, with which the backward is done."""
-        if unit in self.awaited:
-            del self.awaited[unit]
-            self.engine.traffic.mark("backward", unit.name, self._since.pop(unit))
-            self.engine.prefetcher.unhold(unit)
-            self.engine.gradients.close_all(unit.shards)
-
-    def give_way(self) -> bool:
-        """Lets the unit go that the backward has not used for longest: the device window is full.
-
-        It comes back when it is needed after all. What waits that long is mostly a unit with a parameter that gets no
-        gradient, or a tied one whose other use is yet to come. False when there is none.
-        """
-        for unit in self.awaited:
-            if not any(unit in frame.units for frame in self.frames):
-                self.let_go(unit)
-                return True
-        return False
-
-    def join_task(self) -> None:
-        """Asks autograd to call when the task that is running ends."""
-        task = torch._C._current_graph_task_id()
-        if task == -1 or task in self.tasks:
-            return
-        if not self.scopes.running and all(token() is None for token in self.tasks.values()):
-            self.engine.recover()  # from what came before: this is the outermost task
-        me = weakref.ref(self)
-
-        def end() -> None:
-            if passes := me():
-                passes._leave_task(task)
-
-        token = partial(int)  # of C, so that no frame of a traceback refers to it
-        self.tasks[task] = weakref.ref(token)
-        for callback in (token, end):
-            torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-    def _leave_task(self, task: int) -> None:
-        for nested in [other for other, token in self.tasks.items() if other != task and token() is None]:
-            del self.tasks[nested]  # it failed inside this one, which went on all the same
-        if len(self.tasks) == 1:
-            self.sweep()
-            # Everything is as it should be. A checkpoint ends its recomputations by an exception, say.
-            self.scopes.interrupted = False
-        del self.tasks[task]
+    # --- after an exception ---
 
     @property
     def is_cut_short(self) -> bool:
         """Whether a backward or forward was left by an exception. Asked where none is running."""
-        return bool(self.tasks or self.frames)
-
-    def sweep(self) -> None:
-        """Lets go of what is still held as the outermost backward ends: it got no gradient for some of its parameters."""
-        for unit, missing in (self.awaited | self.expected).items():
-            if unit in self.reached:  # else this was torch.autograd.grad, which accumulates nothing
-                self.engine.without_grad[unit] = self.engine.without_grad.get(unit, set()) | missing
-        for unit in list(self.awaited):
-            self.let_go(unit)
-        self.expected.clear()
-        self.reached.clear()
-        self.engine.end_backward()
+        return bool(self.backward.tasks or self.frames)
 
     def rebuild(self) -> None:
         """Forgets whatever an exception left of what was running. Only while nothing is running."""
-        self.frames, self.awaited, self.expected, self._since = [], {}, {}, {}
-        self.tasks, self.reached = {}, set()
+        self.frames.clear()
+        self.backward.rebuild()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..gradients.record import GradState
 from ..state.handle import set_raw_grad
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .running import Running
 
 
-def recover(engine: Engine, *, finishing: bool) -> None:
+def recover(engine: Running, *, finishing: bool) -> None:
     """Gives up what only a running pass needs, and takes it anew from what is at home. ``finishing``: carries to its end what had to be
     whole; without it the journal stays as it is, for the next use.
 
@@ -39,7 +35,7 @@ def recover(engine: Engine, *, finishing: bool) -> None:
     engine.scopes.interrupted = False  # the last thing
 
 
-def _rebuild_homes(engine: Engine, *, finishing: bool) -> None:
+def _rebuild_homes(engine: Running, *, finishing: bool) -> None:
     with engine.store.guarding():
         engine.gradients.rebuild()
         if engine.activations is not None:

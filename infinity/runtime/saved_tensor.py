@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,9 +22,6 @@ from ..machine.device import PAST, Event
 from ..machine.sizes import round_up
 from ..state.dtensors import is_distributed, local_of, over, spec_of
 from ..storage.arrays import StateArray
-
-if TYPE_CHECKING:
-    from .activation_store import ActivationStore
 
 LARGEST_EXCESS = 4  # a storage is moved whole unless it is more than so many times what the saved view needs
 ALIGNMENT = 64  # bytes: a part of a storage starts where its bytes lie as they did
@@ -95,10 +92,20 @@ class WithinBudget:
     charge: native.Charge
 
 
+class Places(Protocol):
+    """Gives places at home to saved storages, and takes them back."""
+
+    def take(self, nbytes: int) -> StateArray:
+        """Takes space at home for ``nbytes``. Raises CapacityError over the tier's budget."""
+
+    def keep(self, saved: Saved) -> None:
+        """Takes the place of ``saved`` back once nothing refers to that any longer."""
+
+
 class Saved:
     """Bytes of one storage at home: all of it, or the part that one view needs."""
 
-    def __init__(self, store: ActivationStore, begin: int, nbytes: int):
+    def __init__(self, places: Places, begin: int, nbytes: int):
         self.read: tuple[native.Ticket, native.Lease] | None = None  # under way into staging
         self.writes: list[native.Ticket] = []
         self.sent: Event = PAST  # when the bytes are at home
@@ -108,8 +115,8 @@ class Saved:
         self.begin, self.nbytes = begin, nbytes
         self.checksum = 0  # of bytes on disk, to tell whether they are still those of the storage
         self._there: StorageWeakRef | None = None  # where the bytes are on the device again
-        self.place: StateArray = store.take(nbytes)
-        store.keep(self)
+        self.place: StateArray = places.take(nbytes)
+        places.keep(self)
 
     def bytes_on_device(self) -> torch.UntypedStorage | None:
         """Returns the storage that has the bytes again, while anything holds it."""

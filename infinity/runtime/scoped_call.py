@@ -5,12 +5,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from .engine import Engine
+from .. import native
+
+
+class ScopeOpener(Protocol):
+    """The engine, as a call sees it that runs in a scope."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the homes are there."""
+
+    def using(self, *, repairing: bool = False) -> native.Scope:
+        """Opens the scope that every use of the engine runs in."""
 
 
 class ScopedCall:
@@ -19,7 +29,7 @@ class ScopedCall:
 
     NAMES = ("_call_impl", "_compiled_call_impl")  # what ``module(...)`` looks up, and first of all when it was compiled
 
-    def __init__(self, engine: Engine, module: torch.nn.Module):
+    def __init__(self, engine: ScopeOpener, module: torch.nn.Module):
         self._module = weakref.ref(module)
         self._own = {name: module.__dict__.get(name) for name in self.NAMES}
         of_class = type(module)._call_impl
@@ -45,7 +55,7 @@ class ScopedCall:
                     module.__dict__[name] = self._own[name]
 
 
-def _scoped(engine: Engine, call: Callable) -> Callable:
+def _scoped(engine: ScopeOpener, call: Callable) -> Callable:
     @torch.compiler.disable
     def scope() -> AbstractContextManager:
         # What was compiled meanwhile calls this after an unwrap too.

@@ -8,16 +8,9 @@ import threading
 from .. import native
 from ..distributed.collectives import Collectives
 from ..machine.device import Device
-from ..machine.traffic import Traffic
+from ..optim.updates import draw_updates
 from ..state.shard import ParamShard
 from ..storage.store import ShardStore
-
-
-def draw_updates(updater: native.Updater, traffic: Traffic, names: list[str]) -> None:
-    """Puts on the timeline what the updater has done since the last time."""
-    lanes = {"load": "nvme->host", "step": "optimizer", "save": "host->nvme"}
-    for kind, unit, _, start, end in updater.take_events():
-        traffic.mark(lanes[kind], names[unit] if kind == "step" else f"{names[unit]} state", start, end)
 
 
 def shut_down(

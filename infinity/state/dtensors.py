@@ -34,6 +34,11 @@ def is_distributed(tensor: Any) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def ranks_over(tensor: torch.Tensor) -> list[int]:
+    """Lists the ranks over which ``tensor`` is cut; none for a plain one."""
+    return tensor.device_mesh.mesh.flatten().tolist() if isinstance(tensor, DTensor) else []
+
+
 def is_distributed_parameter(tensor: Any) -> bool:
     """Tells whether ``tensor`` is a Parameter that is exactly a DTensor over a plain local tensor."""
     return type(tensor) is DTensor and isinstance(tensor, torch.nn.Parameter) and type(tensor._local_tensor) is torch.Tensor

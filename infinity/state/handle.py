@@ -1,23 +1,80 @@
-"""ParamHandle: says to which unit, shard and engine a parameter belongs."""
+"""ParamHandle: says to which unit, shard and engine a parameter belongs.
+
+Owner, Unit and Loan are those of which it says so, as a parameter sees them.
+"""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
-from ..errors import UsageError
+from .. import native
+from ..errors import InternalError, UsageError
+from ..machine.device import Device
 from .dtensors import local_of
-from .owner import Owner
+from .shard import ParamShard
 from .shared import is_counted
 
-if TYPE_CHECKING:
-    from .lent import Lent
-    from .shard import ParamShard
-    from .unit import ParamUnit
-
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+
+
+class GradStandIns(Protocol):
+    """Gives and takes ``p.grad`` of a parameter at home."""
+
+    def get(self, handle: ParamHandle) -> torch.Tensor | None:
+        """Returns what stands for the gradient, None where there is none."""
+
+    def set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
+        """Makes ``value`` the gradient."""
+
+
+class Owner(Protocol):
+    """The engine, as a parameter sees it."""
+
+    gradients: GradStandIns
+    device: Device  # what computes
+
+    @property
+    def computing(self) -> bool:
+        """Whether a forward or backward of the model is running."""
+
+    def refuse_between(self, what: str) -> None:
+        """Raises UsageError where gradients are not whole: between the backwards of a joined pass."""
+
+    def using(self, *, repairing: bool = False) -> native.Scope:
+        """Opens the scope that every use of the engine runs in."""
+
+    def touch(self, handle: ParamHandle, operation: str) -> None:
+        """Gathers the parameter inside a forward or backward, and raises UsageError elsewhere."""
+
+    def refusal(self, handle: ParamHandle, operation: str) -> UsageError:
+        """Returns the error for ``operation`` on a parameter at home."""
+
+    def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """Sends ``value`` home."""
+
+    def saving_tensors(self) -> AbstractContextManager[Any]:
+        """Has weights that autograd saves inside saved as references."""
+
+
+class Unit(Protocol):
+    """The unit of a parameter."""
+
+    name: str
+    version: int  # counts changes of the values at home
+
+    def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
+        """Watches for changes through ``data``, which was handed out: torch does not count them."""
+
+
+class Loan(Protocol):
+    """What a parameter stands for in a block of full_params."""
+
+    tensor: torch.Tensor
+    version: int  # of the parameter's value
 
 
 class ParamHandle:
@@ -25,13 +82,13 @@ class ParamHandle:
 
     __slots__ = ("names", "unit", "shard", "index", "grad", "step", "version", "has_loaded_master", "lent", "is_counted", "_engine")
 
-    def __init__(self, names: list[str], unit: ParamUnit, shard: ParamShard, index: int, engine: Owner):
+    def __init__(self, names: list[str], unit: Unit, shard: ParamShard, index: int, engine: Owner):
         self.names, self.unit, self.shard, self.index = names, unit, shard, index
         self.grad: Any = None  # the GradientBank's record; None when the optimizer does not step this parameter
         self.step = 0  # optimizer steps applied
         self.version = 0  # counts changes of the value at home
         self.has_loaded_master = False  # since the last step: a load of the value it belongs to leaves its bits
-        self.lent: weakref.ref[Lent] | None = None  # what the parameter stands for in a block of full_params
+        self.lent: weakref.ref[Loan] | None = None  # what the parameter stands for in a block of full_params
         self.is_counted = is_counted(self.param)  # in norms and checkpoints: not, where another stage's copy is
         self._engine = weakref.ref(engine)
 
@@ -62,9 +119,17 @@ class ParamHandle:
         return engine
 
 
-def handle_of(param: torch.Tensor) -> ParamHandle | None:
+def handle_of(param: torch.Tensor | None) -> ParamHandle | None:
     """Returns the handle of a managed parameter (or of its alias), None for any other tensor."""
     return param.__dict__.get("_infinity") if isinstance(param, torch.Tensor) else None
+
+
+def managed(param: torch.Tensor) -> ParamHandle:
+    """Returns the handle of a parameter that is known to be managed. Raises InternalError for any other tensor."""
+    handle = handle_of(param)
+    if handle is None:
+        raise InternalError(f"a tensor of shape {tuple(param.shape)} is not managed")
+    return handle
 
 
 def own_bytes(param: torch.Tensor) -> torch.Tensor:

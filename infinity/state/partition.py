@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ class Group:
     tile_rows: int = 0  # its one weight comes to the device in tiles of so many rows; 0: whole
 
 
-def is_managed(param: nn.Parameter) -> bool:
+def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
     """Tells whether the engine moves ``param``. Parameter subclasses (quantised ones, say) stay where they are."""
     return type(param) is nn.Parameter or is_distributed_parameter(param)
 

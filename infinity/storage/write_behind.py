@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -17,10 +17,7 @@ from .. import native
 from ..errors import InfinityError, UsageError
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
-
-if TYPE_CHECKING:
-    from .arrays import StateArray
-    from .store import ShardStore
+from .arrays import ArrayIO, StateArray
 
 PARTS = 6  # weights and masters are gathered in two of them while others are under way
 
@@ -41,10 +38,28 @@ class OpenPart:
         return self.array is array and self.start < end and start < self.end
 
 
+class BlockStore(ArrayIO, Protocol):
+    """The store that is written to."""
+
+    io: native.IoEngine
+
+    def check_process(self) -> None:
+        """Raises UsageError in a forked child."""
+
+    def borrow(self, nbytes: int) -> AbstractContextManager[native.Lease]:
+        """Borrows a piece of the service buffer."""
+
+    def take_lease(self, pool: native.PinnedPool, nbytes: int) -> native.Lease:
+        """Takes a lease of ``nbytes``: waits for transfers that still use the pool."""
+
+    def read_block(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> torch.Tensor:
+        """Reads whole checksummed blocks of an array on disk, from byte ``offset`` on, as a tensor over ``lease``."""
+
+
 class WriteBehind:
     """Reads and writes arrays as the store does, but that a write to disk returns before its bytes are at home."""
 
-    def __init__(self, store: ShardStore, service: native.PinnedPool):
+    def __init__(self, store: BlockStore, service: native.PinnedPool):
         self._store, self._service = store, service
         blocks = service.capacity_nbytes // native.CHECKSUM_NBYTES
         self._count = max(0, min(PARTS, blocks - 1))  # the last block is for reading

@@ -346,8 +346,8 @@ def test_a_failed_backward_can_be_tried_again(swap, monkeypatch, name, home):
     model(x).sum().backward()
     optimizer.zero_grad()
     rest, calls = device(model).charged_nbytes, []
-    bank = wrapped(model).engine.gradients
-    whole = bank._view
+    homes = wrapped(model).engine.gradients.homes
+    whole = homes.view
 
     def failing(handle, **more):
         calls.append(handle)
@@ -355,7 +355,7 @@ def test_a_failed_backward_can_be_tried_again(swap, monkeypatch, name, home):
             raise RuntimeError("injected")
         return whole(handle, **more)
 
-    monkeypatch.setattr(bank, "_view", failing)
+    monkeypatch.setattr(homes, "view", failing)
     with pytest.raises(RuntimeError, match="injected") as kept:
         model(x).square().mean().backward()
     monkeypatch.undo()

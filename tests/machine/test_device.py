@@ -28,6 +28,7 @@ import infinity
 from infinity import native
 from infinity.errors import CapacityError, ConfigError, CorruptionError, StorageError
 from infinity.gradients import bank as banks
+from infinity.gradients import homes, lander
 from infinity.machine import accelerator, in_flight
 from infinity.machine import device as devices
 from infinity.machine.traffic import Traffic
@@ -398,7 +399,7 @@ def _finish_gather(unit, store, *, real=ParamUnit.finish_gather):
 
 
 def _norm_taken_anew(bank, handle, order):
-    bank._landing.pop(handle.shard, None)
+    bank.homes.queue.forget(handle.shard)
     return torch.linalg.vector_norm(bank.value(handle, write=False), order)
 
 
@@ -413,7 +414,7 @@ TWINS = {
     "gradients that are sent before they are computed": (RaceDetector, "now", lambda self: devices.PAST),
     "weights that are used before they came": (ParamUnit, "finish_gather", _finish_gather),
     "weights that are freed while they are used": (RaceDetector, "resize", _resize),
-    "updates that do not wait for gradients": (banks.GradientBank, "close_shard", lambda self, shard: []),
+    "updates that do not wait for gradients": (homes.GradHomes, "close_shard", lambda self, shard: []),
     "a gradient that is read before it landed": (banks.GradientBank, "norm", _norm_taken_anew),
 }
 
@@ -432,11 +433,11 @@ def test_nobody_stands_still_between_two_steps(monkeypatch):
     config = {"params": "host", "optimizer": "host"}
     assert races_of(monkeypatch, config, micro=2)[1] == 0
 
-    def value(self, handle, *args, real=banks.GradientBank._land_beside, **how):
+    def value(self, handle, *args, real=lander.Lander.beside, **how):
         real(self, handle, *args, **how)
-        self._wait_landing(handle.shard)
+        self._homes.queue.wait(handle.shard)
 
-    monkeypatch.setattr(banks.GradientBank, "_land_beside", value)
+    monkeypatch.setattr(lander.Lander, "beside", value)
     assert races_of(monkeypatch, config)[1] > 0
 
 

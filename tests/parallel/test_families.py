@@ -17,11 +17,9 @@ MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> dict[str, Any]:
+def two(launch_folder) -> dict[str, Any]:
     """Everything that two ranks do, in one launch."""
-    folder = tmp_path_factory.mktemp("two")
-    swap = folder / "swap"
-    swap.mkdir()
+    folder, swap = launch_folder, launch_folder / "swap"
     configs = [models.at_home(home, home, swap) for home in ("host", "nvme")]
     jobs: dict[str, dict] = {f"families:{name}": {"name": name, "configs": configs} for name in FAMILIES}
     jobs |= {f"generates:{name}": {"name": name, "config": configs[0]} for name in ("llama", "gpt2")}

@@ -35,11 +35,9 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> dict[str, Any]:
+def two(launch_folder) -> dict[str, Any]:
     """Everything that two ranks do, in one launch."""
-    folder = tmp_path_factory.mktemp("two")
-    swap = folder / "swap"
-    swap.mkdir()
+    folder, swap = launch_folder, launch_folder / "swap"
     jobs: dict[str, dict] = {f"alone:{name}": {"name": name} for name in FAMILIES}
     for name in FAMILIES:
         for schedule, home in RUNS.items() if name in ("llama", "qwen3") else (("auto", "nvme"), ("ZBVZeroBubble", "host")):

@@ -37,11 +37,9 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> dict[str, Any]:
+def two(launch_folder) -> dict[str, Any]:
     """Everything that two ranks do, in one launch."""
-    folder = tmp_path_factory.mktemp("two")
-    swap = folder / "swap"
-    swap.mkdir()
+    folder, swap = launch_folder, launch_folder / "swap"
     config = {home: models.at_home(home, home, swap) for home in HOMES}
     jobs: dict[str, dict] = {f"trained:{kind}-twin": {"kind": kind, "config": None} for kind in SCHEDULES}
     jobs |= {f"trained:{kind}-{home}": {"kind": kind, "config": config[home]} for kind in SCHEDULES for home in HOMES}

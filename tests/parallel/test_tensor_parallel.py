@@ -41,11 +41,9 @@ def config_of(home: str, swap) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> dict[str, Any]:
+def two(launch_folder) -> dict[str, Any]:
     """Everything that two ranks do, in one launch."""
-    folder = tmp_path_factory.mktemp("two")
-    swap = folder / "swap"
-    swap.mkdir()
+    folder, swap = launch_folder, launch_folder / "swap"
     jobs: dict[str, dict] = {}
     for short, kind in KINDS.items():
         jobs[f"twins:{short}"] = {"kind": kind}

@@ -581,7 +581,7 @@ def test_next_to_nothing_is_spent_on_shadows_that_always_miss(how, tmp_path):
         job = Job(tmp_path, True)
         steps(40, spoil, at=tuple(range(40)))(job)
         job.engine.wait_idle()
-        assert job.engine.updater.elements <= 1.25 * 40 * sum(shard.slice_numel for shard in job.shards)
+        assert job.engine.updates.updater.elements <= 1.25 * 40 * sum(shard.slice_numel for shard in job.shards)
         assert sum(kept == 4 for kept in job.kept) >= least
         steps(40)(job)
         assert job.kept[-1] == 4

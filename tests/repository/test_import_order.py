@@ -97,6 +97,19 @@ def cycles(sources: dict[str, str]) -> list[str]:
     return found
 
 
+def types_from_elsewhere(source: str, path: str, modules: set[str]) -> list[str]:
+    """Imports of infinity's own modules that ``source`` makes for type checking only. A package's `__init__` may, which hands names out
+    when they are first used."""
+    if Path(path).name == "__init__.py":
+        return []
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for _, target, line in imports_of("\n".join(ast.unparse(each) for each in node.body), path, modules):
+                found.append(f"{path} imports {target} for its types only ({line} below line {node.lineno})")
+    return found
+
+
 def sources() -> dict[str, str]:
     return {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
 
@@ -128,6 +141,16 @@ def test_no_modules_import_each_other():
     assert not cycles(sources())
     assert cycles({"a.py": "from .b import x", "b.py": "from .c import y", "c.py": "from . import a"}) == ["a -> b -> c -> a"]
     assert not cycles({"a.py": "from .b import x", "b.py": "def f():\n    from .a import y"})
+
+
+def test_types_come_from_the_left_too():
+    """Looks for imports under TYPE_CHECKING: what stands to the right is known by a protocol. Other libraries may be imported so."""
+    package = sources()
+    modules = modules_of(package)
+    assert not [each for path, source in package.items() for each in types_from_elsewhere(source, path, modules)]
+    hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n    from .engine import Engine\n"
+    assert len(types_from_elsewhere(hidden, "runtime/passes.py", modules)) == 1
+    assert not types_from_elsewhere(hidden, "runtime/__init__.py", modules)
 
 
 def test_includes_go_to_the_left_only():

@@ -28,6 +28,7 @@ NAMES = [
     ("torch.distributed.distributed_c10d", "_get_default_store", "distributed/mesh.py"),
     ("torch.distributed.distributed_c10d", "_get_default_group", "distributed/mesh.py"),
     ("torch", "_C._current_graph_task_id", "runtime/passes.py"),
+    ("torch", "_C._current_graph_task_id", "runtime/tasks.py"),
     ("torch", "_C._autograd._top_saved_tensors_default_hooks", "runtime/passes.py"),
     ("torch", "_C.DisableTorchFunctionSubclass", "state/handle.py"),
     ("torch", "Tensor._make_wrapper_subclass", "gradients/tensor.py"),

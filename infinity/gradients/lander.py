@@ -1,0 +1,98 @@
+"""Lander: adds a gradient to what is at home: in place, or in the queue to the host beside the compute.
+
+home       a tensor over the bytes at home; a function where they have to be brought into memory first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ..machine.tiers import Tier
+from ..state.handle import ParamHandle
+from ..storage.store import ShardStore
+from .changes import GradChanges, multiply
+from .homes import GradHomes
+from .norms import LandingNorms
+
+TakeNorm = Callable[[torch.Tensor, float], torch.Tensor]
+
+
+class Lander:
+    """Sends gradients and averages home. Used from the thread that runs backward or the step."""
+
+    def __init__(self, homes: GradHomes, store: ShardStore, changes: GradChanges, norms: LandingNorms):
+        self._homes, self._device, self._store, self._changes, self._norms = homes, homes.device, store, changes, norms
+
+    def land(self, handle: ParamHandle, grad: torch.Tensor, *, adds: bool) -> None:
+        """Makes ``grad`` the gradient of ``handle``, or adds it (``adds``)."""
+        if self._device.overlaps and handle.shard.arrays["grad"].tier is not Tier.DEVICE:
+            self.beside(handle, *self._flat(handle, grad), adds=adds)
+        else:
+            self._here(handle, partial(self._homes.view, handle, write=True), grad, self._norms.of, adds=adds)
+
+    def land_slice(self, handle: ParamHandle, own: torch.Tensor, *, adds: bool) -> None:
+        """Does the same with this rank's elements only, in the order in which they lie."""
+        if self._homes.is_remote(handle):
+            handle.shard.wait()
+            self.beside(handle, self._homes.slice(handle, write=True, wait=False), own, self._norms.of_slice, adds=adds)
+        else:
+            self._here(handle, partial(self._homes.slice, handle, write=True), own, self._norms.of_slice, adds=adds)
+
+    def _here(
+        self, handle: ParamHandle, home: Callable[[], torch.Tensor], value: torch.Tensor, take_norm: TakeNorm, *, adds: bool
+    ) -> None:
+        """Lands ``value`` at ``home()``, and takes the norm that is asked for while the bytes are near: they need not be read once
+        more, from a disk perhaps."""
+        record, shard = handle.grad, handle.shard
+        nbytes = value.numel() * shard.spec.grad_dtype.itemsize if self._device.is_host else 0  # else it stays on the device
+        with self._store.traffic.copying("device->host", nbytes, handle.name):
+            shard.wait()
+            there = home()
+            if adds:
+                self._changes.apply_factors(handle, there)
+                there.add_(value)
+            else:
+                there.copy_(value)
+            order = None if record.viewed else self._norms.order
+            record.norm = None if order is None else (order, take_norm(there, order))
+
+    def beside(self, handle: ParamHandle, home: torch.Tensor, value: torch.Tensor, take_norm: TakeNorm, *, adds: bool) -> None:
+        """Lands ``value`` in the queue to the host, beside the compute. What is added is added on the device, and the norm taken
+        there: both are the same for every home."""
+        record, shard, where = handle.grad, handle.shard, self._device.where
+        factors = list(record.factors)
+        order = None if record.viewed else self._norms.order
+        norm = torch.empty((), dtype=torch.float32, device=where) if order is not None else None
+
+        def send() -> None:
+            total = value
+            if adds:
+                total = home if self._device.is_host else torch.empty_like(home, device=where).copy_(home, non_blocking=True)
+                multiply(total, factors).add_(value)
+            if total is not home:
+                home.copy_(total, non_blocking=True)
+            if norm is not None:
+                norm.copy_(take_norm(total, order))
+
+        read = [value] if norm is None else [value, norm]
+        record.landing = self._homes.queue.send(shard, send, home.nbytes, handle.name, *read)
+        record.factors.clear()
+        record.norm = None if norm is None else (order, norm)
+
+    def _flat(self, handle: ParamHandle, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, TakeNorm]:
+        """The gradient's elements at home, those of ``grad`` in the same order, and what takes the norm of such elements."""
+        shard = handle.shard
+        shard.wait()
+        place = shard.layout.placements[handle.index]
+        home = self._homes.flat_view(handle, write=True)
+        if grad.stride() != place.stride or grad.dtype != shard.spec.grad_dtype:
+            laid_out = torch.empty_strided(place.shape, place.stride, dtype=shard.spec.grad_dtype, device=self._device.where)
+            grad = laid_out.copy_(grad)
+
+        def take_norm(total: torch.Tensor, order: float) -> torch.Tensor:
+            return self._norms.of(total.as_strided(place.shape, place.stride, total.storage_offset()), order)
+
+        return home, grad.detach().as_strided((place.numel,), (1,), grad.storage_offset()), take_norm

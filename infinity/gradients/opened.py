@@ -1,0 +1,79 @@
+"""OpenedGrads: lends gradients whose home is a disk, in slots of the gradient staging pool.
+
+opened     a shard's gradients lie in a slot, where they are read and written
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .. import native
+from ..state.shard import ParamShard
+from ..storage.store import ShardStore
+
+
+@dataclass(eq=False)
+class OpenedShard:
+    """A shard's gradients in a staging slot."""
+
+    slot: native.Lease
+    flat: torch.Tensor
+    dirty: bool = False
+
+
+class OpenedGrads:
+    """Shards' gradients in staging, of which the least recently used go to disk when another one needs a slot."""
+
+    def __init__(self, store: ShardStore, staging: native.PinnedPool | None, wait_landing: Callable[[ParamShard], None]):
+        self._store, self._staging = store, staging
+        self._wait_landing = wait_landing  # until nothing is being written to a slot any more
+        self._opened: OrderedDict[ParamShard, OpenedShard] = OrderedDict()  # least recently used first
+
+    def flat(self, shard: ParamShard, *, write: bool) -> torch.Tensor:
+        """Returns this rank's gradient elements of ``shard``, valid until it is closed. ``write``: they are about to change."""
+        opened = self._opened.get(shard)
+        if opened is None:
+            array = shard.arrays["grad"]
+            with self._store.traffic.stalled("host->nvme", "gradients"):
+                slot = self._store.take_lease(self._staging, array.nbytes, self._close_oldest)
+            # Read even when nothing landed yet: parameters without a gradient keep defined bytes beside the others.
+            with self._store.traffic.stalled("nvme->host", "gradients"):
+                self._store.io.read(array.extent, 0, slot.address, array.nbytes, lease=slot).wait()
+            self._store.verify(array, slot.address, array.nbytes)
+            flat = native.tensor_at(self._staging.region, slot.address, array.numel, array.dtype)
+            opened = self._opened[shard] = OpenedShard(slot, flat)
+        opened.dirty |= write
+        self._opened.move_to_end(shard)
+        return opened.flat
+
+    def close(self, shard: ParamShard) -> None:
+        """Sends the gradients of ``shard`` to disk, if they were changed, and gives the slot back."""
+        opened = self._opened.get(shard)
+        if opened is None:
+            return
+        if opened.dirty:
+            self._wait_landing(shard)
+            array = shard.arrays["grad"]
+            # The disk keeps the slot until it has written it. Interrupted before the next line, it is written again.
+            self._store.io.write(array.extent, 0, opened.slot.address, array.nbytes, lease=opened.slot)
+            opened.dirty = False
+        del self._opened[shard]
+        opened.slot.release()
+
+    def _close_oldest(self) -> bool:
+        """Sends what was not used for longest to disk. False when nothing is open."""
+        oldest = next(iter(self._opened), None)
+        if oldest is not None:
+            self.close(oldest)
+        return oldest is not None
+
+    def rebuild(self) -> None:
+        """Sends what is open to disk after an exception. Only while nothing is in flight."""
+        for shard in list(self._opened):
+            self.close(shard)
+        if self._staging is not None:
+            self._store.drain(self._staging)

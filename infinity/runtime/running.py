@@ -1,0 +1,146 @@
+"""Running: what the parts that run while the model runs ask of the engine that has them, and of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+from .. import native
+from ..distributed.data_ranks import DataRanks
+from ..errors import InfinityError
+from ..gradients.bank import GradientBank
+from ..gradients.reducer import Reducer
+from ..machine.device import Device
+from ..machine.ledger import Ledger
+from ..machine.traffic import Traffic
+from ..planning.schedule import Schedule
+from ..state.handle import ParamHandle
+from ..state.journal import Journal
+from ..state.step_counter import StepCounter
+from ..state.unit import ParamUnit
+from ..storage.store import ShardStore
+from .activation_store import ActivationStore
+from .prefetch import Prefetcher
+from .scoped_call import ScopeOpener
+
+
+class LateHook(Protocol):
+    """A hook on a parameter that has to run after all others."""
+
+    def come_last(self) -> None:
+        """Moves behind the hooks that were registered since."""
+
+
+class Forwards(Protocol):
+    """The forwards that are running."""
+
+    landing_hooks: list[LateHook]
+
+    def enter(self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool) -> None:
+        """Begins a forward of ``module``, which needs ``units``."""
+
+    def leave(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        """Ends the forward of ``module``. Returns its output."""
+
+    def rebuild(self) -> None:
+        """Forgets whatever an exception left. Only while nothing is running."""
+
+
+class Backwards(Protocol):
+    """The backwards that are running."""
+
+    def landed(self, param: torch.Tensor) -> None:
+        """Sends home a gradient that autograd accumulated in ``param``."""
+
+    def landed_at_home(self, unit: ParamUnit) -> None:
+        """Tells that ``unit``'s gradients have landed for good."""
+
+    def end_joined(self) -> None:
+        """Ends the backwards of a joined pass, whose gradients have landed."""
+
+    def rebuild(self) -> None:
+        """Forgets whatever an exception left. Only while nothing is running."""
+
+
+class JoinedBackwards(Protocol):
+    """Whether several forwards and backwards make one pass just now."""
+
+    is_open: bool
+
+    def begins(self) -> bool:
+        """Tells whether a root forward that starts now begins a pass."""
+
+    def note_backward(self) -> None:
+        """Counts a backward that ended."""
+
+    def rebuild(self) -> None:
+        """Forgets the pass, which an exception cut short. Only while nothing is running."""
+
+
+class Running(ScopeOpener, Protocol):
+    """The engine, as its parts see it. Each has it by a weak reference: the engine holds them."""
+
+    units: list[ParamUnit]
+    ranks: DataRanks
+    device: Device
+    store: ShardStore
+    ledger: Ledger
+    traffic: Traffic
+    journal: Journal
+    schedule: Schedule
+    steps: StepCounter
+    scopes: native.Scopes
+    gradients: GradientBank
+    reducer: Reducer | None  # None: gradients are averaged with nobody
+    prefetcher: Prefetcher
+    group_of: dict[ParamHandle, int]  # the parameters that are stepped
+    storages: dict[int, tuple[ParamUnit, torch.Tensor]]  # device buffers, by storage
+
+    @property
+    def activations(self) -> ActivationStore | None:
+        """Takes what a forward saves home. None: it stays with torch."""
+
+    @property
+    def passes(self) -> Forwards:
+        """The forwards that are running."""
+
+    @property
+    def backward(self) -> Backwards:
+        """The backwards that are running."""
+
+    @property
+    def joined(self) -> JoinedBackwards:
+        """The pass that several of them make together."""
+
+    @property
+    def computing(self) -> bool:
+        """Whether a forward or backward of the model is running."""
+
+    def check_alive(self) -> None:
+        """Raises UsageError where the engine is gone, or its process forked."""
+
+    def check_open(self) -> None:
+        """Raises UsageError where the homes are gone."""
+
+    def refuse_between(self, what: str) -> None:
+        """Raises UsageError between the backwards of a joined pass."""
+
+    def recover(self, *, finishing: bool = True) -> None:
+        """Puts right what an exception left, if there was one."""
+
+    def mark_interrupted(self) -> None:
+        """Has the next use of the engine recover."""
+
+    def halt(self, why: str) -> InfinityError:
+        """Refuses everything from here on but loading a checkpoint."""
+
+    def count_backwards(self, count: int) -> None:
+        """Sets how many backwards have ended since the last step."""
+
+    def release_idle(self) -> None:
+        """Sends idle units home where the pass is over."""
+
+    def release(self, units: Iterable[ParamUnit]) -> None:
+        """Sends ``units`` home: their bytes there are about to change."""
