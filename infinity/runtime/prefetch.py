@@ -48,7 +48,7 @@ class Prefetcher:
     ):
         self.units, self.schedule = units, schedule
         self._store, self._ledger, self._journal = store, ledger, journal
-        self._window_nbytes = window_nbytes
+        self._planned_nbytes = self._window_nbytes = window_nbytes
         # Beside a device that computes by itself the host does not see how long that takes.
         self.look_ahead = LookAhead(units_ahead, is_fixed=device.overlaps)
         self._computing: tuple[int, float] | None = None  # the unit that was asked for last, and since when it is there
@@ -242,6 +242,22 @@ class Prefetcher:
         else:
             for shard in unit.shards:
                 shard.wait()
+
+    def narrow(self, nbytes: int) -> None:
+        """Leaves ``nbytes`` of the planned window to something else, until it is called again; between passes. Ranks of a row give the same.
+
+        Raises CapacityError, with the window as it was, where the largest unit would not fit what is left.
+        """
+        largest = max((unit.weight_nbytes for unit in self.units), default=0)
+        if self._planned_nbytes and self._planned_nbytes - nbytes < min(largest, self._planned_nbytes):
+            raise CapacityError(
+                f"the device window of {format_nbytes(self._planned_nbytes)} has to leave {format_nbytes(nbytes)} to what passes between stages, but the "
+                f"largest unit takes {format_nbytes(largest)}. Raise Config(device_memory=...) by "
+                f"{format_nbytes(largest + nbytes - self._planned_nbytes)}, or use smaller micro-batches."
+            )
+        self._window_nbytes = max(0, self._planned_nbytes - nbytes)
+        while self._resident_nbytes() > self._window_nbytes and (idle := self._idle()):
+            self._evict(idle[0])
 
     def _make_room(self, unit: ParamUnit) -> None:
         """Evicts idle units, then ones that the backward can do without for now, until ``unit`` fits the window."""

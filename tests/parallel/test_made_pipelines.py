@@ -52,6 +52,10 @@ def two(launch_folder) -> dict[str, Any]:
     jobs |= {"piped_chains": {}, "refused_pipelines": {}}
     jobs |= {f"shapes:{schedule}": {"config": models.at_home(home, home, swap), "schedule": schedule}
              for schedule, home in (("1F1B", "host"), ("auto", "nvme"))}  # fmt: skip
+    jobs |= {f"saved_whole:{name}-{schedule}": {"name": name, "folder": str(folder / f"{name}-{schedule}"), "schedule": schedule,
+                                                "config": models.at_home("nvme", "host", swap)}
+             for name, schedule in (("llama", "auto"), ("qwen3", "auto"), ("qwen3", "1F1B"), ("gpt2", "ZBVZeroBubble"))}  # fmt: skip
+    jobs["memory"] = {"config": {"params": "host", "optimizer": "host"}}
     jobs["reviewed"] = {"config": models.at_home("host", "host", swap)}
     return run_all(folder, 2, jobs, script="pipeline_jobs.py") | {"folder": folder}
 
@@ -137,6 +141,29 @@ def test_stages_with_other_batches_are_told_before_anything_runs(two, schedule):
     for rank in two[f"shapes:{schedule}"]:
         assert rank["refused"].startswith("UsageError: ranks 0 and 1 have other batches (the inputs, the targets)")
         assert rank["goes on"]
+
+
+@pytest.mark.parametrize("what", ["llama-auto", "qwen3-auto", "qwen3-1F1B", "gpt2-ZBVZeroBubble"])
+def test_stages_write_one_folder_that_transformers_loads(two, what):
+    assert two[f"saved_whole:{what}"] == [True, True]
+
+
+def test_a_machine_is_divided_as_its_stages_need(two):
+    """One layer beside seven, and just what both plan: halves would not do."""
+    for number, rank in enumerate(two["memory"]):
+        assert rank["share"] == pytest.approx([1 / 8, 7 / 8][number], abs=1e-5)
+        assert max(rank["planned"]) > rank["halves"]
+        assert rank["fits"] == "was taken"
+
+
+def test_what_passes_between_stages_is_charged_and_the_window_gives_way(two):
+    """Four buffers of each of two shapes: 2 and 4 rows of 256 features in fp32. One that leaves no room for weights is refused."""
+    between = 4 * (2 + 4) * 256 * 4
+    for rank in two["memory"]:
+        narrower, left = rank["window"]
+        assert rank["between"] == between and narrower == max(0, between - left)
+    assert narrower > 0  # of the seven layers
+    assert rank["too much"].startswith("CapacityError: the device window") and "Raise Config(device_memory=...)" in rank["too much"]
 
 
 BOUNDARY = 2 * 12 * 64 * 4  # bytes of a micro-batch of two sequences of 12, 64 features in fp32

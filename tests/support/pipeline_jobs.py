@@ -24,12 +24,14 @@ from torch.nn import functional as F
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
+import models
 import parallel_jobs
 from parallel_jobs import VOCABULARY, Decoder, adamw, whole
 from ranks import serve
 
 import infinity
 from infinity.distributed.channel import Channel
+from infinity.machine.tiers import Tier
 from infinity.runtime.registry import wrapped
 from infinity.state.unit import ParamUnit
 
@@ -492,6 +494,57 @@ def shapes(config: dict, schedule: str) -> dict[str, Any]:
     goes_on = pipe.step(**labelled(0)).item()
     infinity.unwrap_model(pipe.chunks, optimizer)
     return {"losses": losses, "refused": refused, "goes on": goes_on > 0}
+
+
+def saved_whole(name: str, folder: str, config: dict, schedule: str) -> bool:
+    """Whether transformers loads what save_pretrained writes of a pipeline's chunks."""
+    pipe, _ = infinity.parallel.pipeline(causal(name), mesh_of(2), None, config, schedule=schedule, micro_batches=4, quiet=True)
+    infinity.save_pretrained(pipe.chunks, folder)
+    dist.barrier()
+    found = type(causal(name)).from_pretrained(folder).state_dict()
+    infinity.unwrap_model(pipe.chunks)
+    return not models.differing(found, causal(name).state_dict())
+
+
+def memory(config: dict) -> dict[str, Any]:
+    """What ranks of one machine are given of it, where one stage is seven times the other; and what passes between stages."""
+    mesh = mesh_of(2)
+
+    def make(**changes: Any) -> tuple:
+        torch.manual_seed(1)
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+        options = {"schedule": "1F1B", "micro_batches": 4, "loss_fn": F.mse_loss, "costs": [7.0] + [1.0] * 7, "quiet": True}
+        return infinity.parallel.pipeline(model, mesh, torch.optim.AdamW(model.parameters()), config | changes, **options)
+
+    def planned() -> int:
+        return infinity.runtime.registry.engine_of(pipe.chunks).plan.planned_nbytes(Tier.HOST)
+
+    pipe, optimizer = make()
+    everyones: list = [None, None]
+    dist.all_gather_object(everyones, planned())
+    share = infinity.runtime.registry.engine_of(pipe.chunks).ranks.machine_share
+    infinity.unwrap_model(pipe.chunks, optimizer)
+    budget = int(sum(everyones) * 1.1)
+    found: dict[str, Any] = {"planned": everyones, "share": float(share), "halves": budget // 2}
+    found["fits"] = told(lambda: infinity.unwrap_model(*keep(make(host_memory=budget))))
+
+    pipe, optimizer = make(device_memory=6 * 272 * 1024, units=["Linear"])
+    engine = infinity.runtime.registry.engine_of(pipe.chunks)
+    before = engine.ledger.accounts[Tier.DEVICE].charged_nbytes
+    for rows in (8, 16):
+        pipe.step(torch.ones(rows, 256), torch.ones(rows, 256))
+        optimizer.zero_grad()
+    found["between"] = engine.ledger.accounts[Tier.DEVICE].charged_nbytes - before
+    left = engine.ledger.accounts[Tier.DEVICE].budget_nbytes - engine.plan.planned_nbytes(Tier.DEVICE)
+    found["window"] = engine.prefetcher._planned_nbytes - engine.prefetcher._window_nbytes, left
+    found["too much"] = told(lambda: pipe.step(torch.ones(4096, 256), torch.ones(4096, 256)))
+    infinity.unwrap_model(pipe.chunks, optimizer)
+    return found
+
+
+def keep(made: tuple) -> tuple:
+    pipe, optimizer = made
+    return pipe.chunks, optimizer
 
 
 def reloaded(name: str, path: str, tp: int, onto: str | None = None) -> dict[str, torch.Tensor]:
