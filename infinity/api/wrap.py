@@ -19,6 +19,7 @@ from torch import nn
 from .. import native
 from ..config.config import Config
 from ..distributed.collectives import Collectives
+from ..distributed.data_ranks import DataRanks
 from ..distributed.mesh import data_ranks, join_device, join_node
 from ..errors import ConfigError
 from ..forwards.micro_batch import check_block, install_chunks
@@ -90,13 +91,7 @@ def wrap_model(
     try:
         config = _check_everywhere(model, optimizer, config, ties, collectives)
         whole = cast(nn.Module, model)  # checked
-        local_size = -collectives.least([-ranks.local_size], "ranks on a machine", over_stages=True)[0]
-        share = share_of_machine(whole, collectives, local_size)
-        ranks = dataclasses.replace(
-            ranks, shard=config.shard, compresses=config.compress_gathers, local_size=local_size, machine_share=share
-        )
-        if config.shard_in_node:
-            ranks = join_node(ranks, mesh)
+        ranks = _settle(whole, config, collectives, mesh)
         collectives = Collectives(ranks, traffic)
         collectives.allow_flags(len(list(whole.parameters())) + 1)
         return _wrap(whole, optimizer, config, collectives, mesh)
@@ -104,6 +99,19 @@ def wrap_model(
         ties.undo()
         collectives.close()
         raise
+
+
+def _settle(model: nn.Module, config: Config, collectives: Collectives, mesh: Any) -> DataRanks:
+    """Completes what is known of the ranks by what the configuration says, and by what the machine has for each."""
+    local_size = -collectives.least([-collectives.ranks.local_size], "ranks on a machine", over_stages=True)[0]
+    ranks = dataclasses.replace(
+        collectives.ranks,
+        shard=config.shard,
+        compresses=config.compress_gathers,
+        local_size=local_size,
+        machine_share=share_of_machine(model, collectives, local_size),
+    )
+    return join_node(ranks, mesh) if config.shard_in_node else ranks
 
 
 def _check_everywhere(

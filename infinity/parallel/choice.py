@@ -89,42 +89,42 @@ def choose(
     Raises ConfigError for what does not fit, with the numbers.
     """
     layers = len(chain.layers)
-    if schedule not in ("auto", *NAMES):
-        raise ConfigError(f"schedule: there is no {schedule!r}; there are auto, {', '.join(NAMES)}")
     if costs is not None and len(costs) != layers:
         raise ConfigError(f"costs has {len(costs)} numbers, the model {layers} layers")
-    wanted, why = schedule, "as asked"
+    name, why = _name(schedule, chunks, layers, ranks, config)
     below = config.params != "device"
-    if schedule == "auto":
-        several = chunks > 1 if chunks is not None else layers >= 2 * ranks
-        wanted = "LoopedBFS" if below else "Interleaved1F1B" if several else "1F1B"
-        why = (
-            "weights are at home below the device: each chunk is loaded at most twice a step"
-            if below
-            else "weights stay on the device"
-        )
     nbytes = [
         sum(local_of(p).numel() * (config.param_dtype or p.dtype).itemsize for p in layer.parameters()) for layer in chain.layers
     ]
     loading = None
     if costs is not None and load_rate is not None and below:
         costs, loading = [micro_batches * cost for cost in costs], [2 * each / load_rate for each in nbytes]
-    seconds = costs if costs is not None else chain.costs()
-    counts = [chunks] if chunks is not None else _counts(wanted, layers, ranks, config)
-    for count in counts:
-        _check(wanted, count, layers, ranks, micro_batches)
-        choice = Choice(wanted, tuple(cut_evenly(seconds, ranks * count, loading=loading)), ranks, micro_batches, why)
+    for count in [chunks] if chunks is not None else _counts(name, layers, ranks, config):
+        _check(name, count, layers, ranks, micro_batches)
+        lengths = cut_evenly(costs if costs is not None else chain.costs(), ranks * count, loading=loading)
+        choice = Choice(name, tuple(lengths), ranks, micro_batches, why)
         largest = max(sum(nbytes[n] for n in choice.layers_of(number)) for number in range(choice.chunks))
         if not below or config.device_memory is None or 2 * largest <= config.device_memory:
-            break
-    else:
-        if wanted in INTERLEAVED:
-            raise ConfigError(
-                f"{wanted} changes from chunk to chunk with every micro-batch, and device_memory={format_nbytes(config.device_memory)} does not hold two "
-                f"of the largest ({format_nbytes(largest)}): each would be loaded for every micro-batch. Use schedule='LoopedBFS', which loads each at "
-                "most twice a step, more chunks of a rank, or more device_memory."
-            )
+            return choice
+    if name in INTERLEAVED:
+        raise ConfigError(
+            f"{name} changes from chunk to chunk with every micro-batch, and device_memory={format_nbytes(config.device_memory)} does not hold two "
+            f"of the largest ({format_nbytes(largest)}): each would be loaded for every micro-batch. Use schedule='LoopedBFS', which loads each at "
+            "most twice a step, more chunks of a rank, or more device_memory."
+        )
     return choice
+
+
+def _name(schedule: str, chunks: int | None, layers: int, ranks: int, config: Config) -> tuple[str, str]:
+    """The schedule, and why this one."""
+    if schedule not in ("auto", *NAMES):
+        raise ConfigError(f"schedule: there is no {schedule!r}; there are auto, {', '.join(NAMES)}")
+    if schedule != "auto":
+        return schedule, "as asked"
+    if config.params != "device":
+        return "LoopedBFS", "weights are at home below the device: each chunk is loaded at most twice a step"
+    several = chunks > 1 if chunks is not None else layers >= 2 * ranks
+    return "Interleaved1F1B" if several else "1F1B", "weights stay on the device"
 
 
 def _counts(name: str, layers: int, ranks: int, config: Config) -> list[int]:

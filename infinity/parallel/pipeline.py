@@ -72,16 +72,29 @@ def pipeline(
     does not hold two chunks of an interleaved schedule.
     """
     chain, config = _check(model, mesh, config, loss_fn)
-    ranks, rank = mesh["pp"].size(), mesh.get_local_rank("pp")
     costs, load_rate = _agree_on_costs(costs, config)
+    ranks = mesh["pp"].size()
     choice = choose(
         chain, config, ranks, schedule=schedule, micro_batches=micro_batches, chunks=chunks, costs=costs, load_rate=load_rate
     )
+    if not quiet and dist.get_rank() == 0:
+        print(choice.describe(chain), flush=True)
+    return _build(chain, choice, mesh, optimizer, config, loss_fn)
+
+
+def _build(
+    chain: Chain,
+    choice: Choice,
+    mesh: DeviceMesh,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    loss_fn: Callable | None,
+) -> tuple[Pipeline, torch.optim.Optimizer | None]:
+    """Makes this rank's chunks, wraps them, and makes their pipeline. Cut short, the optimizer has all parameters again."""
+    rank = mesh.get_local_rank("pp")
     all_chunks = [chain.make_chunk(choice.layers_of(number)) for number in range(choice.chunks)]
     mine = [all_chunks[number] for number in choice.chunks_of(rank)]
     ties = _find_ties(chain, all_chunks, choice.rank_of, rank)
-    if not quiet and dist.get_rank() == 0:
-        print(choice.describe(chain), flush=True)
     kept = _keep_own(optimizer, mine)
     managed = None
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pipeline_jobs
+import made_pipeline_jobs
 import pytest
 import torch
 from torch import nn
@@ -77,9 +77,9 @@ def test_costs_are_measured_one_layer_at_a_time(where, monkeypatch):
     monkeypatch.setattr("infinity.parallel.costs._time", lambda work, where: runs.append(work()) or float(len(runs)))
     if where == "meta":
         with torch.device("meta"):
-            model = pipeline_jobs.causal("llama")
+            model = made_pipeline_jobs.causal("llama")
     else:
-        model = pipeline_jobs.causal("llama")
+        model = made_pipeline_jobs.causal("llama")
     before = {name: param.clone() for name, param in model.named_parameters()}
     costs = measure_costs(model, torch.arange(24).view(2, 12), device="cpu", repeats=2)
     assert len(costs) == 4 and costs[1] == costs[2] and len({*costs}) == 3 and len(runs) == 6

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import made_pipeline_jobs
 import models
-import pipeline_jobs
 import pytest
 import torch
 from parallel_jobs import off
@@ -45,7 +45,7 @@ def two(launch_folder) -> dict[str, Any]:
     jobs["piped:qwen3-saved"] = {"name": "qwen3", "schedule": "auto", "path": str(folder / "saved"),
                                  "config": models.at_home("host", "host", swap)}  # fmt: skip
     weights = folder / "model.safetensors"
-    state = pipeline_jobs.causal("qwen3").state_dict()
+    state = made_pipeline_jobs.causal("qwen3").state_dict()
     save_file({name: value for name, value in state.items() if name != "lm_head.weight"}, weights)
     jobs["piped:qwen3-meta"] = {"name": "qwen3", "schedule": "auto", "weights": str(weights),
                                 "config": models.at_home("nvme", "host", swap)}  # fmt: skip
@@ -57,7 +57,7 @@ def two(launch_folder) -> dict[str, Any]:
              for name, schedule in (("llama", "auto"), ("qwen3", "auto"), ("qwen3", "1F1B"), ("gpt2", "ZBVZeroBubble"))}  # fmt: skip
     jobs["memory"] = {"config": {"params": "host", "optimizer": "host"}}
     jobs["reviewed"] = {"config": models.at_home("host", "host", swap)}
-    return run_all(folder, 2, jobs, script="pipeline_jobs.py") | {"folder": folder}
+    return run_all(folder, 2, jobs, script="made_pipeline_jobs.py") | {"folder": folder}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_both_copies_of_a_tie_have_the_same_bits(two, schedule):
 
 def test_a_checkpoint_is_that_of_the_whole_model(two):
     """One process loads it: a tie is one entry."""
-    model = pipeline_jobs.causal("qwen3")
+    model = made_pipeline_jobs.causal("qwen3")
     model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), {"params": "host"})
     infinity.load_checkpoint(two["folder"] / "saved", model, optimizer)
     found = model.state_dict()
@@ -185,7 +185,7 @@ def test_stages_data_ranks_and_parts_together(tmp_path, world, axes):
     for name in names:
         jobs |= {f"piped:{name}-{home}": {"name": name, "schedule": "auto", "axes": axes, "config": models.at_home(home, home, swap)}
                  for home in ("host", "nvme")}  # fmt: skip
-    found = run_all(tmp_path / "jobs", world, jobs, script="pipeline_jobs.py")
+    found = run_all(tmp_path / "jobs", world, jobs, script="made_pipeline_jobs.py")
     for name in names:
         alone, ranks = found[f"alone:{name}"][0], found[f"piped:{name}-host"]
         assert len({tuple(rank["norms"]) for rank in ranks}) == 1
@@ -203,15 +203,15 @@ def test_checkpoints_pass_between_3d_and_everything_else(tmp_path):
     config = {"params": "host", "optimizer": "host"}
     first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
     jobs = {"piped": {"name": "qwen3", "schedule": "auto", "axes": {"tp": 2}, "config": config, "path": first}}
-    saved = run_all(tmp_path / "eight", 8, jobs, script="pipeline_jobs.py")["piped"]
+    saved = run_all(tmp_path / "eight", 8, jobs, script="made_pipeline_jobs.py")["piped"]
     weights = {name: value for rank in saved for name, value in rank["weights"].items()}
     for world, path, onto in ((2, first, second), (4, second, third)):
         jobs = {"reloaded": {"name": "qwen3", "path": path, "tp": 1, "onto": onto}}
-        for rank in run_all(tmp_path / f"of {world}", world, jobs, script="pipeline_jobs.py")["reloaded"]:
+        for rank in run_all(tmp_path / f"of {world}", world, jobs, script="made_pipeline_jobs.py")["reloaded"]:
             assert not models.differing(rank, {name: weights[name] for name in rank})
     states = []
     for path in (first, third):
-        model = pipeline_jobs.causal("qwen3")
+        model = made_pipeline_jobs.causal("qwen3")
         model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), config)
         infinity.load_checkpoint(path, model, optimizer)
         assert not models.differing(model.state_dict(), weights)
