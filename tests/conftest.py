@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +46,13 @@ def launch_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("launch")
     (folder / "swap").mkdir()
     return folder
+
+
+@pytest.fixture(scope="module")
+def chosen(request) -> Callable[..., set[tuple]]:
+    """Which values of some parameters this module's tests are run with: what is made for all of them at once need not be made for others."""
+    cases = [item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return lambda *names: {tuple(case[name] for name in names) for case in cases if set(names) <= set(case)}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
