@@ -60,9 +60,11 @@ def ranks_lost(what: str, error: BaseException) -> PeerError:
     if known := farewell.reasons():
         return PeerError(f"rank {dist.get_rank()} lost its peers at '{what}': {known}")
     text = str(error).strip().splitlines() or [type(error).__name__]
+    silent = farewell.silent()
+    heard = f" Nothing was heard from {silent}." if silent else ""
     return PeerError(
         f"rank {dist.get_rank()} lost its peers at '{what}': {text[0]} A rank has ended, or did not come within the process "
-        "group's timeout: its own output tells why."
+        f"group's timeout: its own output tells why.{heard}"
     )
 
 

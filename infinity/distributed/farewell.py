@@ -34,14 +34,25 @@ class _Farewell:
     def leave(self, error: BaseException) -> None:
         if os.getpid() != self._pid:
             return  # a forked child: the rank itself lives
-        text = _describe(error)
-        root = error
-        while root.__cause__ is not None:  # a pipeline's runtime says where, and what it was raised from says why
-            root = root.__cause__
-        if root is not error:
-            text = f"{text[: LONGEST // 2]}, because of {_describe(root)}"
+        text = describe_chain(error)
         with contextlib.suppress(Exception):  # the store may have gone first
             self._store.set(f"why/{self._rank}", text[:LONGEST])
+
+    def silent(self) -> str:
+        """Names the ranks of which nothing is known, and says that this one waits no longer: who hangs says nothing."""
+        with contextlib.suppress(Exception):
+            self._store.set(f"waits/{self._rank}", "")
+            time.sleep(PATIENCE_SECONDS)
+            others = [rank for rank in range(self._size) if rank != self._rank]
+            found = [rank for rank in others if not self._store.check([f"waits/{rank}"]) and not self._store.check([f"why/{rank}"])]
+            return ", ".join(f"rank {rank}{self._state_of(rank)}" for rank in found)
+        return ""
+
+    def _state_of(self, rank: int) -> str:
+        host, boot, pid = json.loads(self._store.get(f"who/{rank}"))
+        if (host, boot) != (socket.gethostname(), _boot()):
+            return f" (process {pid} on {host})"
+        return f" (process {pid}, {'stopped' if _state(pid) == 'T' else 'running'})"
 
     def reasons(self) -> list[str]:
         """Makes a sentence for every other rank that has ended; a moment is given to one that is about to."""
@@ -89,6 +100,20 @@ def _describe(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
+def describe_chain(error: BaseException) -> str:
+    """Says why an error came about, then where: the bottom of what it was raised from, every note on the way, the error itself.
+
+    A pipeline's runtime says at length where, so that what is behind it comes first.
+    """
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+        chain.append(cause)
+    notes = [note for each in reversed(chain) for note in getattr(each, "__notes__", ())]
+    where = "".join(f" ({note})" for note in notes)
+    above = f", in {_describe(error)}" if len(chain) > 1 else ""
+    return f"{_describe(chain[-1])}{where}"[: LONGEST // 2 if above else LONGEST] + above
+
+
 def leave(error: BaseException) -> None:
     """Tells the other ranks that this one ends with ``error``. Alone it does nothing."""
     if _joined is not None:
@@ -100,6 +125,11 @@ def reasons() -> str:
     return ". ".join(_joined.reasons()) if _joined is not None else ""
 
 
+def silent() -> str:
+    """Names ranks from which nothing was heard, once this one has waited in vain; empty for none."""
+    return _joined.silent() if _joined is not None else ""
+
+
 def _boot() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
@@ -108,7 +138,12 @@ def _boot() -> str:
 
 
 def _runs(pid: int) -> bool:
+    return _state(pid) not in "ZX"
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for a process's state; X for one that is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "X"

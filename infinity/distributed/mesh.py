@@ -5,6 +5,7 @@ dp_shard, fsdp  the same, of a job that has replicas
 cp, sp          ranks with other parts of the same sequences: data ranks, too
 dp_replicate    ranks with the same slice; only gradients pass between them
 tp              ranks with other parts of the same tensors, and the same batch: they have rows of data ranks of their own
+ep              ranks with other experts of the same layers, and the same batch: tp by another name
 pp              ranks with other stages of the same model, and the same batch: these, too, have rows of their own
 """
 
@@ -26,7 +27,7 @@ from .data_ranks import DataRanks
 
 SLICE_AXES = ("dp", "dp_shard", "fsdp", "cp", "sp")  # of these only one of the first three may be larger than 1
 DATA_AXES = ("dp_replicate", *SLICE_AXES)
-OTHER_AXES = ("pp", "tp")
+OTHER_AXES = ("pp", "tp", "ep")  # of the last two only one may be larger than 1
 
 
 def data_ranks(mesh: Any) -> DataRanks:
@@ -220,12 +221,17 @@ def rank_rows(mesh: Any) -> torch.Tensor:
         raise ConfigError(f"mesh: dp is the same as dp_replicate x dp_shard, so it cannot stand beside them; this one has {axes}")
     if sizes.get("dp_shard", 1) > 1 and sizes.get("fsdp", 1) > 1:
         raise ConfigError(f"mesh: fsdp is another name of dp_shard; this one has {axes}")
+    if sizes.get("tp", 1) > 1 and sizes.get("ep", 1) > 1:
+        raise ConfigError(
+            f"mesh: the ranks that share a batch hold other experts too, so there is one axis for both; this one has {axes}. Give it as tp, and cut "
+            "the model with infinity.parallel.expert_parallel(model, mesh['tp'], cut_rest=True)."
+        )
     if mesh.mesh.numel() != world or sorted(mesh.mesh.flatten().tolist()) != list(range(world)):
         raise ConfigError(f"mesh: {axes} makes {mesh.mesh.numel()} ranks, but the job has {world}")
     outer = [names.index(name) for name in (*OTHER_AXES, "dp_replicate") if name in sizes]
     order = outer + [i for i in range(mesh.ndim) if i not in outer]
     # Ascending, as torch numbers the ranks of a group whatever order they are given in.
-    shape = (*(sizes.get(name, 1) for name in (*OTHER_AXES, "dp_replicate")), -1)
+    shape = (sizes.get("pp", 1), sizes.get("tp", 1) * sizes.get("ep", 1), sizes.get("dp_replicate", 1), -1)
     return mesh.mesh.permute(order).reshape(shape).sort(-1).values
 
 

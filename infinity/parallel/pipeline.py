@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,8 @@ from ..config.config import Config
 from ..errors import ConfigError, UsageError
 from ..planning.cuts import cut_evenly
 from ..runtime.registry import engine_of
+from ..state.tensors import digest_of
+from .boundaries import Boundaries, axis_that_shares
 from .schedules import attach
 from .stages import Chain, chain_of
 from .ties import Ties
@@ -28,6 +31,7 @@ ONE_CHUNK = ("GPipe", "1F1B")  # schedules of one chunk a rank; all others here 
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")  # the last rank has the middle chunks, the first one both ends
 NAMES = (*ONE_CHUNK, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *IN_A_V)
 IGNORED = -100  # a label that no loss counts
+KEPT_SHAPES = 4  # of batches whose buffers are kept
 
 
 def pipeline(
@@ -219,13 +223,10 @@ class Pipeline:
         self._group = mesh["pp"].get_group()
         # The rank of the last chunk has the losses; in a V that is the first one.
         self._teller = dist.get_global_rank(self._group, 0 if name in IN_A_V else mesh["pp"].size() - 1)
-        device = self._engine.device.where
-        stages = [PipelineStage(chunk, number, count, device, group=self._group) for chunk, number in zip(chunks, numbers)]
-        made = getattr(schedules, f"Schedule{name}")
-        self.schedule = attach(
-            made(stages[0] if name in ONE_CHUNK else stages, micro_batches, loss_fn=self._loss, scale_grads=False)
-        )
+        self._name, self._schedules = name, OrderedDict[tuple, Any]()  # by the shapes of their batches, the last one used last
         self._counted = 1  # labels of the batch that the loss counts
+        shares = axis_that_shares(chunks[0], mesh)
+        self._boundaries = Boundaries(chunks, numbers, count, shares, self._engine.collectives) if shares is not None else None
         if ties is not None:
             ties.start(self._engine)
 
@@ -235,13 +236,17 @@ class Pipeline:
         For a model of transformers: ``step(input_ids=..., labels=..., attention_mask=...)``, the same on all ranks of the pp axis, as the model
         takes it; the loss is that of the whole batch, as one process computes it. For others ``step(inputs, target)``.
 
-        Raises UsageError for a batch that does not divide by the micro-batches.
+        Sequences and batches may have other lengths in every step: the first step of each length runs one micro-batch more, in which stages
+        tell each other what they pass on.
+
+        Raises UsageError for a batch that does not divide by the micro-batches, or is another one on other stages.
         """
         inputs, target, batch = self._parts(inputs, target, batch)
         losses: list[torch.Tensor] = []
         arguments: dict[str, Any] = {"target": target, "losses": losses} if self._count - 1 in self._numbers else {}
-        with self._ties.adding_up(self._engine) if self._ties is not None else nullcontext():
-            self.schedule.step(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
+        schedule = self._agree_on(inputs, target, batch)
+        with self._in_parts(), self._ties.adding_up(self._engine) if self._ties is not None else nullcontext():
+            schedule.step(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
         return self._tell(losses)
 
     @torch.no_grad()
@@ -250,7 +255,9 @@ class Pipeline:
         inputs, target, batch = self._parts(inputs, target, batch)
         losses: list[torch.Tensor] = []
         arguments: dict[str, Any] = {"target": target, "losses": losses} if self._count - 1 in self._numbers else {}
-        self.schedule.eval(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
+        schedule = self._agree_on(inputs, target, batch)
+        with self._in_parts():
+            schedule.eval(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
         return self._tell(losses)
 
     def _parts(self, inputs: Any, target: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -262,6 +269,39 @@ class Pipeline:
             raise UsageError(f"a batch of {len(inputs)} does not divide into {self._micro_batches} micro-batches: give a multiple")
         self._counted = int((target[..., 1:] != IGNORED).sum()) if self._loss_fn is None else 1
         return inputs, target, batch
+
+    def _agree_on(self, inputs: torch.Tensor, target: torch.Tensor, batch: dict[str, Any]) -> Any:
+        """Returns the schedule for batches of this shape. Raises UsageError where stages, or parts of tensors, were given other batches:
+        outputs of one would be compared with labels of another."""
+        given = {"the inputs": inputs, "the targets": target, **batch}
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        ranks = self._engine.ranks
+        mine = dist.get_rank(), {name: digest_of(value) for name, value in tensors.items()}
+        channels = [channel for channel in (ranks.tensor, ranks.stages) if channel is not None]
+        (first, theirs), *others = self._engine.collectives.collect(mine, "the batch of a pipeline's step", channels)
+        for rank, digests in others:
+            if differing := [name for name in {**theirs, **digests} if theirs.get(name) != digests.get(name)]:
+                raise UsageError(
+                    f"ranks {first} and {rank} have other batches ({', '.join(differing)}), though they have other parts of one model: give all ranks "
+                    "of one coordinate of the data axes the same batch (a sampler by mesh.get_local_rank('dp'), not by the rank)"
+                )
+        shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in tensors.items())
+        if shapes not in self._schedules:
+            self._schedules[shapes] = self._make_schedule()
+        self._schedules.move_to_end(shapes)
+        while len(self._schedules) > KEPT_SHAPES:
+            self._schedules.popitem(last=False)
+        return self._schedules[shapes]
+
+    def _in_parts(self) -> AbstractContextManager[None]:
+        return self._boundaries.in_parts() if self._boundaries is not None else nullcontext()
+
+    def _make_schedule(self) -> Any:
+        device = self._engine.device.where
+        stages = [PipelineStage(chunk, n, self._count, device, group=self._group) for chunk, n in zip(self.chunks, self._numbers)]
+        made = getattr(schedules, f"Schedule{self._name}")
+        only = stages[0] if self._name in ONE_CHUNK else stages
+        return attach(made(only, self._micro_batches, loss_fn=self._loss, scale_grads=False))
 
     def _loss(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if self._loss_fn is not None:

@@ -6,12 +6,14 @@ gradients land once. torch's runtime is left as it is but for methods of the sta
 
     perform_reduce_grad, scale_grads      note the factor: gradients land and are scaled when the step is over
     backward_maybe_with_nosync            lands by hand what a backward of weights alone computed: torch accumulates nothing there
+    forward_maybe_with_nosync             adds to an error in which stage it was, as the backward does
     _post_metadata_inference_cleanup      forgets what was recorded while torch tried the stages out
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -19,6 +21,8 @@ import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from ..distributed import farewell
+from ..distributed.channel import ranks_lost
 from ..errors import ConfigError, InfinityError, UsageError
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of
@@ -80,7 +84,11 @@ def _joined(run: Callable, engine: Engine, stages: list[Any]) -> Callable:
                 return run(*args, **kwargs)
         except RuntimeError as error:
             if (cause := _typed_cause(error)) is not None:
-                raise cause from error  # torch says in which stage, and with what
+                raise cause from cause.__cause__  # from the error above it would close a circle; notes say in which stage
+            if farewell.LOST.search(str(error)):
+                raise ranks_lost(
+                    f"a step of the pipeline, stages {', '.join(str(s.stage_index) for s in stages)} here", error
+                ) from error
             raise
 
     return joined
@@ -106,13 +114,21 @@ def _typed_cause(error: BaseException) -> InfinityError | None:
 
 
 def _attach_stage(stage: Any, engine: Engine) -> None:
-    backward, noted = stage.backward_maybe_with_nosync, []
+    forward, backward, noted = stage.forward_maybe_with_nosync, stage.backward_maybe_with_nosync, []
     setattr(stage, ATTACHED, noted)  # the factors by which a step's gradients are to be divided: one, or none
 
     def note_factor(grad_scale_factor: int) -> None:
         noted.append(grad_scale_factor)
 
-    def backward_in_phases(backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> tuple:
+    def forward_here(*args: Any, **kwargs: Any) -> Any:
+        with _telling(f"in a forward of stage {stage.stage_index}"):
+            return forward(*args, **kwargs)
+
+    def backward_here(backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> tuple:
+        with _telling(f"in a backward of stage {stage.stage_index}"):
+            return backward_in_phases(backward_type, bwd_kwargs, last_backward)
+
+    def backward_in_phases(backward_type: str, bwd_kwargs: dict, last_backward: bool) -> tuple:
         if backward_type == "full":
             return backward(backward_type, bwd_kwargs, last_backward=last_backward)
         with engine.using():
@@ -129,7 +145,7 @@ def _attach_stage(stage: Any, engine: Engine) -> None:
             return (), None
 
     stage.perform_reduce_grad = stage.scale_grads = note_factor
-    stage.backward_maybe_with_nosync = backward_in_phases
+    stage.forward_maybe_with_nosync, stage.backward_maybe_with_nosync = forward_here, backward_here
     if (clean_up := getattr(stage, "_post_metadata_inference_cleanup", None)) is not None:
 
         def begin_anew() -> None:
@@ -137,6 +153,16 @@ def _attach_stage(stage: Any, engine: Engine) -> None:
             engine.joined.begin_anew(engine)
 
         stage._post_metadata_inference_cleanup = begin_anew
+
+
+@contextmanager
+def _telling(where: str) -> Iterator[None]:
+    """Adds to an error inside the block where it was: what ends this rank is all that the others hear."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(where)
+        raise
 
 
 class _Weight:

@@ -60,7 +60,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | N
     if mesh.size() == 1:
         return model
     if is_own:
-        _apply_own(model, mesh, plan)
+        apply_own_plan(model, mesh, plan)
     else:
         _apply(model, mesh, styles)
         count_heads_here(model, styles, mesh.size())
@@ -112,7 +112,7 @@ class _SharedInput:
         self._given = None
 
 
-def _apply_own(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
+def apply_own_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
     """Has transformers apply its own plan, whose styles are more than ours."""
     theirs = importlib.import_module("transformers.distributed.tensor_parallel")
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]

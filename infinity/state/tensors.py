@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import nn
 
@@ -12,6 +14,13 @@ def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Does ``tensor.copy_(value)``, also of an expanded tensor, whose repeated elements are written once."""
     once = tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())
     tensor.detach()[once].copy_(value[once])
+
+
+def digest_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, bytes]:
+    """Returns the shape, the dtype and a digest of the elements: equal where tensors have the same bits."""
+    # Of a copy: NumPy would make the storage one that cannot be resized any more.
+    flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)
+    return tuple(tensor.shape), str(tensor.dtype), hashlib.blake2b(flat.view(torch.uint8).numpy(), digest_size=8).digest()
 
 
 def put(tensor: torch.Tensor, begin: int, values: torch.Tensor) -> None:

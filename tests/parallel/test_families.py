@@ -13,6 +13,7 @@ import pytest
 from ranks import near, run_all
 
 FAMILIES = ("llama", "qwen3", "t5", "bert", "gpt2")
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +23,8 @@ def two(launch_folder) -> dict[str, Any]:
     configs = [models.at_home(home, home, swap) for home in ("host", "nvme")]
     jobs: dict[str, dict] = {f"families:{name}": {"name": name, "configs": configs} for name in FAMILIES}
     jobs |= {f"generates:{name}": {"name": name, "config": configs[0]} for name in ("llama", "gpt2")}
+    jobs |= {f"experts:{name}": {"name": name, "configs": configs} for name in MIXTURES}
+    jobs["experts_refused"] = {}
     jobs["adapters"] = {"config": configs[1]}
     jobs["axes"] = {"names": ["dp", "cp", "sp", "fsdp"]}
     return run_all(folder, 2, jobs, script="parallel_families.py")
@@ -39,6 +42,27 @@ def test_models_of_transformers_train_under_their_own_or_a_found_plan(two, name)
         for other in others:
             assert other["losses"] == first["losses"]
             assert not models.differing(other["weights"], first["weights"])
+
+
+@pytest.mark.parametrize("rest", ["whole", "cut"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_ranks_with_whole_experts_of_a_mixture_train_as_one_process(two, name, rest):
+    """Half of the experts' bytes on each of two ranks; the same bits from every home."""
+    for rank in two[f"experts:{name}"]:
+        first, *others = rank[rest]["homes"]
+        assert near(first["losses"][:1], rank["one process"][:1]) and near(first["losses"], rank["one process"], 1e-4)
+        assert rank[rest]["grads off"] < 1e-6 and rank[rest]["share"] == 0.5
+        for other in others:
+            assert other["losses"] == first["losses"]
+            assert not models.differing(other["weights"], first["weights"])
+
+
+def test_what_is_no_mixture_or_does_not_divide_is_refused(two):
+    for rank in two["experts_refused"]:
+        assert "LlamaForCausalLM has no plan for its experts" in rank["no mixture"]
+        assert "3 experts cannot be shared out equally to 2 ranks (ep=2)" in rank["experts"]
+        assert "of one dimension" in rank["mesh"] and "cut already" in rank["cut"]
+        assert rank["one axis of size 1"] == "was taken" and rank["untouched"] == "True"
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -50,6 +50,8 @@ def two(launch_folder) -> dict[str, Any]:
     jobs["piped:qwen3-meta"] = {"name": "qwen3", "schedule": "auto", "weights": str(weights),
                                 "config": models.at_home("nvme", "host", swap)}  # fmt: skip
     jobs |= {"piped_chains": {}, "refused_pipelines": {}}
+    jobs |= {f"shapes:{schedule}": {"config": models.at_home(home, home, swap), "schedule": schedule}
+             for schedule, home in (("1F1B", "host"), ("auto", "nvme"))}  # fmt: skip
     jobs["reviewed"] = {"config": models.at_home("host", "host", swap)}
     return run_all(folder, 2, jobs, script="pipeline_jobs.py") | {"folder": folder}
 
@@ -122,23 +124,47 @@ def test_what_a_review_found(two):
         assert rank["its own parameter"] is True
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "auto"])
+def test_batches_may_have_other_lengths_in_every_step(two, schedule):
+    for rank in two[f"shapes:{schedule}"]:
+        alone, piped = rank["losses"]
+        assert near(piped, alone, 1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "auto"])
+def test_stages_with_other_batches_are_told_before_anything_runs(two, schedule):
+    """Outputs of one batch would be compared with the labels of another, and nobody would see."""
+    for rank in two[f"shapes:{schedule}"]:
+        assert rank["refused"].startswith("UsageError: ranks 0 and 1 have other batches (the inputs, the targets)")
+        assert rank["goes on"]
+
+
+BOUNDARY = 2 * 12 * 64 * 4  # bytes of a micro-batch of two sequences of 12, 64 features in fp32
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "tp"), [(4, 2), (4, 1), (8, 2)])
-def test_stages_data_ranks_and_parts_together(tmp_path, world, tp):
-    """pp2 x tp2, pp2 x dp2, and 2 x 2 x 2: norms of one process that is given every data rank's batch, on every rank."""
+@pytest.mark.parametrize(
+    ("world", "axes"),
+    [(4, {"tp": 2}), (4, {}), (8, {"tp": 2}), (4, {"ep": 2}), (8, {"replicas": 2})],
+    ids=["pp2 x tp2", "pp2 x dp2", "2 x 2 x 2", "pp2 x ep2", "pp2 x hybrid"],
+)
+def test_stages_data_ranks_and_parts_together(tmp_path, world, axes):
+    """Norms of one process that is given every data rank's batch, on every rank; a boundary carries b s h / t."""
     swap = tmp_path / "swap"
     swap.mkdir()
-    data = world // 2 // tp
-    jobs: dict[str, dict] = {f"alone:{name}": {"name": name, "data_ranks": data} for name in ("llama", "qwen3")}
-    for name in ("llama", "qwen3"):
-        jobs |= {f"piped:{name}-{home}": {"name": name, "schedule": "auto", "tp": tp, "config": models.at_home(home, home, swap)}
+    parts = axes.get("tp", 1) * axes.get("ep", 1)
+    names = ("mixtral",) if "ep" in axes else ("llama", "qwen3")
+    jobs: dict[str, dict] = {f"alone:{name}": {"name": name, "data_ranks": world // 2 // parts} for name in names}
+    for name in names:
+        jobs |= {f"piped:{name}-{home}": {"name": name, "schedule": "auto", "axes": axes, "config": models.at_home(home, home, swap)}
                  for home in ("host", "nvme")}  # fmt: skip
     found = run_all(tmp_path / "jobs", world, jobs, script="pipeline_jobs.py")
-    for name in ("llama", "qwen3"):
+    for name in names:
         alone, ranks = found[f"alone:{name}"][0], found[f"piped:{name}-host"]
         assert len({tuple(rank["norms"]) for rank in ranks}) == 1
         assert near(ranks[0]["norms"], alone["norms"], 1e-4)
         assert near(ranks[-1]["losses"], alone["losses"], 1e-4)
+        assert set().union(*(rank["sent"] for rank in ranks)) == {BOUNDARY // parts}
         for mine, theirs in zip(found[f"piped:{name}-nvme"], ranks):
             assert (mine["losses"], mine["norms"]) == (theirs["losses"], theirs["norms"])
             assert not models.differing(mine["weights"], theirs["weights"])
@@ -149,7 +175,7 @@ def test_checkpoints_pass_between_3d_and_everything_else(tmp_path):
     """From 2 x 2 x 2 to pp2, to pp2 x dp2, and to one process; weights and moments keep their bits on the way."""
     config = {"params": "host", "optimizer": "host"}
     first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
-    jobs = {"piped": {"name": "qwen3", "schedule": "auto", "tp": 2, "config": config, "path": first}}
+    jobs = {"piped": {"name": "qwen3", "schedule": "auto", "axes": {"tp": 2}, "config": config, "path": first}}
     saved = run_all(tmp_path / "eight", 8, jobs, script="pipeline_jobs.py")["piped"]
     weights = {name: value for rank in saved for name, value in rank["weights"].items()}
     for world, path, onto in ((2, first, second), (4, second, third)):

@@ -12,8 +12,11 @@ from typing import Any
 import models
 import pipeline_jobs
 import pytest
+import torch
 from parallel_jobs import off
 from ranks import fall, near, run_all
+
+import infinity
 
 HOMES = ("device", "host", "nvme")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -184,14 +187,44 @@ def test_bad_input_is_refused_on_every_rank(two, what):
         assert rank["goes on"] == "True"
 
 
+<<<<<<< HEAD
 # What a fall says is promised for data ranks (distributed/test_rank_failures.py): here once, and of every kind where it may take long.
 @pytest.mark.parametrize(
     "how", ["raises in a forward", *(pytest.param(how, marks=pytest.mark.slow) for how in ("killed", "raises in a backward"))]
 )
+=======
+FALLS = {
+    "killed": "rank 1 (process", "hangs": "Nothing was heard from rank 1 (process", "raises in a forward": "rank 1 failed:", "raises in a backward": "rank 1 failed:",
+    "eio": "rank 1 failed: StorageError", "enospc": "rank 1 failed: StorageError",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [how if how in ("killed", "eio") else pytest.param(how, marks=pytest.mark.slow) for how in FALLS])
+>>>>>>> 43152ce
 def test_a_stage_that_falls_ends_all_ranks_which_name_it(tmp_path, how):
-    said = fall(tmp_path, how, script=Path(pipeline_jobs.__file__))
-    told = "rank 1 (process" if how == "killed" else "rank 1 failed:"
-    assert told in said and (how == "killed" or "the user's own" in said), said[-3000:]
+    """The last checkpoint is whole."""
+    said = fall(tmp_path, how, script=Path(pipeline_jobs.__file__), folder=str(tmp_path))
+    assert FALLS[how] in said and ("raises" not in how or "the user's own" in said), said[-3000:]
+    assert how in ("killed", "hangs") or "of stage 3" in said or "of stage 1" in said, said[-3000:]
+    model = pipeline_jobs.seeded(pipeline_jobs.LAYERS, 6)
+    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), {"params": "host", "optimizer": "host"})
+    assert infinity.load_checkpoint(tmp_path / "checkpoint", model, optimizer) == {"step": 1}
+    infinity.unwrap_model(model, optimizer)
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_pipeline_from_its_checkpoint(tmp_path):
+    """The second stage is killed after its third step; the second start goes on and ends as an undisturbed run does."""
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "alone").mkdir()
+    killed = run_all(tmp_path / "killed", 2, {"restarted": {"folder": str(tmp_path / "killed")}}, script="pipeline_jobs.py",
+                     environment={"RANK_TIMEOUT": "8"}, options=("--max-restarts", "1"))["restarted"]  # fmt: skip
+    alone = run_all(tmp_path / "alone", 2, {"restarted": {"folder": str(tmp_path / "alone")}}, script="pipeline_jobs.py",
+                    environment={"RANK_TIMEOUT": "8", "NOBODY_FALLS": "1"})["restarted"]  # fmt: skip
+    for mine, theirs in zip(killed, alone):
+        assert mine["restarts"] == "1" and 2 <= mine["first"] <= 3
+        assert mine["losses"] == theirs["losses"][mine["first"] :]
+        assert not models.differing(mine["weights"], theirs["weights"])
 
 
 @pytest.mark.slow

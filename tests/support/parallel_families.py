@@ -84,6 +84,70 @@ def families(name: str, configs: list[dict]) -> dict[str, Any]:
     return found
 
 
+def mixture(name: str) -> nn.Module:
+    """A small mixture of four experts with fresh weights, the same on every rank."""
+    import transformers as hf
+
+    torch.manual_seed(3)
+    small = {"vocab_size": 98, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
+             "intermediate_size": 96, "num_experts_per_tok": 2}  # fmt: skip
+    if name == "mixtral":
+        return hf.MixtralForCausalLM(hf.MixtralConfig(**small, num_local_experts=4))
+    if name == "qwen3_moe":
+        return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**small, num_experts=4, moe_intermediate_size=48, head_dim=16))
+    if name == "gpt_oss":
+        return hf.GptOssForCausalLM(hf.GptOssConfig(**small, num_local_experts=4, head_dim=16))
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    routed = {"n_routed_experts": 4, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    return hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**small, **latent, **routed, n_shared_experts=1))
+
+
+def experts(name: str, configs: list[dict]) -> dict[str, Any]:
+    """One process, then whole experts on each rank, with the rest whole or cut, at every home."""
+    model = mixture(name)
+    losses, grads = family_losses(model, adamw(model))
+    found: dict[str, Any] = {"one process": losses, "whole": {}, "cut": {}}
+    for rest in ("whole", "cut"):
+        mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep" if rest == "whole" else "tp"))
+        for config in configs:
+            model = mixture(name)
+            everything = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+            model = infinity.parallel.expert_parallel(model, mesh[mesh.mesh_dim_names[1]], cut_rest=rest == "cut", quiet=True)
+            here = sum(p._local_tensor.numel() for n, p in model.named_parameters() if ".experts." in n)
+            model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh)
+            mine, theirs = family_losses(model, optimizer)
+            found[rest].setdefault("homes", []).append({"losses": mine, "weights": whole(model.state_dict())})
+            found[rest] |= {"grads off": off(grads, theirs), "share": here / everything}
+            infinity.unwrap_model(model, optimizer)
+    return found
+
+
+def experts_refused() -> dict[str, str]:
+    """What expert_parallel and meshes with ep do not take."""
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
+    import transformers as hf
+
+    def told(make: Any) -> str:
+        try:
+            make()
+            return "was taken"
+        except infinity.ConfigError as error:
+            return str(error)
+
+    small = {"vocab_size": 98, "num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 96}
+    odd = hf.MixtralForCausalLM(hf.MixtralConfig(**small, num_local_experts=3, num_key_value_heads=2))
+    both = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("tp", "ep"))
+    cut = infinity.parallel.expert_parallel(mixture("mixtral"), mesh["ep"], quiet=True)
+    found = {
+        "no mixture": told(lambda: infinity.parallel.expert_parallel(family("llama"), mesh["ep"])),
+        "experts": told(lambda: infinity.parallel.expert_parallel(odd, mesh["ep"])),
+        "mesh": told(lambda: infinity.parallel.expert_parallel(mixture("mixtral"), mesh)),
+        "cut": told(lambda: infinity.parallel.expert_parallel(cut, mesh["ep"])),
+        "one axis of size 1": told(lambda: infinity.unwrap_model(*infinity.wrap_model(cut, None, {"params": "host"}, mesh=both))),
+    }
+    return found | {"untouched": str(all(type(p) is nn.Parameter for p in odd.parameters()))}
+
+
 def generates(name: str, config: dict) -> dict[str, Any]:
     """Greedy tokens of one process and of the wrapped model; and its folder as save_pretrained writes it."""
     model, prompt = family(name).eval(), torch.arange(8)[None]

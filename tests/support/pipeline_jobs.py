@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from infinity.state.unit import ParamUnit
 SINGLE = ("GPipe", "1F1B")
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 LAYERS, MICRO = 4, 8
+FIRST_PIECE = 400  # of the transfers of a rank that falls: after its checkpoint
 
 
 class Chunk(nn.Module):
@@ -384,28 +386,54 @@ def alone(name: str, data_ranks: int = 1) -> dict[str, Any]:
     return told | {"weights": whole(model.state_dict())}
 
 
+def mesh_with(tp: int = 1, ep: int = 1, replicas: int = 0) -> Any:
+    """Two stages; the axes that are named, and data ranks for what is left. ``replicas``: hybrid sharding inside of a stage."""
+    rest = dist.get_world_size() // 2 // tp // ep
+    sizes = {"pp": 2, **({"dp_replicate": replicas, "dp_shard": rest // replicas} if replicas else {"dp": rest})}
+    sizes |= {"tp": tp} if ep == 1 else {"ep": ep}
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def data_rank_of(mesh: Any) -> int:
+    if "dp" in mesh.mesh_dim_names:
+        return mesh.get_local_rank("dp")
+    return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
+
+
+def cut(model: nn.Module, mesh: Any) -> nn.Module:
+    if "ep" in mesh.mesh_dim_names:
+        return infinity.parallel.expert_parallel(model, mesh["ep"], quiet=True)
+    return infinity.parallel.tensor_parallel(model, mesh["tp"], quiet=True) if mesh["tp"].size() > 1 else model
+
+
 def piped(
-    name: str, config: dict, schedule: str, *, tp: int = 1, path: str | None = None, weights: str | None = None
+    name: str,
+    config: dict,
+    schedule: str,
+    *,
+    axes: dict[str, int] | None = None,
+    path: str | None = None,
+    weights: str | None = None,
 ) -> dict[str, Any]:
-    """The same by parallel.pipeline over two stages; ``tp``: each cut over so many ranks. ``weights``: on meta, from this file."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2 // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    """The same by parallel.pipeline over two stages; ``axes``: of :func:`mesh_with`. ``weights``: on meta, from this file."""
+    mesh = mesh_with(**(axes or {}))
     if weights is None:
         model = causal(name)
     else:
         with torch.device("meta"):
             model = causal(name)
         config = config | {"weights": weights}
-    if tp > 1:
-        model = infinity.parallel.tensor_parallel(model, mesh["tp"], quiet=True)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=tp == 1)
+    model = cut(model, mesh)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=not axes)
     pipe, optimizer = infinity.parallel.pipeline(model, mesh, optimizer, config, schedule=schedule, micro_batches=4, quiet=True)
     del model
-    told: dict[str, Any] = {"losses": [], "norms": []}
-    for number in range(3):
-        told["losses"].append(pipe.step(**labelled(number, mesh.get_local_rank("dp"))).item())
-        told["norms"].append(infinity.clip_grad_norm_(optimizer, 0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
+    told: dict[str, Any] = {"losses": [], "norms": [], "sent": set()}
+    with sending(told["sent"]):
+        for number in range(3):
+            told["losses"].append(pipe.step(**labelled(number, data_rank_of(mesh))).item())
+            told["norms"].append(infinity.clip_grad_norm_(optimizer, 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
     told["weights"] = {key: value for chunk in pipe.chunks for key, value in whole(chunk.state_dict()).items()}
     if schedule != "ZBVZeroBubble":  # torch's eval of schedules in a V fails
         told["evaluated"] = pipe.eval(**labelled(9)).item()
@@ -415,12 +443,61 @@ def piped(
     return told
 
 
+@contextlib.contextmanager
+def sending(nbytes: set[int]) -> Iterator[None]:
+    """Notes the sizes of the tensors that stages send to each other."""
+    kept = {name: getattr(PipelineStage, name) for name in ("get_fwd_send_ops", "get_bwd_send_ops")}
+
+    def counted(of: Callable[..., list]) -> Callable[..., list]:
+        def count(stage: Any, mb: int) -> list:
+            operations = of(stage, mb)
+            nbytes.update(each.tensor.nbytes for each in operations)
+            return operations
+
+        return count
+
+    for name, of in kept.items():
+        setattr(PipelineStage, name, counted(of))
+    try:
+        yield
+    finally:
+        for name, of in kept.items():
+            setattr(PipelineStage, name, of)
+
+
+def shapes(config: dict, schedule: str) -> dict[str, Any]:
+    """Batches of other lengths and sizes, beside one process; then one that differs between the stages, and a step after it."""
+    mesh, losses = mesh_of(2), []
+    for pipelined in (False, True):
+        model: nn.Module = causal("llama")
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        if pipelined:
+            pipe, optimizer = infinity.parallel.pipeline(
+                model, mesh, optimizer, config, schedule=schedule, micro_batches=4, quiet=True
+            )
+        told_losses = []
+        for number, (rows, length) in enumerate([(8, 12), (8, 7), (12, 20), (8, 12)]):
+            tokens = torch.randint(0, 98, (rows, length), generator=torch.Generator().manual_seed(number))
+            if pipelined:
+                told_losses.append(pipe.step(input_ids=tokens, labels=tokens).item())
+            else:
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                told_losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(told_losses)
+    tokens = torch.randint(0, 98, (8, 12), generator=torch.Generator().manual_seed(dist.get_rank()))
+    refused = told(lambda: pipe.step(input_ids=tokens, labels=tokens))
+    goes_on = pipe.step(**labelled(0)).item()
+    infinity.unwrap_model(pipe.chunks, optimizer)
+    return {"losses": losses, "refused": refused, "goes on": goes_on > 0}
+
+
 def reloaded(name: str, path: str, tp: int, onto: str | None = None) -> dict[str, torch.Tensor]:
     """Weights of a checkpoint that another mesh has written, loaded onto two stages; saved again as ``onto``."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2 // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
-    model = causal(name)
-    if tp > 1:
-        model = infinity.parallel.tensor_parallel(model, mesh["tp"], quiet=True)
+    mesh = mesh_with(tp)
+    model = cut(causal(name), mesh)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=tp == 1)
     host = {"params": "host", "optimizer": "host"}
     pipe, optimizer = infinity.parallel.pipeline(model, mesh, optimizer, host, schedule="1F1B", micro_batches=4, quiet=True)
@@ -639,28 +716,67 @@ def refused() -> dict[str, str]:
     return found
 
 
-def falls(how: str) -> None:
-    """The first rank's second chunk falls in its second step."""
-    mesh = mesh_of(2)
+def falls(how: str, folder: str, steps: int = 60) -> None:
+    """The second rank falls in a step after the first one, of which there is a checkpoint."""
+    mesh, config = mesh_of(2), {"params": "host", "optimizer": "host"}
+    if how in ("eio", "enospc"):
+        config = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [folder], "host_memory": "64MB"}
+        if dist.get_rank() == 1:
+            os.environ["INFINITY_FAULTS"] = f"seed=1,{how}=1.0,first_piece={FIRST_PIECE}"
     chunks, numbers, count = build("Interleaved1F1B", mesh)
     params = [p for chunk in chunks for p in chunk.parameters()]
-    chunks, optimizer = infinity.wrap_model(chunks, torch.optim.AdamW(params), {"params": "host", "optimizer": "host"}, mesh=mesh)
+    chunks, optimizer = infinity.wrap_model(chunks, torch.optim.AdamW(params), config, mesh=mesh)
     schedule = infinity.parallel.attach(schedule_of("Interleaved1F1B", chunks, numbers, count, mesh))
-    step(schedule, numbers, count, 0)
-    optimizer.step()
-    optimizer.zero_grad()
+
+    def train(number: int) -> None:
+        step(schedule, numbers, count, number)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(0)
+    infinity.save_checkpoint(f"{folder}/checkpoint", chunks, optimizer, extra={"step": 1})
 
     def fall(*_: Any) -> None:
         if dist.get_rank() == 1:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "hangs":
+                os.kill(os.getpid(), signal.SIGSTOP)
             raise ValueError("the user's own")
 
     if how == "raises in a backward":
         next(iter(chunks[0].blocks.values())).register_full_backward_hook(fall)
-    else:
+    elif how not in ("eio", "enospc"):
         next(iter(chunks[0].blocks.values())).register_forward_hook(fall)
-    step(schedule, numbers, count, 1)
+    for number in range(1, steps):
+        train(number)
+
+
+def restarted(folder: str) -> dict[str, Any]:
+    """A job as torchrun restarts it: goes on from the checkpoint if there is one; the second stage is killed the first time."""
+    mesh, path = mesh_of(2), Path(folder) / "checkpoint"
+    model = causal("qwen3")
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    pipe, optimizer = infinity.parallel.pipeline(
+        model, mesh, optimizer, {"params": "host", "optimizer": "host"}, micro_batches=4, quiet=True
+    )
+    first = infinity.load_checkpoint(path, pipe.chunks, optimizer)["step"] if path.exists() else 0
+    losses = []
+    for number in range(first, 5):
+        losses.append(pipe.step(**labelled(number)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        infinity.save_checkpoint(path, pipe.chunks, optimizer, extra={"step": number + 1})
+        if (
+            number == 2
+            and dist.get_rank() == 1
+            and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+            and "NOBODY_FALLS" not in os.environ
+        ):
+            os.kill(os.getpid(), signal.SIGKILL)
+    weights = {key: value for chunk in pipe.chunks for key, value in whole(chunk.state_dict()).items()}
+    infinity.unwrap_model(pipe.chunks, optimizer)
+    return {"first": first, "losses": losses, "weights": weights, "restarts": os.environ["TORCHELASTIC_RESTART_COUNT"]}
 
 
 if __name__ == "__main__":

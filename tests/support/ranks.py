@@ -94,29 +94,36 @@ def run_torchrun(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def fall(folder: Path, how: str, *, script: Path, seconds: float = 60) -> str:
+def fall(at: Path, how: str, *, script: Path, seconds: float = 240, **arguments: Any) -> str:
     """Runs the job ``falls``, in which rank 1 of two does, without a launcher that would end the other one first. What rank 0 said; both
-    have failed."""
-    (folder / "jobs").write_bytes(pickle.dumps({"falls": {"how": how}}))
+    have failed, but for a rank 1 that ``hangs``."""
+    (at / "jobs").write_bytes(pickle.dumps({"falls": {"how": how, **arguments}}))
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "RANK_TIMEOUT": "15",
+    }
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), str(folder)], env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, str(script), str(at)], env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
     try:
         _, said = ranks[0].communicate(timeout=seconds)
-        ranks[1].communicate(timeout=seconds)
+        if how != "hangs":
+            ranks[1].communicate(timeout=seconds)
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert ranks[0].returncode != 0 and ranks[1].returncode != 0
+    assert ranks[0].returncode > 0 and ranks[1].returncode != 0
     return said
 
 

@@ -1,0 +1,90 @@
+"""expert_parallel: shares out the experts of a mixture over the ranks of a mesh axis, whole ones to each."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..errors import ConfigError
+from .plans import describe_plan, general, own_plan
+from .tensor_parallel import apply_own_plan
+
+WEIGHTS = "grouped_gemm"  # transformers' style of a parameter that has one slice for each expert
+
+
+def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, cut_rest: bool = False, quiet: bool = False) -> nn.Module:
+    """Gives each rank of ``mesh`` an equal part of a mixture's experts, before :func:`infinity.wrap_model`. The same object comes back.
+
+    model
+        Of transformers, with an ``ep_plan`` (Mixtral, Qwen-MoE, gpt-oss, DeepSeek and others); with the same values on every rank, or on
+        ``meta``.
+    mesh
+        The ``ep`` (or ``tp``) axis of the job's mesh, of one dimension: its ranks have the same batch. Each computes its own experts'
+        tokens, and one all-reduce adds up what they give (transformers' ``AllReduceEP``).
+    cut_rest
+        Cuts attention and other layers by the model's tensor-parallel plan, too. Otherwise every rank has them whole.
+    quiet
+        Does not print the plan.
+
+    Raises ConfigError, with the model as it was, for a model without such a plan, one that is cut already, or a number of experts that does
+    not divide by the ranks.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise ConfigError(f"expert_parallel takes the ep axis of a mesh (mesh['ep']), of one dimension, not {mesh!r}")
+    plan = _own_expert_plan(model)
+    if any(isinstance(param, DTensor) for param in model.parameters()):
+        raise ConfigError(
+            "this model is cut already: some of its parameters are DTensors. expert_parallel(cut_rest=True) cuts both at once."
+        )
+    styles = {name: plan[general(name)] for name in _names(model) if general(name) in plan}
+    _check_experts(model, styles, mesh.size())
+    rest = _plan_of_rest(model, plan) if cut_rest else {}
+    if not quiet and mesh.get_rank() == 0:
+        print(describe_plan(rest | plan, model), flush=True)
+    if mesh.size() == 1:
+        return model
+    if rest:
+        apply_own_plan(model, mesh, rest)
+    theirs = importlib.import_module("transformers.distributed.expert_parallel")
+    theirs.apply_expert_parallelism(model, mesh, mesh, styles, ep_implementation="all_reduce")
+    # As transformers leaves a model that it has cut itself: its save_pretrained puts the parts together then.
+    configured = importlib.import_module("transformers.distributed.configuration_utils").DistributedConfig
+    model.config.distributed_config = configured(tp_size=mesh.size(), ep_size=mesh.size(), tp_plan=rest, ep_plan=plan)
+    model._device_mesh = mesh
+    return model
+
+
+def _own_expert_plan(model: nn.Module) -> dict[str, str]:
+    plan = getattr(model, "ep_plan", None)
+    if not isinstance(plan, dict) or WEIGHTS not in plan.values():
+        raise ConfigError(
+            f"{type(model).__name__} has no plan for its experts (ep_plan, as models of transformers 5.2x have that are mixtures of experts): cut it "
+            "with tensor_parallel, or give its parameters as DTensors that are Shard(0) over the axis"
+        )
+    return dict(plan)
+
+
+def _names(model: nn.Module) -> list[str]:
+    """Parameters first: what replaces a module's forward counts the experts that are left."""
+    return [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_modules())]
+
+
+def _plan_of_rest(model: nn.Module, experts: dict[str, str]) -> dict[str, str]:
+    """The model's tensor-parallel plan without what ``experts`` names, or is inside of that."""
+    inside = re.compile(rf"(?:{'|'.join(map(re.escape, experts))})(?:\..+)?").fullmatch
+    rest = {name: style for name, style in own_plan(model).items() if not inside(name)}
+    if not rest:
+        raise ConfigError(f"cut_rest: {type(model).__name__} has no tensor-parallel plan for what are not its experts")
+    return rest
+
+
+def _check_experts(model: nn.Module, styles: dict[str, str], size: int) -> None:
+    params: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    for name, style in styles.items():
+        if style == WEIGHTS and params[name].size(0) % size:
+            raise ConfigError(f"{name}: {params[name].size(0)} experts cannot be shared out equally to {size} ranks (ep={size})")
