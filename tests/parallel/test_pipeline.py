@@ -187,12 +187,6 @@ def test_bad_input_is_refused_on_every_rank(two, what):
         assert rank["goes on"] == "True"
 
 
-<<<<<<< HEAD
-# What a fall says is promised for data ranks (distributed/test_rank_failures.py): here once, and of every kind where it may take long.
-@pytest.mark.parametrize(
-    "how", ["raises in a forward", *(pytest.param(how, marks=pytest.mark.slow) for how in ("killed", "raises in a backward"))]
-)
-=======
 FALLS = {
     "killed": "rank 1 (process", "hangs": "Nothing was heard from rank 1 (process", "raises in a forward": "rank 1 failed:", "raises in a backward": "rank 1 failed:",
     "eio": "rank 1 failed: StorageError", "enospc": "rank 1 failed: StorageError",
@@ -200,7 +194,6 @@ FALLS = {
 
 
 @pytest.mark.parametrize("how", [how if how in ("killed", "eio") else pytest.param(how, marks=pytest.mark.slow) for how in FALLS])
->>>>>>> 43152ce
 def test_a_stage_that_falls_ends_all_ranks_which_name_it(tmp_path, how):
     """The last checkpoint is whole."""
     said = fall(tmp_path, how, script=Path(pipeline_jobs.__file__), folder=str(tmp_path))
