@@ -2,19 +2,19 @@
 
 Words used here:
 
-**pair**: what two threads meet at, in place of the collectives of two processes; it refuses ranks that are at different things.
+**pair**: see `pair`.
 **landed**: what a rank's bank was given: (unit, parameter) -> this rank's elements of averages, one for each time.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pair import Pair, run_pair
 
 from infinity.distributed.channel import Pending
 from infinity.gradients.reducer import Reducer
@@ -26,27 +26,7 @@ from infinity.planning.schedule import Schedule
 from infinity.state.flat_layout import FlatLayout
 from infinity.state.unit import ParamUnit
 
-SECONDS = 20  # that a rank waits for the other
 UNITS, NUMEL = 4, 4096  # each unit of two parameters, of which each rank's slice is one
-
-
-class Pair:
-    """Two threads' meeting place."""
-
-    def __init__(self) -> None:
-        self._barrier, self._said = threading.Barrier(2, timeout=SECONDS), [None, None]
-        self.meetings: list[str] = []
-
-    def exchange(self, rank: int, what: str, value: Any) -> list:
-        """What both ranks have said, in their order. Raises where they are at different things."""
-        self._said[rank] = (what, value)
-        self._barrier.wait()
-        said = list(self._said)
-        if rank == 0:
-            self.meetings.append(what)
-        self._barrier.wait()
-        assert said[0][0] == said[1][0], said
-        return [value for _, value in said]
 
 
 class Collectives:
@@ -143,24 +123,13 @@ class Rank:
 
 def run(work: Callable[[Rank], None], shard: str = "gradients", shared: tuple[int, ...] = ()) -> tuple[Rank, Rank]:
     """Runs ``work`` on both ranks. Raises what either raises."""
-    pair, failed = Pair(), []
-    ranks = [Rank(pair, rank, shard, shared) for rank in range(2)]
 
-    def thread(rank: Rank) -> None:
-        try:
-            work(rank)
-        except BaseException as error:  # noqa: BLE001 - raised below
-            failed.append(error)
-            pair._barrier.abort()
+    def both(rank: Rank) -> Rank:
+        work(rank)
+        return rank
 
-    threads = [threading.Thread(target=thread, args=(rank,)) for rank in ranks]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(2 * SECONDS)
-    for error in sorted(failed, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error
-    return ranks[0], ranks[1]
+    first, second = run_pair(lambda pair, rank: Rank(pair, rank, shard, shared), both)
+    return first, second
 
 
 def backward(rank: Rank, order: tuple[int, ...] = (3, 2, 1, 0)) -> None:
