@@ -285,15 +285,16 @@ def test_a_rank_that_cannot_land_goes_on_with_the_other_and_raises_at_the_end():
 
 
 def test_a_failed_backward_leaves_nothing_behind():
-    """Both fail half-way and abandon; the next backward's averages are its own, from the first unit on."""
+    """Both fail half-way, with a reduction under way, and abandon; the next backward's averages are its own, from the first unit on."""
 
     def work(rank: Rank) -> None:
+        backward(rank)  # agrees on the order
+        rank.bank.landed.clear()
         rank.gets(3, 100.0)
         rank.ready(3)
         rank.gets(2, 100.0, (0,))
         rank.reducer.abandon()
-        assert rank.account.charged_nbytes == 0
-        rank.bank.landed.clear()
+        assert rank.account.charged_nbytes == 0 and not rank.bank.landed
         rank.reduced.clear()
         backward(rank)
 
