@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import refuse_kept_errors
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,6 +59,7 @@ def chosen(request) -> Callable[..., set[tuple]]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as slow what `make test` can do without: of a test with several parameters it runs so many cases that each value of each
     parameter is in one; `make test-all` runs every combination."""
+    refuse_kept_errors(items)
     cases: dict[str, list[tuple[pytest.Item, set[tuple[int, str]]]]] = {}
     for item in items:
         values = item.callspec._idlist if hasattr(item, "callspec") else ()  # one of each `parametrize`
