@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -258,3 +259,17 @@ def test_ranks_that_are_at_other_steps_are_told(both):
 
     assert both(work) == ["'step() (after 2 steps and 0 backwards)' and 'step() (after 2 steps and 1 backwards)'"] * 2
     assert both(work, axis="stages") == ["met"] * 2
+
+
+def test_closing_gives_this_thread_its_processors_back_once():
+    allowed = frozenset(os.sched_getaffinity(0))
+    collectives, one = Collectives(DataRanks(allowed_processors=allowed)), {min(allowed)}
+    try:
+        os.sched_setaffinity(0, one)
+        collectives.close()
+        assert os.sched_getaffinity(0) == allowed
+        os.sched_setaffinity(0, one)
+        collectives.close()  # a second call does nothing: they are another job's by now
+        assert os.sched_getaffinity(0) == one
+    finally:
+        os.sched_setaffinity(0, allowed)
