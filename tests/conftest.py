@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from marks import refuse_kept_errors
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,9 +49,17 @@ def launch_folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def chosen(request) -> Callable[..., set[tuple]]:
+    """Which values of some parameters this module's tests are run with: what is made for all of them at once need not be made for others."""
+    cases = [item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return lambda *names: {tuple(case[name] for name in names) for case in cases if set(names) <= set(case)}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as slow what `make test` can do without: of a test with several parameters it runs so many cases that each value of each
     parameter is in one; `make test-all` runs every combination."""
+    refuse_kept_errors(items)
     cases: dict[str, list[tuple[pytest.Item, set[tuple[int, str]]]]] = {}
     for item in items:
         values = item.callspec._idlist if hasattr(item, "callspec") else ()  # one of each `parametrize`

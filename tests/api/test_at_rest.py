@@ -212,7 +212,7 @@ def plainly(value: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def touched(tmp_path_factory) -> Callable[[str], dict[str, str]]:
+def touched(tmp_path_factory, chosen) -> Callable[[str], dict[str, str]]:
     """What went wrong with each touch, by home: tried in children, for some may crash."""
 
     @functools.cache
@@ -234,7 +234,7 @@ def touched(tmp_path_factory) -> Callable[[str], dict[str, str]]:
                 kept.clear()  # whatever it left is not the next one's
                 raise
 
-        return survey(TOUCHES, check)
+        return survey([name for name, where in sorted(chosen("touch", "home")) if where == home], check)
 
     return tried
 

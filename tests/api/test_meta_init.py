@@ -605,7 +605,7 @@ def grown(tmp_path_factory) -> dict[str, int]:
     )  # fmt: skip
     # Without this, glibc keeps what torch frees, up to 32 MiB at a time.
     variables = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=variables)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280, env=variables)
     for path in (folder, tied):
         shutil.rmtree(path)
     assert done.returncode == 0, done.stderr

@@ -384,7 +384,7 @@ def test_a_huge_config_is_planned_without_its_memory(place, what):
     )
     root = str(Path(infinity.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["parameters"] > 100e9

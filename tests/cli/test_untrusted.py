@@ -80,7 +80,7 @@ def test_code_in_a_models_folder_runs_only_where_that_is_said(command, allowed, 
     save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
     command = [sys.executable, "-m", "infinity", *command, "--model", str(folder), *(["--trust-remote-code"] if allowed else [])]
     variables = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run(command, input="y\ny\ny\n", capture_output=True, text=True, env=variables, timeout=120)
+    done = subprocess.run(command, input="y\ny\ny\n", capture_output=True, text=True, env=variables, timeout=280)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert mark.exists() == allowed, done.stderr
     assert allowed or "--trust-remote-code" in done.stderr

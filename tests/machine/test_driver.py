@@ -38,7 +38,7 @@ def driver(tmp_path_factory) -> Path:
 def run(script: str, folder: Path | None, log: Path, **variables: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"FAKE_CUDA_LOG": str(log)} | variables
     environment["LD_LIBRARY_PATH"] = f"{folder or '/nowhere'}:{environment.get('LD_LIBRARY_PATH', '')}"
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=280)
 
 
 def test_a_region_is_registered_once_and_unregistered_when_it_goes(driver, tmp_path):

@@ -162,7 +162,7 @@ def test_env_tells_what_a_group_leaves(tmp_path):
             "import os, sys; open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
             "from infinity.cli import main; sys.exit(main(['env']))"
         )
-        done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=280)
     (line,) = [line for line in done.stdout.splitlines() if "control groups" in line]
     assert "MiB" in line or "GiB" in line
 

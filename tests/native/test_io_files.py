@@ -143,7 +143,7 @@ def test_swap_files_have_no_name_on_any_file_system(lacking, tmp_path, no_tmpfil
     if lacking != "nothing":
         variables |= {"LD_PRELOAD": str(no_tmpfile)} | ({"NO_DIRECT": "1"} if "O_DIRECT" in lacking else {})
     done = subprocess.run(
-        [sys.executable, "-c", SWAP_FILE, str(tmp_path)], capture_output=True, text=True, env=variables, timeout=120
+        [sys.executable, "-c", SWAP_FILE, str(tmp_path)], capture_output=True, text=True, env=variables, timeout=280
     )
     assert done.returncode == 0, done.stderr
     names, nameless, right, direct = done.stdout.split(maxsplit=3)

@@ -37,7 +37,7 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def two(launch_folder) -> dict[str, Any]:
+def two(launch_folder, chosen) -> dict[str, Any]:
     """Everything that two ranks do, in one launch."""
     folder, swap = launch_folder, launch_folder / "swap"
     config = {home: models.at_home(home, home, swap) for home in HOMES}
@@ -45,7 +45,7 @@ def two(launch_folder) -> dict[str, Any]:
     jobs |= {f"trained:{kind}-{home}": {"kind": kind, "config": config[home]} for kind in SCHEDULES for home in HOMES}
     jobs["trained:by config"] = {"kind": "1F1B", "config": config["nvme"] | {"max_grad_norm": 0.5}, "by": "config"}
     jobs |= {f"counted:{kind}-{home}": {"kind": kind, "config": config[home]}
-             for kind in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble") for home in ("host", "nvme")}  # fmt: skip
+             for kind, home in sorted(chosen("kind", "home"))}  # fmt: skip
     jobs |= {f"loads:{window}": {"window": window, "chunks": 8, "config": config["nvme"]} for window in (2, 3)}
     jobs |= {f"saved:{what}": {"path": str(folder / what), "what": what, "config": config["nvme"]} for what in MESHES}
     jobs |= {f"loaded:{what} onto {onto}": {"path": str(folder / what), "what": onto, "config": config["host"]}

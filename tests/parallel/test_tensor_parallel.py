@@ -20,6 +20,7 @@ import infinity
 from infinity.checkpoint.export import export
 
 HOMES = ("device", "host", "nvme")
+MESHES_OF_TWO = {"dp2": 2, "tp2": 1}  # and their data ranks
 KINDS = {"rows": "columns and rows", "sequences": "sequences"}
 REFUSED = {
     "heads": "ConfigError: blocks.0.up: 27 features cannot be cut into 2 equal parts",
@@ -41,7 +42,7 @@ def config_of(home: str, swap) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(launch_folder) -> dict[str, Any]:
+def two(launch_folder, chosen) -> dict[str, Any]:
     """Everything that two ranks do, in one launch."""
     folder, swap = launch_folder, launch_folder / "swap"
     jobs: dict[str, dict] = {}
@@ -67,22 +68,22 @@ def two(launch_folder) -> dict[str, Any]:
     jobs["frozen"] = {"config": config_of("nvme", swap)}
     weights = folder / "model.safetensors"
     save_file(parallel_jobs.decoder(3).state_dict(), weights)
-    for home in ("host", "nvme"):
-        jobs[f"on_meta:drawn-{home}"] = {"config": config_of(home, swap), "weights": None}
-        jobs[f"on_meta:file-{home}"] = {"config": config_of(home, swap), "weights": str(weights)}
+    for source, home in sorted(chosen("source", "home")):
+        jobs[f"on_meta:{source}-{home}"] = {"config": config_of(home, swap), "weights": str(weights) if source == "file" else None}
     jobs |= {f"untied:{again}": {"tie_again": again} for again in (False, True, "by the config")}
     jobs |= {f"refused:{what}": {"what": what} for what in REFUSED}
-    jobs |= {f"edited:{how}-{home}": {"how": how, "home": home} for how in parallel_jobs.EDITS for home in ("device", "host")}
+    jobs |= {f"edited:{how}-{home}": {"how": how, "home": home} for how, home in sorted(chosen("how", "home"))}
     jobs["small_things"] = {}
     jobs["without_mesh"] = {"config": config_of("host", swap)}
     jobs |= {f"dropped:{checkpoints}": {"checkpoints": checkpoints} for checkpoints in (False, True)}
     host = {"params": "host", "optimizer": "host"}
-    for name, dp in (("dp2", 2), ("tp2", 1)):
+    for name, dp in MESHES_OF_TWO.items():
         jobs[f"saved:{name}"] = {"path": str(folder / name), "kind": "sequences", "config": config_of("nvme", swap), "dp": dp}
         coded = {"kind": "sequences", "config": host | {"moments": "int8"}, "dp": dp}
         jobs[f"saved:{name}-int8"] = {"path": str(folder / f"{name}-int8"), **coded}
-    for name in ("dp2", "tp2"):
-        for onto, dp in (("dp2", 2), ("tp2", 1)):
+    for name, onto in sorted(chosen("name", "onto")):
+        if name in MESHES_OF_TWO and onto in MESHES_OF_TWO:
+            dp = MESHES_OF_TWO[onto]
             jobs[f"loaded:{name} onto {onto}"] = {"path": str(folder / name), "kind": "columns and rows", "config": host, "dp": dp}
             coded = {"kind": "sequences", "config": host | {"moments": "int8"}, "dp": dp}
             jobs[f"loaded:{name} onto {onto}-int8"] = {"path": str(folder / f"{name}-int8"), **coded}
@@ -247,7 +248,10 @@ def test_dropout_masks_differ_inside_a_region_only(two, checkpoints):
         assert [inside for inside, _ in first[2:]] == [first[1][0], first[0][0]]
 
 
-@pytest.mark.parametrize("how", ["killed", "raises in a forward", "raises in a backward"])
+# What a fall says is promised for data ranks (distributed/test_rank_failures.py): here once, and of every kind where it may take long.
+@pytest.mark.parametrize(
+    "how", ["raises in a backward", *(pytest.param(how, marks=pytest.mark.slow) for how in ("killed", "raises in a forward"))]
+)
 def test_a_rank_that_falls_ends_the_others_which_name_it(tmp_path, how):
     """In a collective of torch's own, without a launcher that ends the others first."""
     said = fall(tmp_path, how, script=Path(parallel_jobs.__file__))
@@ -258,8 +262,8 @@ def test_a_rank_that_falls_ends_the_others_which_name_it(tmp_path, how):
 # --- checkpoints ---
 
 
-@pytest.mark.parametrize("onto", ["dp2", "tp2"])
-@pytest.mark.parametrize("name", ["dp2", "tp2"])
+@pytest.mark.parametrize("onto", reversed(MESHES_OF_TWO))  # so that what is run first crosses over
+@pytest.mark.parametrize("name", MESHES_OF_TWO)
 def test_any_mesh_reads_any_other(two, name, onto):
     """bf16 with split masters and fp32 moments: weights, masters and moments have their bits; on the same mesh the next step too."""
     saved = two[f"saved:{name}"][0]
@@ -268,8 +272,10 @@ def test_any_mesh_reads_any_other(two, name, onto):
         assert not models.differing(rank["values"], saved["values"])
 
 
-@pytest.mark.parametrize("onto", ["dp2", "tp2"])
-@pytest.mark.parametrize("name", ["dp2", "tp2"])
+@pytest.mark.parametrize(
+    ("name", "onto"),
+    [("dp2", "tp2"), ("tp2", "tp2"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("dp2", "dp2"), ("tp2", "dp2")])],
+)
 def test_8_bit_moments_are_exact_in_the_same_parts_and_near_in_others(two, name, onto):
     saved = two[f"saved:{name}-int8"][0]
     for rank in two[f"loaded:{name} onto {onto}-int8"]:
@@ -284,7 +290,7 @@ def test_8_bit_moments_are_exact_in_the_same_parts_and_near_in_others(two, name,
                 assert torch.equal(rank["values"][key], value), key
 
 
-@pytest.mark.parametrize("name", ["dp2", "tp2"])
+@pytest.mark.parametrize("name", MESHES_OF_TWO)
 def test_one_process_reads_and_exports_what_ranks_wrote(two, tmp_path, name):
     saved = two[f"saved:{name}"][0]
     model = parallel_jobs.decoder(7, torch.bfloat16)
@@ -298,7 +304,7 @@ def test_one_process_reads_and_exports_what_ranks_wrote(two, tmp_path, name):
     assert found.keys() == dict(model.named_parameters()).keys()
 
 
-@pytest.mark.parametrize("name", ["dp2", "tp2"])
+@pytest.mark.parametrize("name", MESHES_OF_TWO)
 def test_torchs_reader_gives_global_tensors(two, name):
     saved = two[f"saved:{name}"][0]["values"]
     keys = [key for key in saved if key.partition("/")[0] in ("weight", "exp_avg", "exp_avg_sq")]

@@ -62,7 +62,7 @@ def test_the_blocks_run_one_after_the_other_as_printed(name, tmp_path):
     """Method: a document's blocks form one script, run in an empty folder."""
     script = tmp_path / "blocks.py"
     script.write_text("\n".join(SCRIPTS[name]))
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.glob(".infinity-*")), "swap files were left behind"
 

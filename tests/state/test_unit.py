@@ -286,15 +286,15 @@ class Late:
             raise error
 
 
-@pytest.mark.parametrize("error", [StorageError(5, "read", "/swap"), KeyboardInterrupt()], ids=["EIO", "Ctrl-C"])
-def test_slots_are_given_back_only_when_no_read_is_under_way_into_them(tmp_path, error):
+@pytest.mark.parametrize("kind, said", [(StorageError, (5, "read", "/swap")), (KeyboardInterrupt, ())], ids=["EIO", "Ctrl-C"])
+def test_slots_are_given_back_only_when_no_read_is_under_way_into_them(tmp_path, kind, said):
     """Fails or interrupts the first of two reads: the second may still be writing into its slot, and after Ctrl-C the
     first too. Nobody else may get such memory."""
     home = Home(tmp_path)
     home.do("fetch")
     for piece in home.unit._pieces:
         piece.read.wait()
-    reads, under_way_at_release = [Late(error), Late()], []
+    reads, under_way_at_release = [Late(kind(*said)), Late()], []
 
     class Slot:
         def __init__(self, read: Late):
@@ -306,6 +306,6 @@ def test_slots_are_given_back_only_when_no_read_is_under_way_into_them(tmp_path,
     kept = home.unit._slots
     home.unit._slots = [Slot(read) for read in reads]
     home.unit._pieces = [ReadPiece(i, 0, 0, read) for i, read in enumerate(reads)]
-    with pytest.raises(type(error)):
+    with pytest.raises(kind):
         home.do("stage")
     assert kept and not any(under_way_at_release)

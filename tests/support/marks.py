@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+NO_CASE = SimpleNamespace(params={})
+
+
+def refuse_kept_errors(items: Iterable[pytest.Item]) -> None:
+    """Raises pytest.UsageError for an exception among a test's parameters: once raised it keeps all that its frames had, engines with
+    their rings too, until the session ends."""
+    for item in items:
+        if any(isinstance(value, BaseException) for value in getattr(item, "callspec", NO_CASE).params.values()):
+            raise pytest.UsageError(f"{item.nodeid}: give the class of an exception, and what it says, not the exception")
 
 
 def few(values: Iterable[Any], quick: int) -> list:

@@ -127,6 +127,24 @@ def fall(at: Path, how: str, *, script: Path, seconds: float = 240, **arguments:
     return said
 
 
+class Plainly(pickle.Pickler):
+    """Pickles plain tensors as their bytes: torch would write an archive for each."""
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_meta:
+            return NotImplemented
+        flat = value.detach().cpu().contiguous().view(-1)
+        return _tensor_of, (flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"", value.dtype, value.shape)
+
+
+def _tensor_of(raw: bytes, dtype: Any, shape: Any) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(raw), dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
+
+
 def serve(functions: dict[str, Any]) -> None:
     """What a script of jobs does on every rank: runs the jobs of its launch, whose names are among ``functions``."""
     import torch
@@ -144,7 +162,8 @@ def serve(functions: dict[str, Any]) -> None:
         except Exception as error:  # noqa: BLE001 - the test looks at it
             sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a script that does not catch it
             result, failed = Failed(type(error).__name__, str(error), traceback.format_exc()), True
-        (folder / f"{name.replace(':', '-')}.{rank}").write_bytes(pickle.dumps(result))
+        with open(folder / f"{name.replace(':', '-')}.{rank}", "wb") as file:
+            Plainly(file).dump(result)
         if failed:
             os._exit(1)
     dist.destroy_process_group()

@@ -1,0 +1,327 @@
+"""The reducer of two ranks that are threads of this process: what is averaged, in which order, and when.
+
+Words used here:
+
+**pair**: see `pair`.
+**landed**: what a rank's bank was given: (unit, parameter) -> this rank's elements of averages, one for each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pair import Pair, run_pair
+
+from infinity.distributed.channel import Pending
+from infinity.gradients.reducer import Reducer
+from infinity.machine.device import Device
+from infinity.machine.ledger import Ledger
+from infinity.machine.tiers import Tier
+from infinity.machine.traffic import Traffic
+from infinity.planning.schedule import Schedule
+from infinity.state.flat_layout import FlatLayout
+from infinity.state.unit import ParamUnit
+
+UNITS, NUMEL = 4, 4096  # each unit of two parameters, of which each rank's slice is one
+
+
+class Collectives:
+    """One rank's side of a pair."""
+
+    def __init__(self, pair: Pair, rank: int, shard: str):
+        self._pair, self._rank, self.traffic = pair, rank, Traffic()
+        keeps = {"keeps_weights": shard != "parameters", "keeps_gradients": shard == "optimizer"}
+        self.ranks = SimpleNamespace(rank=rank, size=2, data_size=2, **keeps)
+
+    def agree(self, flags: list, what: str) -> list[bool]:
+        return [any(both) for both in zip(*self._pair.exchange(self._rank, what, list(flags)), strict=True)]
+
+    def offer(self, count: int | None) -> int | None:
+        counts = [each for each in self._pair.exchange(self._rank, "offer", count) if each is not None]
+        return min(counts, default=None)
+
+    def broadcast(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        return self._pair.exchange(self._rank, what, tensor)[0]
+
+    def reduce(self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]) -> Pending:
+        total = sum(self._pair.exchange(self._rank, what, flat.clone()))
+        own = total.view(2, -1)[self._rank] / 2
+        return Pending([], what, lambda: done(own))
+
+
+class Shard:
+    def __init__(self, rank: int, params: list[torch.Tensor]):
+        self.params, self.layout = params, FlatLayout.of(params, slices=2)
+        self.spec = SimpleNamespace(stepped=True, grad_dtype=torch.float32)
+        half = self.layout.numel // 2
+        self.own_slice = rank * half, (rank + 1) * half
+
+    def slice_part(self, index: int) -> tuple[int, int]:
+        place, (first, last) = self.layout.placements[index], self.own_slice
+        begin = max(place.offset, first)
+        return begin, max(begin, min(place.end, last))
+
+
+class Unit(ParamUnit):
+    """One with shards of a row of two, which needs no store."""
+
+    def __init__(self, index: int, rank: int, is_shared: bool):
+        self.index, self.name, self._is_shared = index, f"unit {index}", is_shared
+        self.shards = [Shard(rank, [torch.zeros(NUMEL), torch.zeros(NUMEL)])]
+        self.handles = [SimpleNamespace(unit=self, shard=self.shards[0], index=i) for i in range(2)]
+
+
+class Bank:
+    """Keeps what lands, and how."""
+
+    def __init__(self, device: Device):
+        self.device, self.landed, self.fails = device, {}, False
+        self.homes = SimpleNamespace(whole=lambda shard: shard.at_home)
+
+    def land_average(self, handle: Any, average: torch.Tensor) -> None:
+        if self.fails:
+            raise RuntimeError("no room")
+        self.landed.setdefault((handle.unit.index, handle.index), []).append(average.clone())
+
+
+class Rank:
+    """One rank's reducer, with units that its first forward used in their order."""
+
+    def __init__(self, pair: Pair, rank: int, shard: str, shared: tuple[int, ...]):
+        self.rank, self.pair, device = rank, pair, Device(torch.device("cpu"), Traffic())
+        ledger, schedule = Ledger(), Schedule()
+        ledger.limit(Tier.DEVICE, budget_nbytes=None, planned_nbytes=0)
+        self.account = ledger.accounts[Tier.DEVICE]
+        self.units = [Unit(index, rank, index in shared) for index in range(UNITS)]
+        schedule.begin("train")
+        for unit in self.units:
+            schedule.use(unit.index)
+        self.bank, self.reduced = Bank(device), []
+        self.reducer = Reducer(
+            Collectives(pair, rank, shard), self.units, self.bank, ledger, schedule, lambda unit: self.reduced.append(unit.index)
+        )
+
+    def gets(self, unit: int, value: float, params: tuple[int, ...] = (0, 1)) -> None:
+        """A backward brings gradients of ``value`` for parameters of a unit."""
+        for index in params:
+            self.reducer.add(self.units[unit].handles[index], torch.full((NUMEL,), value))
+
+    def ready(self, unit: int) -> None:
+        self.reducer.ready(self.units[unit])
+
+    def averages(self, unit: int) -> list[float]:
+        """Of the one parameter whose elements this rank has: the other's are empty."""
+        own, other = self.bank.landed.get((unit, self.rank), []), self.bank.landed.get((unit, 1 - self.rank), [])
+        assert not any(each.numel() for each in other)
+        assert all(each.numel() == NUMEL and (each == each[0]).all() for each in own)
+        return [float(each[0]) for each in own]
+
+
+def run(work: Callable[[Rank], None], shard: str = "gradients", shared: tuple[int, ...] = ()) -> tuple[Rank, Rank]:
+    """Runs ``work`` on both ranks. Raises what either raises."""
+
+    def both(rank: Rank) -> Rank:
+        work(rank)
+        return rank
+
+    first, second = run_pair(lambda pair, rank: Rank(pair, rank, shard, shared), both)
+    return first, second
+
+
+def backward(rank: Rank, order: tuple[int, ...] = (3, 2, 1, 0)) -> None:
+    for unit in order:
+        rank.gets(unit, 2.0 * unit + 10 * rank.rank)
+        rank.ready(unit)
+    rank.reducer.end_backward()
+
+
+@pytest.mark.parametrize("orders", [((3, 2, 1, 0), (3, 2, 1, 0)), ((3, 2, 1, 0), (0, 1, 2, 3)), ((2, 3, 0, 1), (3, 0, 2, 1))])
+def test_every_rank_lands_its_slice_of_the_average_whatever_order_gradients_come_in(orders):
+    """Both reduce the first forward's units in reverse; each unit is told of once, and no memory stays. What comes after its turn lands
+    apart, for the bank to add."""
+    ranks = run(lambda rank: backward(rank, orders[rank.rank]))
+    for rank in ranks:
+        assert [sum(rank.averages(unit)) for unit in range(UNITS)] == [2.0 * unit + 5 for unit in range(UNITS)]
+        assert sorted(rank.reduced) == [0, 1, 2, 3] and rank.reduced == ranks[0].reduced and rank.account.charged_nbytes == 0
+    reductions = [what for what in ranks[0].pair.meetings if what.startswith("reducing")]
+    assert list(dict.fromkeys(reductions)) == [f"reducing unit {unit} (0)" for unit in (3, 2, 1, 0)]
+
+
+def test_units_that_several_modules_share_come_last():
+    ranks = run(backward, shared=(3,))
+    assert ranks[0].reduced == ranks[1].reduced == [2, 1, 0, 3]
+
+
+def test_what_one_rank_lacks_counts_as_nothing_and_what_all_lack_stays_absent():
+    """Rank 0 has no gradient of unit 2, neither has one of unit 1."""
+
+    def work(rank: Rank) -> None:
+        for unit in (3, 2, 0) if rank.rank else (3, 0):
+            rank.gets(unit, 8.0)
+            rank.ready(unit)
+        rank.reducer.end_backward()
+
+    for rank in run(work):
+        assert [rank.averages(unit) for unit in range(UNITS)] == [[8.0], [], [4.0], [8.0]]
+
+
+def test_a_gradient_that_comes_after_its_units_turn_takes_another_round():
+    """Unit 3 is reduced as soon as both say so; then rank 1 gets more of it: the average lands apart, for the bank to add."""
+
+    def work(rank: Rank) -> None:
+        backward(rank)  # agrees on the order
+        rank.gets(3, 4.0)
+        rank.ready(3)
+        if rank.rank:
+            rank.gets(3, 6.0)
+        rank.reducer.end_backward()
+
+    for rank in run(work):
+        assert rank.averages(3) == [11.0, 4.0, 3.0] and rank.reduced.count(3) == 2
+
+
+def test_a_unit_that_got_only_a_part_is_told_of_when_it_is_complete():
+    """Under ZeRO-3 its turn comes with the end of the backward: reduced at once, and reported as the last."""
+
+    def work(rank: Rank) -> None:
+        rank.gets(3, 4.0, (0,) if rank.rank else (0, 1))
+        if not rank.rank:
+            rank.ready(3)
+        rank.gets(2, 2.0)
+        rank.ready(2)
+        rank.reducer.end_backward()
+
+    first, second = run(work, "parameters")
+    assert first.averages(3) == [4.0] and second.averages(3) == [2.0]
+    assert first.reduced == second.reduced and first.reduced.index(2) < first.reduced.index(3)
+
+
+def test_ranks_that_gather_start_what_both_offer():
+    """Rank 0 has three units ready, rank 1 two: the least is started at the gather, the rest at the end."""
+
+    def work(rank: Rank) -> None:
+        backward_order = (3, 2, 1, 0)
+        rank.reducer.start_offered(None)  # no gather: nothing is met for
+        for unit in backward_order[: 3 - rank.rank]:
+            rank.gets(unit, 6.0)
+            rank.ready(unit)
+        first = [0, 0]
+        offered = rank.pair.exchange(rank.rank, "order", rank.reducer.offered)
+        assert offered == first  # nobody knows the order before it was agreed on
+        rank.reducer.end_backward()
+        for unit in backward_order[: 3 - rank.rank]:
+            rank.gets(unit, 4.0)
+            rank.ready(unit)
+        offered = rank.pair.exchange(rank.rank, "a gather", rank.reducer.offered)
+        assert offered == [3, 2]
+        rank.reducer.start_offered(min(offered))
+        rank.reducer.come_to_unit(0)
+        assert sorted(rank.bank.landed) == sorted((unit, i) for unit in (3, 2, 1) for i in range(2))
+        assert rank.reducer.offered == 1 - rank.rank
+        rank.reducer.end_backward()
+
+    for rank in run(work, "parameters"):
+        assert [rank.averages(unit) for unit in range(UNITS)] == [[], [3.0, 2.0], [6.0, 4.0], [6.0, 4.0]]
+
+
+def test_a_rank_that_comes_to_fewer_units_meets_the_other_at_its_end():
+    """Rank 1 comes to two units more, for which it needs no gather: it offers in passing, and rank 0's end answers."""
+
+    def work(rank: Rank) -> None:
+        backward(rank)  # agrees on the order
+        rank.gets(3, 1.0)
+        rank.ready(3)
+        for _ in range(2 * rank.rank):
+            rank.reducer.come_to_unit(None)
+        rank.reducer.end_backward()
+
+    for rank in run(work, "parameters"):
+        assert rank.averages(3)[-1] == 1.0 and rank.averages(2) == [9.0]
+
+
+def test_backwards_of_one_pass_are_reduced_once_at_its_end():
+    """Nothing is met for between them; sums of two backwards are averaged."""
+
+    def work(rank: Rank) -> None:
+        rank.reducer.waits_for_more = True
+        for _ in range(2):
+            for unit in (3, 2):
+                rank.gets(unit, 2.0 + 2 * rank.rank)
+                rank.ready(unit)
+            assert rank.reducer.offered == 0
+            rank.reducer.come_to_unit(None)
+            rank.reducer.start_offered(3)
+        assert not rank.pair.meetings
+        rank.reducer.reduce_all()
+        assert not rank.reducer.waits_for_more
+
+    for rank in run(work, "parameters"):
+        assert [rank.averages(unit) for unit in range(UNITS)] == [[], [], [6.0], [6.0]] and rank.account.charged_nbytes == 0
+        assert len([what for what in rank.pair.meetings if what.startswith("reducing the")]) == 1
+
+
+def test_a_rank_that_cannot_land_goes_on_with_the_other_and_raises_at_the_end():
+    raised = []
+
+    def work(rank: Rank) -> None:
+        rank.reducer.waits_for_more = True
+        for unit in (3, 2):
+            rank.gets(unit, 2.0)
+        rank.bank.fails = rank.rank == 1
+        try:
+            rank.reducer.reduce_all()
+        except RuntimeError as error:
+            raised.append((rank.rank, str(error)))
+        rank.bank.fails = False
+        backward(rank)
+
+    first, second = run(work)
+    assert raised == [(1, "no room")]
+    assert first.averages(3) == [2.0, 11.0] and second.averages(3) == [11.0]
+
+
+def test_a_failed_backward_leaves_nothing_behind():
+    """Both fail half-way, with a reduction under way, and abandon; the next backward's averages are its own, from the first unit on."""
+
+    def work(rank: Rank) -> None:
+        backward(rank)  # agrees on the order
+        rank.bank.landed.clear()
+        rank.gets(3, 100.0)
+        rank.ready(3)
+        rank.gets(2, 100.0, (0,))
+        rank.reducer.abandon()
+        assert rank.account.charged_nbytes == 0 and not rank.bank.landed
+        rank.reduced.clear()
+        backward(rank)
+
+    for rank in run(work):
+        assert [rank.averages(unit) for unit in range(UNITS)] == [[2.0 * unit + 5] for unit in range(UNITS)]
+        assert rank.reduced == [3, 2, 1, 0]
+
+
+def test_zero_1_averages_what_is_at_home_when_somebody_looks_once():
+    """Whole gradients are at home; those that have landed, and were not averaged, are."""
+    from infinity.gradients.record import GradRecord, GradState
+
+    def work(rank: Rank) -> None:
+        for unit in rank.units:
+            unit.shards[0].at_home = torch.full((2 * NUMEL,), 4.0 + 4 * rank.rank)
+            for handle in unit.handles:
+                handle.grad = GradRecord(GradState.LANDED if unit.index else GradState.ABSENT)
+        rank.units[2].handles[0].grad.averaged = rank.units[2].handles[1].grad.averaged = True
+        rank.reducer.average()
+        assert not rank.pair.meetings  # no backward has ended
+        rank.ready(3)
+        rank.reducer.end_backward()
+        assert not rank.pair.meetings
+        rank.reducer.average()
+        met = len(rank.pair.meetings)
+        rank.reducer.average()
+        assert len(rank.pair.meetings) == met > 0
+
+    for rank in run(work, "optimizer"):
+        assert [rank.averages(unit) for unit in range(UNITS)] == [[], [6.0], [], [6.0]]
