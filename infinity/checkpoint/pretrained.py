@@ -32,10 +32,15 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike) -> None:
         _save_model(model, engine, Path(folder))
 
 
+def is_adapted(model: nn.Module) -> bool:
+    """Tells whether ``model`` is one of PEFT's, of which its adapters are saved."""
+    return hasattr(model, "peft_config") and type(model).__module__.partition(".")[0] == "peft"
+
+
 def _save_model(model: nn.Module, engine: Engine, folder: Path) -> None:
     engine.wait_idle()
     writes = engine.ranks.is_first
-    if hasattr(model, "peft_config") and type(model).__module__.partition(".")[0] == "peft":
+    if is_adapted(model):
         _save_adapters(model, engine, folder, writes=writes)
         return
     write_sources(folder, _sources(model, engine.store), writes=writes)
