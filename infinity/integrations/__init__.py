@@ -10,11 +10,27 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .accelerate import InfinityAccelerator
+    from .lightning import InfinityStrategy
     from .trainer import InfinityMixin, InfinityTrainer
+    from .trl import InfinityDPOTrainer, InfinitySFTTrainer
 
-__all__ = ["InfinityAccelerator", "InfinityMixin", "InfinityTrainer"]
+__all__ = [
+    "InfinityAccelerator",
+    "InfinityDPOTrainer",
+    "InfinityMixin",
+    "InfinitySFTTrainer",
+    "InfinityStrategy",
+    "InfinityTrainer",
+]
 
-_HOMES = {"InfinityAccelerator": "accelerate", "InfinityMixin": "trainer", "InfinityTrainer": "trainer"}
+_HOMES = {
+    "InfinityAccelerator": "accelerate",
+    "InfinityDPOTrainer": "trl",
+    "InfinityMixin": "trainer",
+    "InfinitySFTTrainer": "trl",
+    "InfinityStrategy": "lightning",
+    "InfinityTrainer": "trainer",
+}
 
 
 def __getattr__(name: str):

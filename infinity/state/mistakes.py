@@ -24,6 +24,8 @@ KNOWN: list[tuple[str, frozenset[str], str]] = [
          "from model.state_dict()."),
         ("torch/optim/", "step _init_group", "This is not the optimizer that wrap_model returned: it would need the weights at home. Take the result, model, optimizer = "
          "infinity.wrap_model(model, optimizer, config), step that optimizer, and give wrap_model an optimizer if it got none."),
+        ("trl/trainer/callbacks.py", "_sync_target_model", "sync_ref_model changes the reference model's weights outside its forward: leave it out, or "
+         "keep a plain reference model."),
         ("peft/", "merge merge_and_unload _unload_and_optionally_merge merge_adapter unmerge_adapter get_delta_weight", f"Adapters cannot be merged into "
          f"weights at home. {UNWRAP}"),
         ("transformers/modeling_utils.py", "resize_token_embeddings _resize_token_embeddings _get_resized_embeddings resize_embeddings", "The "

@@ -19,7 +19,7 @@ PACKAGE = Path(infinity.__file__).parent
 CSRC = PACKAGE.parent / "csrc"
 
 ROOMS = (
-    "errors untrusted native machine config storage distributed state planning gradients forwards optim runtime checkpoint api integrations parallel data "
+    "errors untrusted native machine config storage distributed state planning gradients forwards optim runtime checkpoint api parallel data integrations "
     "__init__ bench cli __main__"
 ).split()
 CSRC_ROOMS = [["base"], ["memory"], ["io", "optim"], ["update", "bench"], ["cuda", "python"], ["tests"]]
