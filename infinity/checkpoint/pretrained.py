@@ -41,20 +41,22 @@ def _save_model(model: nn.Module, engine: Engine, folder: Path) -> None:
     engine.wait_idle()
     writes = engine.ranks.is_first
     if is_adapted(model):
-        _save_adapters(model, engine, folder, writes=writes)
+        _save_adapters(model, folder, writes=writes)
         return
-    write_sources(folder, _sources(model, engine.store), writes=writes)
+    write_sources(folder, sources_of(model), writes=writes)
+    if writes:
+        write_configs(model, folder)
+
+
+def write_configs(model: nn.Module, folder: Path) -> None:
+    """Writes the configurations of a transformers model, of another one none."""
     for part in ("config", "generation_config"):
-        if writes and hasattr(config := getattr(model, part, None), "save_pretrained"):
+        if hasattr(config := getattr(model, part, None), "save_pretrained"):
             config.save_pretrained(folder)
 
 
-def _save_adapters(model: nn.Module, engine: Engine, folder: Path, *, writes: bool) -> None:
-    """Lists what of a PEFT model is not its base, under the names that PEFT gives it."""
-    prefix = getattr(model.base_model, "prefix", None) or "prompt_encoder"
-    trained = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
-    sources = _sources(model, engine.store)
-    own = {name: read() for name, (_, read) in sources.items() if name in trained or prefix in name or "modules_to_save" in name}
+def _save_adapters(model: nn.Module, folder: Path, *, writes: bool) -> None:
+    own = adapter_tensors(model)
     if writes:
         try:
             model.save_pretrained(folder, state_dict=own, save_embedding_layers=False)
@@ -62,12 +64,28 @@ def _save_adapters(model: nn.Module, engine: Engine, folder: Path, *, writes: bo
             raise StorageError(error.errno or 0, f"cannot write the adapters to {folder}: {error}", str(folder)) from error
 
 
+def adapter_tensors(model: nn.Module, *, embeddings: bool = False) -> dict[str, torch.Tensor]:
+    """Reads what of a wrapped PEFT model is not its base, under the names that its state dict has. ``embeddings``: and the base's
+    embeddings, which PEFT saves too where they are adapted or have another size than the base's."""
+    prefix = getattr(model.base_model, "prefix", None) or "prompt_encoder"
+    wanted = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
+    if embeddings:
+        tables = {id(module) for get in ("get_input_embeddings", "get_output_embeddings") if (module := getattr(model, get)())}
+        above = [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in tables]
+        wanted |= {name for name, _ in model.named_parameters(remove_duplicate=False) if name.startswith(tuple(above))}
+    own = {
+        name: read for name, (_, read) in sources_of(model).items() if name in wanted or prefix in name or "modules_to_save" in name
+    }
+    return {name: read() for name, read in own.items()}
+
+
 Source = tuple[int, Callable[[], torch.Tensor]]  # bytes, and how to read them
 
 
-def write_sources(folder: Path, sources: dict[str, Source], *, writes: bool = True) -> None:
+def write_sources(folder: Path, sources: dict[str, Source], *, writes: bool = True) -> int:
     """Reads the tensors and writes them, a file at a time, with an index where there are several. Without ``writes``
-    they are only read: other ranks need this one for it. Raises StorageError."""
+    they are only read: other ranks need this one for it. Returns the number of elements. Raises StorageError."""
+    numel = 0
     try:
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
@@ -80,14 +98,17 @@ def write_sources(folder: Path, sources: dict[str, Source], *, writes: bool = Tr
             if writes:
                 _write(folder / name, tensors)
             names |= dict.fromkeys(entries, name)
+            numel += sum(tensor.numel() for tensor in tensors.values())
         if writes:
             _write_index(folder, names, sum(nbytes for entries in files for nbytes, _ in entries.values()))
     except OSError as error:
         raise StorageError(error.errno, f"cannot write the model to {folder}: {error}", str(folder)) from error
+    return numel
 
 
-def _sources(model: nn.Module, store) -> dict[str, Source]:
-    """Name -> source of every tensor of the model's state dict, tied ones once."""
+def sources_of(model: nn.Module) -> dict[str, Source]:
+    """Maps the name of every tensor of a wrapped model's state dict to how it is read, tied ones once."""
+    store = engine_of(model).store
     tied = getattr(model, "_tied_weights_keys", None) or ()
     written: set[int] = set()
     sources: dict[str, Source] = {}

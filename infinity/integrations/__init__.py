@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .accelerate import InfinityAccelerator
     from .lightning import InfinityStrategy
+    from .peft import merge_adapters, save_merged, unmerge_adapters
     from .trainer import InfinityMixin, InfinityTrainer
     from .trl import InfinityDPOTrainer, InfinitySFTTrainer
 
@@ -21,6 +22,9 @@ __all__ = [
     "InfinitySFTTrainer",
     "InfinityStrategy",
     "InfinityTrainer",
+    "merge_adapters",
+    "save_merged",
+    "unmerge_adapters",
 ]
 
 _HOMES = {
@@ -30,6 +34,9 @@ _HOMES = {
     "InfinitySFTTrainer": "trl",
     "InfinityStrategy": "lightning",
     "InfinityTrainer": "trainer",
+    "merge_adapters": "peft",
+    "save_merged": "peft",
+    "unmerge_adapters": "peft",
 }
 
 

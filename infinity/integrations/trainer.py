@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.load import load_checkpoint
-from ..checkpoint.pretrained import is_adapted, save_pretrained
+from ..checkpoint.pretrained import adapter_tensors, is_adapted, save_pretrained
 from ..checkpoint.random_state import keep_random_state
 from ..checkpoint.save import save_checkpoint
 from ..config.config import Config
@@ -77,8 +77,13 @@ class InfinityMixin:
     # --- checkpoints ---
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if not self._is_home or is_adapted(self.model):
+        if not self._is_home:
             super()._save(output_dir, state_dict)
+            return
+        if is_adapted(self.model):
+            with wrapped(self.model).engine.using():
+                adapters = adapter_tensors(self.model, embeddings=True)
+            super()._save(output_dir, adapters)
             return
         folder = output_dir if output_dir is not None else self.args.output_dir
         super()._save(folder, {})  # all but the weights, and an empty file of these, which is replaced

@@ -26,8 +26,8 @@ KNOWN: list[tuple[str, frozenset[str], str]] = [
          "infinity.wrap_model(model, optimizer, config), step that optimizer, and give wrap_model an optimizer if it got none."),
         ("trl/trainer/callbacks.py", "_sync_target_model", "sync_ref_model changes the reference model's weights outside its forward: leave it out, or "
          "keep a plain reference model."),
-        ("peft/", "merge merge_and_unload _unload_and_optionally_merge merge_adapter unmerge_adapter get_delta_weight", f"Adapters cannot be merged into "
-         f"weights at home. {UNWRAP}"),
+        ("peft/", "merge merge_and_unload _unload_and_optionally_merge merge_adapter unmerge_adapter get_delta_weight", "Adapters are merged into weights at "
+         "home by infinity.integrations.merge_adapters(model), and into files by save_merged(model, folder)."),
         ("transformers/modeling_utils.py", "resize_token_embeddings _resize_token_embeddings _get_resized_embeddings resize_embeddings", "The "
          f"embeddings' size is fixed while the model is wrapped. {UNWRAP}"),
         ("torch/export/", "", f"A wrapped model cannot be exported: its weights are not in memory. {UNWRAP}"),
