@@ -15,6 +15,7 @@ from .errors import CapacityError, ConfigError, CorruptionError, InfinityError, 
 if TYPE_CHECKING:
     from . import parallel
     from .api.accumulate import accumulate
+    from .api.average import ema, swa
     from .api.full_params import full_params
     from .api.stats import Stats, stats
     from .api.unwrap import unwrap_model
@@ -40,12 +41,14 @@ __all__ = [
     "UsageError",
     "accumulate",
     "clip_grad_norm_",
+    "ema",
     "full_params",
     "load_checkpoint",
     "parallel",
     "save_checkpoint",
     "save_pretrained",
     "stats",
+    "swa",
     "unwrap_model",
     "wrap_model",
 ]
@@ -56,11 +59,13 @@ _HOMES = {
     "Stats": "api.stats",
     "accumulate": "api.accumulate",
     "clip_grad_norm_": "optim.clipping",
+    "ema": "api.average",
     "full_params": "api.full_params",
     "load_checkpoint": "checkpoint.load",
     "save_checkpoint": "checkpoint.save",
     "save_pretrained": "checkpoint.pretrained",
     "stats": "api.stats",
+    "swa": "api.average",
     "unwrap_model": "api.unwrap",
     "wrap_model": "api.wrap",
 }

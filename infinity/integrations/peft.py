@@ -123,7 +123,9 @@ def adapted_twin(model: Path, adapter: Path) -> nn.Module:
         _put(twin.get_base_model(), name.removeprefix(PREFIX), nn.Parameter(weights[name], requires_grad=False))
         left.remove(name)  # an embedding of the base, which the adapter brings along
     if left:
-        raise ConfigError(f"{adapter} is the adapter of another model than {model}: {len(left)} of its tensors do not fit ({left[0]}, ...)")
+        raise ConfigError(
+            f"{adapter} is the adapter of another model than {model}: {len(left)} of its tensors do not fit ({left[0]}, ...)"
+        )
     return twin
 
 
@@ -134,7 +136,11 @@ def _adapt(hollow: nn.Module, config: peft.PeftConfig, weights: Mapping[str, tor
     for key, target in _targets(twin).items():
         for path, param in target.named_parameters():
             if path.startswith("modules_to_save.") and f"{PREFIX}{key}.{path.split('.', 2)[2]}" in weights:
-                _put(target, path, nn.Parameter(torch.empty_like(weights[f"{PREFIX}{key}.{path.split('.', 2)[2]}"]), requires_grad=False))
+                _put(
+                    target,
+                    path,
+                    nn.Parameter(torch.empty_like(weights[f"{PREFIX}{key}.{path.split('.', 2)[2]}"]), requires_grad=False),
+                )
     peft.set_peft_model_state_dict(twin, {name: value for name, value in weights.items() if name in own})
     return twin, sorted(own.keys() ^ weights.keys())
 

@@ -100,6 +100,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         engine = self._engine
         engine.check_alive()
         engine.refuse_between("optimizer.step()")
+        engine.refuse_averaged("optimizer.step()")
         with engine.using():
             if engine.steps.untold == engine.steps.index and self._is_consumed():
                 engine.steps.tell()  # this very step was cut short, and has been carried to its end since
@@ -189,6 +190,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         """
         engine = self._engine
         engine.check_alive()
+        engine.refuse_averaged("step_in_backward()")
         if engine.config.max_grad_norm is not None:
             raise UsageError(
                 "step_in_backward: max_grad_norm needs the norm of all gradients before the first unit is stepped. Leave "

@@ -43,6 +43,7 @@ from .resources import Resources, make_store, trace_path
 from .shut_down import draw_updates, shut_down
 from .step_clock import StepClock
 from .value_edits import ValueEdits
+from .weight_average import WeightAverage
 
 
 class Engine:
@@ -73,6 +74,7 @@ class Engine:
         self.shadow_policy = ShadowPolicy() if plan.shadowed else None
         self.group_of: dict[ParamHandle, int] = {}  # index of the optimizer's param group
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}  # the newest state-dict tensor of a tied parameter
+        self.average: WeightAverage | None = None  # of the trained parameters
         self.without_grad: dict[ParamUnit, set[ParamHandle]] = {}  # seen to get none in a backward
         self.storages: dict[int, tuple[ParamUnit, torch.Tensor]] = {}  # device buffers, by storage
         self.ledger = Ledger()
@@ -185,6 +187,13 @@ class Engine:
             raise UsageError(
                 f"{what} is not to be had here: gradients of several micro-batches land together, when the `with infinity.accumulate(...)` block or the "
                 "pipeline schedule's step is over. Read, clip, step and zero gradients after it."
+            )
+
+    def refuse_averaged(self, what: str) -> None:
+        """Raises UsageError while the model has its averages for weights."""
+        if self.average is not None and self.average.is_exchanged:
+            raise UsageError(
+                f"{what} is not to be had inside `with average.applied()`: the model has its average for weights there"
             )
 
     def recover(self, *, finishing: bool = True) -> None:
