@@ -134,7 +134,7 @@ def _adapt(hollow: nn.Module, config: peft.PeftConfig, weights: Mapping[str, tor
     twin = peft.PeftModel(hollow, config)
     own = peft.get_peft_model_state_dict(twin, save_embedding_layers=False)
     for key, target in _targets(twin).items():
-        for path, param in target.named_parameters():
+        for path in dict(target.named_parameters()):
             if path.startswith("modules_to_save.") and f"{PREFIX}{key}.{path.split('.', 2)[2]}" in weights:
                 _put(
                     target,
