@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .api.accumulate import accumulate
     from .api.average import ema, swa
     from .api.full_params import full_params
+    from .api.named_weights import named_weights
+    from .api.park import park, resume
     from .api.stats import Stats, stats
     from .api.unwrap import unwrap_model
     from .api.wrap import wrap_model
@@ -44,7 +46,10 @@ __all__ = [
     "ema",
     "full_params",
     "load_checkpoint",
+    "named_weights",
     "parallel",
+    "park",
+    "resume",
     "save_checkpoint",
     "save_pretrained",
     "stats",
@@ -62,6 +67,9 @@ _HOMES = {
     "ema": "api.average",
     "full_params": "api.full_params",
     "load_checkpoint": "checkpoint.load",
+    "named_weights": "api.named_weights",
+    "park": "api.park",
+    "resume": "api.park",
     "save_checkpoint": "checkpoint.save",
     "save_pretrained": "checkpoint.pretrained",
     "stats": "api.stats",
@@ -69,7 +77,7 @@ _HOMES = {
     "unwrap_model": "api.unwrap",
     "wrap_model": "api.wrap",
 }
-_ROOMS = ("parallel",)  # whose functions are called by their room's name
+_ROOMS = ("integrations", "parallel")  # whose functions are called by their room's name
 
 
 def __getattr__(name: str):

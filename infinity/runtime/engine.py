@@ -36,6 +36,7 @@ from ..state.journal import Journal
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from .joined_pass import JoinedPass
+from .parking import Parking
 from .passes import Passes
 from .prefetch import Prefetcher
 from .recovery import recover
@@ -81,6 +82,7 @@ class Engine:
         for tier, budget in zip(Tier, (config.device_memory, config.host_memory, config.nvme_capacity)):
             self.ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
         self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives.tell)
+        self.parking = Parking(self.store)
         self._last_updates: list[native.Updater] = []  # whose events are to be drawn when the engine goes
         shards = [shard for unit in units for shard in unit.shards]
         given_back = self.store, shards, self._last_updates, [unit.name for unit in units], self.collectives, device
@@ -168,6 +170,7 @@ class Engine:
         """
         self.store.check_process()
         if not self.scopes.running and torch._C._current_graph_task_id() == -1:
+            self.parking.resume()
             self.recover(finishing=not repairing)
             if self._halted is not None and not repairing:
                 error = self._halted()

@@ -80,6 +80,11 @@ class WeightAverage:
         flat = raw.flat.view(dtype) if raw.flat is not None else None
         return StateArray(raw.tier, dtype, shard.slice_numel, raw.extent, flat, raw.charge)
 
+    @property
+    def arrays_in_memory(self) -> list[StateArray]:
+        """Lists the averages that are not on a disk."""
+        return [array for array in self._taken if array.flat is not None]
+
     def free(self) -> None:
         """Gives the memory back. A second call does nothing."""
         self._arrays.clear()

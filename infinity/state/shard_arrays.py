@@ -177,6 +177,11 @@ class ShardArrays:
         return self._last_read
 
     @property
+    def spare_arrays(self) -> dict[str, StateArray]:
+        """Room for an update made ahead; what is in it counts while there is a shadow only."""
+        return self._beside
+
+    @property
     def shadow_extents(self) -> dict[str, native.Extent]:
         """Where an update made ahead puts its results; empty where there is no room for one."""
         return {name: array.extent for name, array in self._beside.items()}
