@@ -31,7 +31,9 @@ def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
         raise ConfigError("park needs a folder on a disk: infinity.park(model, '/path/on/the/disk'), or Config(nvme_paths=[...])")
     with engine.using(), engine.store.guarding():
         if landed := [handle.name for handle in engine.group_of if handle.grad.state is GradState.LANDED]:
-            raise UsageError(f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait for it. Park after step()")
+            raise UsageError(
+                f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait for it. Park after step()"
+            )
         engine.wait_idle()
         engine.prefetcher.release_all([unit for unit in engine.units if not unit.stays])
         for unit in engine.units:

@@ -61,7 +61,12 @@ def arrays_in_memory(units: list[ParamUnit]) -> list[StateArray]:
     """Lists the arrays of all units that are not on a disk, but gradients that are not there."""
     shards = [shard for unit in units for shard in unit.shards]
     there = {handle.shard for unit in units for handle in unit.handles if handle.grad and handle.grad.state is not GradState.ABSENT}
-    return [array for shard in shards for name, array in _arrays(shard) if array.tier is not Tier.NVME and (name != "grad" or shard in there)]
+    return [
+        array
+        for shard in shards
+        for name, array in _arrays(shard)
+        if array.tier is not Tier.NVME and (name != "grad" or shard in there)
+    ]
 
 
 def _arrays(shard: ParamShard) -> list[tuple[str, StateArray]]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before any library reads it: nothing here is looked up elsewhere
 
 
 @pytest.fixture(autouse=True)
