@@ -62,6 +62,13 @@ void Region::pin(int device) {
   driver_ = driver;
 }
 
+void Region::discard() {
+  if (driver_) driver_->unregister_host(data_, device_);  // which holds the pages
+  driver_ = nullptr;
+  if (nbytes_ && madvise(data_, nbytes_, MADV_DONTNEED) != 0)
+    throw StorageError(errno, "", concat("cannot give ", nbytes_, " bytes of host memory back"));
+}
+
 Region::~Region() {
   if (process_ != getpid()) return;  // what lies at that address in a child is not ours
   if (driver_) driver_->unregister_host(data_, device_);

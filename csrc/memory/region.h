@@ -38,6 +38,10 @@ class Region {
   // writes to it meanwhile. Ends early once `stopped` is set.
   void populate(int threads, const std::atomic<bool>* stopped = nullptr);
 
+  // Gives the pages back to the kernel; the addresses stay, and read as zeros until they are written to. What was pinned is not any
+  // more. Not for memory that an I/O engine has registered: it would go on with the old pages. Throws StorageError.
+  void discard();
+
   std::byte* data() const { return data_; }
   std::size_t nbytes() const { return nbytes_; }
   bool huge_pages() const { return huge_pages_; }

@@ -127,6 +127,7 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("huge_pages", &Region::huge_pages)
       .def("pin", &Region::pin, py::arg("device") = 0, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("pinned", &Region::pinned)
+      .def("discard", &Region::discard, py::call_guard<py::gil_scoped_release>())
       .def("populate", [](Region& region, int threads) { region.populate(threads); }, py::arg("threads"),
            py::call_guard<py::gil_scoped_release>())
       .def_buffer([](Region& r) {

@@ -35,15 +35,20 @@ def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | os.Pat
         _save_model(whole_of(model), parts_of(whole_of(model))[0], engine, Path(folder))
 
 
+def is_adapted(model: nn.Module) -> bool:
+    """Tells whether ``model`` is one of PEFT's, of which its adapters are saved."""
+    return hasattr(model, "peft_config") and type(model).__module__.partition(".")[0] == "peft"
+
+
 def _save_model(model: nn.Module, first: nn.Module, engine: Engine, folder: Path) -> None:
     """``first``: the model, or the first of its parts, which has the configuration."""
     engine.wait_idle()
     ranks = engine.ranks
     writes = ranks.is_first
-    if hasattr(model, "peft_config") and type(model).__module__.partition(".")[0] == "peft":
-        _save_adapters(model, engine, folder, writes=writes)
+    if is_adapted(model):
+        _save_adapters(model, folder, writes=writes)
         return
-    files = _files(_sources(model, engine.store))
+    files = _files(sources_of(model))
     stages = [] if ranks.stages is None else [ranks.stages]
     mine = [[(name, nbytes) for name, (nbytes, _) in entries.items()] for entries in files]
     everyones = engine.collectives.collect(mine, "the files of the stages", stages)
@@ -51,22 +56,21 @@ def _save_model(model: nn.Module, first: nn.Module, engine: Engine, folder: Path
     _write_files(folder, files, names[ranks.stage], writes=ranks.rank == 0 and ranks.writes and ranks.part == 0)
     engine.collectives.rendezvous("the files of all stages")  # before there is an index that names them
     if writes:
-        entries_of = dict(
-            zip((name for of_one in names for name in of_one), (entries for of_one in everyones for entries in of_one))
-        )
+        of_all = zip((name for of_one in names for name in of_one), (entries for of_one in everyones for entries in of_one))
         with _storing(folder):
-            _write_index(folder, entries_of)
+            _write_index(folder, dict(of_all))
+        write_configs(first, folder)
+
+
+def write_configs(model: nn.Module, folder: Path) -> None:
+    """Writes the configurations of a transformers model, of another one none."""
     for part in ("config", "generation_config"):
-        if writes and hasattr(config := getattr(first, part, None), "save_pretrained"):
+        if hasattr(config := getattr(model, part, None), "save_pretrained"):
             config.save_pretrained(folder)
 
 
-def _save_adapters(model: nn.Module, engine: Engine, folder: Path, *, writes: bool) -> None:
-    """Lists what of a PEFT model is not its base, under the names that PEFT gives it."""
-    prefix = getattr(model.base_model, "prefix", None) or "prompt_encoder"
-    trained = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
-    sources = _sources(model, engine.store)
-    own = {name: read() for name, (_, read) in sources.items() if name in trained or prefix in name or "modules_to_save" in name}
+def _save_adapters(model: nn.Module, folder: Path, *, writes: bool) -> None:
+    own = adapter_tensors(model)
     if writes:
         try:
             model.save_pretrained(folder, state_dict=own, save_embedding_layers=False)
@@ -74,16 +78,34 @@ def _save_adapters(model: nn.Module, engine: Engine, folder: Path, *, writes: bo
             raise StorageError(error.errno or 0, f"cannot write the adapters to {folder}: {error}", str(folder)) from error
 
 
+def adapter_tensors(model: nn.Module, *, embeddings: bool = False) -> dict[str, torch.Tensor]:
+    """Reads what of a wrapped PEFT model is not its base, under the names that its state dict has. ``embeddings``: and the base's
+    embeddings, which PEFT saves too where they are adapted or have another size than the base's."""
+    prefix = getattr(model.base_model, "prefix", None) or "prompt_encoder"
+    wanted = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
+    if embeddings:
+        tables = {id(module) for get in ("get_input_embeddings", "get_output_embeddings") if (module := getattr(model, get)())}
+        above = [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in tables]
+        wanted |= {name for name, _ in model.named_parameters(remove_duplicate=False) if name.startswith(tuple(above))}
+    own = {
+        name: read for name, (_, read) in sources_of(model).items() if name in wanted or prefix in name or "modules_to_save" in name
+    }
+    return {name: read() for name, read in own.items()}
+
+
 Source = tuple[int, Callable[[], torch.Tensor]]  # bytes, and how to read them
 
 
-def write_sources(folder: Path, sources: dict[str, Source]) -> None:
-    """Reads the tensors and writes them, a file at a time, with an index where there are several. Raises StorageError."""
+def write_sources(folder: Path, sources: dict[str, Source], *, writes: bool = True) -> int:
+    """Reads the tensors and writes them, a file at a time, with an index where there are several. Without ``writes`` they are only read: other
+    ranks need this one for it. Returns the number of elements. Raises StorageError."""
     files = _files(sources)
     names = _name_files([files])[0]
-    _write_files(folder, files, names, writes=True)
-    with _storing(folder):
-        _write_index(folder, {name: [(key, nbytes) for key, (nbytes, _) in of_one.items()] for name, of_one in zip(names, files)})
+    numel = _write_files(folder, files, names, writes=writes)
+    if writes:
+        with _storing(folder):
+            _write_index(folder, {name: [(key, nbytes) for key, (nbytes, _) in of_one.items()] for name, of_one in zip(names, files)})
+    return numel
 
 
 def _name_files(of_stages: Sequence[Sequence[Any]]) -> list[list[str]]:
@@ -96,8 +118,9 @@ def _name_files(of_stages: Sequence[Sequence[Any]]) -> list[list[str]]:
     return names
 
 
-def _write_files(folder: Path, files: list[dict[str, Source]], names: list[str], *, writes: bool) -> None:
-    """Without ``writes`` tensors are only read: other ranks need this one for it. Raises StorageError."""
+def _write_files(folder: Path, files: list[dict[str, Source]], names: list[str], *, writes: bool) -> int:
+    """Returns the number of elements. Raises StorageError."""
+    numel = 0
     with _storing(folder):
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
@@ -105,6 +128,8 @@ def _write_files(folder: Path, files: list[dict[str, Source]], names: list[str],
             tensors = {key: read().contiguous() for key, (_, read) in entries.items()}
             if writes:
                 _write(folder / name, tensors)
+            numel += sum(tensor.numel() for tensor in tensors.values())
+    return numel
 
 
 @contextmanager
@@ -118,8 +143,9 @@ def _storing(folder: Path) -> Iterator[None]:
         raise StorageError(error.errno or 0, f"cannot write the model to {folder}: {error}", str(folder)) from error
 
 
-def _sources(model: nn.Module, store) -> dict[str, Source]:
-    """Name -> source of every tensor of the model's state dict, tied ones once."""
+def sources_of(model: nn.Module) -> dict[str, Source]:
+    """Maps the name of every tensor of a wrapped model's state dict to how it is read, tied ones once."""
+    store = engine_of(model).store
     tied = getattr(model, "_tied_weights_keys", None) or ()
     written: set[int] = set()
     sources: dict[str, Source] = {}

@@ -77,6 +77,11 @@ class WeightFiles:
         if index is not None and (missing := [name for name in index if name not in self.tensors]):
             raise CorruptionError(f"{path / INDEX} says that {missing[0]} is in {index[missing[0]]}, which has no such tensor")
 
+    def read(self, name: str) -> torch.Tensor:
+        """Reads one tensor."""
+        with safe_open(self.tensors[name].file, framework="pt") as opened:
+            return opened.get_tensor(name)
+
     def stream(self, names: Iterable[str], spans: Mapping[str, tuple[int, int]] | None = None) -> Iterator[FilePiece]:
         """Yields the pieces of the tensors ``names``, file by file, each tensor's in order. ``spans``: name -> the elements that
         are read of it, first and behind the last, where not all are."""

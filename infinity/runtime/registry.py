@@ -48,7 +48,7 @@ def wrapped(model: nn.Module | Sequence[nn.Module]) -> Wrapped:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Tells whether ``model`` is wrapped, or a part of what is."""
+    """Tells whether ``model`` is what :func:`infinity.wrap_model` was given, and has not been unwrapped."""
     return RECORD in model.__dict__
 
 

@@ -57,7 +57,10 @@ def commands() -> list[str]:
     return sorted({line for line in found if not line.startswith("infinity bench")})
 
 
-@pytest.mark.parametrize("name", [name for name, blocks in SCRIPTS.items() if blocks])
+ELSEWHERE = "docs/integrations.md"  # tests/integrations/test_recipes.py runs it, where the libraries are
+
+
+@pytest.mark.parametrize("name", [name for name, blocks in SCRIPTS.items() if blocks and name != ELSEWHERE])
 def test_the_blocks_run_one_after_the_other_as_printed(name, tmp_path):
     """Method: a document's blocks form one script, run in an empty folder."""
     script = tmp_path / "blocks.py"
