@@ -13,7 +13,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ..config.choices import AUTO
 from ..errors import ConfigError
+from ..machine import scratch
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
 from .training.options import HOMES
@@ -115,6 +117,9 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     if args.nvme_capacity is not None and not args.nvme_path and args.config is None:
         args.nvme_path = [Path(".")]  # of another machine's disk only the size is known
     settings = engine_settings(args)
+    if settings.get("nvme_paths") == AUTO:
+        found = scratch.choose(scratch.candidates(), 0)
+        settings["nvme_paths"] = [found.folder] if found is not None else []
     if args.nvme_capacity is not None:
         settings["nvme_capacity"] = args.nvme_capacity
         settings.setdefault("nvme_paths", ["."])

@@ -107,7 +107,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         if ranks.is_first:
             _check_room(args, model, config)
         job = make_job(args, model, batches, config, ranks)
-        predicted = predict_step(job, config, compute.seconds * args.accumulate)
+        predicted = predict_step(job, compute.seconds * args.accumulate)
         console.print(f"predicted: {predicted:.3f} s per step ({compute.how} on this machine)")
         del model  # from here on the job holds the only reference, so that it can let go of it
         _begin(args, job, console)

@@ -15,18 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 import infinity
 
+from ...config.choices import AUTO
 from ...errors import ConfigError
 from ...untrusted import parse_json, read_text
 
 if TYPE_CHECKING:
     from torch import nn
 
+PLACES = ("params", "optimizer", "activations", "nvme_paths", "device_memory", "host_memory", "nvme_capacity")
 MOMENTS_NBYTES = {"fp32": 8, "bf16": 4, "int8": 2}  # both moments of one parameter
 MASTER_NBYTES = {"split": 2, "fp32": 4, "none": 0}  # what it keeps beside a weight of 16 bits
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Collects the engine's options by `Config` field name; what the command line says goes over what --config says."""
+    """Collects the engine's options by `Config` field name; what the command line says goes over what --config says. Where neither says
+    anything of places, a scratch folder is found where one is needed."""
     settings = _read_config_file(args.config) if args.config else {}
     given = {
         "params": args.params,
@@ -43,6 +46,8 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         "moments": args.moments,
     }
     settings.update({name: value for name, value in given.items() if value is not None})
+    if not any(name in settings for name in PLACES):
+        settings["nvme_paths"] = AUTO
     if args.max_grad_norm is not None:
         settings.pop("max_grad_norm", None)  # the loop clips to what the command line says
     _check_nvme_paths(settings)
@@ -66,7 +71,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
 def _check_nvme_paths(settings: dict[str, Any]) -> None:
     homes = [name for name in ("params", "optimizer", "activations") if settings.get(name) == "nvme"]
     paths = settings.get("nvme_paths") or []
-    paths = [paths] if isinstance(paths, str) else paths
+    paths = ([] if paths == AUTO else [paths]) if isinstance(paths, str) else paths
     if homes and not paths:
         raise ConfigError(f"The home of {' and '.join(homes)} is nvme but no folder is given. Add --nvme-path FOLDER.")
     for path in paths:
