@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -54,15 +55,12 @@ def lay_out_here(
     if config.nvme_paths != AUTO:
         return config, lay_out(config)
     left, limit = limits.tightest()
-    refused = None
     if "nvme" not in (config.params, config.optimizer, config.activations):
         in_memory = dataclasses.replace(config, nvme_paths=())
-        try:
+        with contextlib.suppress(CapacityError):  # of all ranks of these units: what they have free is what the least of them has
             laid = lay_out(in_memory)
             _tell(laid.plan, left, limit, None, collectives)
             return in_memory, laid
-        except CapacityError as error:  # on all ranks of these units: what they have free is what the least of them has
-            refused = error
     found = scratch.candidates()
     needed = _state_nbytes(model, config, make_shards)
     chosen = scratch.choose(found, needed * collectives.ranks.local_size)
@@ -70,7 +68,7 @@ def lay_out_here(
         [chosen is not None, chosen.usable_nbytes // collectives.ranks.local_size if chosen else 0], "scratch folders"
     )
     if not everywhere or chosen is None:
-        raise _nowhere(found, needed, left, limit) from refused
+        raise _nowhere(found, needed, left, limit)
     capacity = usable if config.nvme_capacity is None else config.nvme_capacity
     config = dataclasses.replace(config, nvme_paths=(chosen.folder,), nvme_capacity=capacity)
     laid = lay_out(config)

@@ -15,6 +15,7 @@ from ..errors import ConfigError, CorruptionError, InfinityError
 from ..state.shard_spec import MASTER_DTYPES
 from .boxes import Box
 from .folder import OF_READERS
+from .foreign import export_foreign, is_foreign
 from .load import checkpoint_of
 from .manifest import MANIFEST, check_file
 from .parts import read_tensors
@@ -28,7 +29,8 @@ BESIDE = ("config.json", "generation_config.json", "tokenizer*", "special_tokens
 
 
 def export(checkpoint: Path, folder: Path, *, dtype: torch.dtype | None = None, model: Path | None = None) -> dict[str, int]:
-    """Writes the weights of ``checkpoint`` (any number of ranks wrote it) to ``folder`` as safetensors.
+    """Writes the weights of ``checkpoint`` (any number of ranks wrote it) to ``folder`` as safetensors. A checkpoint of DeepSpeed, of
+    torch.distributed.checkpoint (FSDP) or of ``torch.save`` is one, too.
 
     dtype
         None: what the model computed in. ``torch.float32`` takes the masters, where there are any.
@@ -40,6 +42,10 @@ def export(checkpoint: Path, folder: Path, *, dtype: torch.dtype | None = None, 
     """
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f"{model} has no config.json: give the folder that the model came from")
+    if not (checkpoint / MANIFEST).exists() and is_foreign(checkpoint):
+        written = export_foreign(checkpoint, folder, dtype=dtype)
+        _copy_beside(model, folder)
+        return written
     with checkpoint_of(checkpoint, Collectives()) as (manifest, data):
         try:
             return _export(manifest, data, folder, dtype=dtype, model=model)
@@ -58,11 +64,15 @@ def _export(manifest: dict[str, Any], data: Path, folder: Path, *, dtype: torch.
     with SavedTensors(data, manifest) as saved:
         sources = _sources(saved, manifest, other, dtype)
         write_sources(folder, sources)
+    _copy_beside(model, folder)
+    count = sum(_numel(entry) for entry in manifest["parameters"].values())
+    return {"parameters": count, "nbytes": sum(nbytes for nbytes, _ in sources.values())}
+
+
+def _copy_beside(model: Path | None, folder: Path) -> None:
     for pattern in BESIDE if model is not None else ():
         for path in model.glob(pattern):
             shutil.copy(path, folder / path.name)
-    count = sum(_numel(entry) for entry in manifest["parameters"].values())
-    return {"parameters": count, "nbytes": sum(nbytes for nbytes, _ in sources.values())}
 
 
 def _sources(

@@ -67,16 +67,17 @@ def write_sources(folder: Path, sources: dict[str, Source], *, writes: bool = Tr
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
         files = _files(sources)
-        names = {}
+        names, total = {}, 0
         for number, entries in enumerate(files, start=1):
             single = len(files) == 1
             name = "model.safetensors" if single else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             tensors = {key: read().contiguous() for key, (_, read) in entries.items()}
+            total += sum(tensor.nbytes for tensor in tensors.values())
             if writes:
                 _write(folder / name, tensors)
             names |= dict.fromkeys(entries, name)
         if writes:
-            _write_index(folder, names, sum(nbytes for entries in files for nbytes, _ in entries.values()))
+            _write_index(folder, names, total)
     except OSError as error:
         raise StorageError(error.errno, f"cannot write the model to {folder}: {error}", str(folder)) from error
 

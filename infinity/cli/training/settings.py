@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import infinity
 
-from ...config.choices import AUTO
 from ...errors import ConfigError
 from ...untrusted import parse_json, read_text
 
 if TYPE_CHECKING:
     from torch import nn
 
+AUTO = "auto"  # as Config understands it, which brings torch with it
 PLACES = ("params", "optimizer", "activations", "nvme_paths", "device_memory", "host_memory", "nvme_capacity")
 MOMENTS_NBYTES = {"fp32": 8, "bf16": 4, "int8": 2}  # both moments of one parameter
 MASTER_NBYTES = {"split": 2, "fp32": 4, "none": 0}  # what it keeps beside a weight of 16 bits
