@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .api.full_params import full_params
     from .api.stats import Stats, stats
     from .api.unwrap import unwrap_model
+    from .api.watch import Watch
     from .api.wrap import wrap_model
     from .checkpoint.load import load_checkpoint
     from .checkpoint.pretrained import save_pretrained
@@ -38,6 +39,7 @@ __all__ = [
     "Stats",
     "StorageError",
     "UsageError",
+    "Watch",
     "accumulate",
     "clip_grad_norm_",
     "full_params",
@@ -54,6 +56,7 @@ __all__ = [
 _HOMES = {
     "Config": "config.config",
     "Stats": "api.stats",
+    "Watch": "api.watch",
     "accumulate": "api.accumulate",
     "clip_grad_norm_": "optim.clipping",
     "full_params": "api.full_params",

@@ -27,6 +27,7 @@ from ..forwards.replaced_forward import ReplacedForward
 from ..forwards.tiled_layers import install_tiles
 from ..gradients.record import GradState
 from ..machine.device import Device
+from ..machine.progress import progress
 from ..machine.traffic import Traffic
 from ..optim.optimizer import InfinityOptimizer
 from ..optim.rules import recognise, saved_step
@@ -149,11 +150,7 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
         with collectives.together("sending the values home"):
             materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real
             before.materialized = materialized
-            with engine.store.writing_behind() as store:
-                materialized.fill(Homes(engine, store))
-                for unit in units:
-                    for shard in unit.shards:
-                        send_shard_home(engine.collectives, store, shard, optimizer, rule, done=materialized.sent)
+            _send_home(engine, materialized, optimizer, rule)
             engine.store.await_pages()
             device.warm(plan.device_window_nbytes)
             for unit in units:
@@ -165,6 +162,17 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
     except BaseException:
         native.insist(partial(_undo, before, engine, device))
         raise
+
+
+def _send_home(engine: Engine, materialized: Materialized, optimizer: torch.optim.Optimizer | None, rule) -> None:
+    """Copies every value, moment and gradient home; of a model on meta first those that come from its file or its modules."""
+    with engine.store.writing_behind() as store:
+        materialized.fill(Homes(engine, store))
+        with progress("sending the values home", sum(size.slice_nbytes for size in engine.sizes)) as advance:
+            for unit, size in zip(engine.units, engine.sizes):
+                for shard in unit.shards:
+                    send_shard_home(engine.collectives, store, shard, optimizer, rule, done=materialized.sent)
+                advance(size.slice_nbytes)
 
 
 def _undo(before: Before, engine: Engine | None, device: Device) -> None:

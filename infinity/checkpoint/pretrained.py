@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import StorageError
+from ..machine.progress import progress
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of
 from ..state.dtensors import global_of, local_of
@@ -68,14 +69,16 @@ def write_sources(folder: Path, sources: dict[str, Source], *, writes: bool = Tr
             folder.mkdir(parents=True, exist_ok=True)
         files = _files(sources)
         names, total = {}, 0
-        for number, entries in enumerate(files, start=1):
-            single = len(files) == 1
-            name = "model.safetensors" if single else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            tensors = {key: read().contiguous() for key, (_, read) in entries.items()}
-            total += sum(tensor.nbytes for tensor in tensors.values())
-            if writes:
-                _write(folder / name, tensors)
-            names |= dict.fromkeys(entries, name)
+        with progress("writing weights", sum(nbytes for nbytes, _ in sources.values())) as advance:
+            for number, entries in enumerate(files, start=1):
+                single = len(files) == 1
+                name = "model.safetensors" if single else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+                tensors = {key: read().contiguous() for key, (_, read) in entries.items()}
+                total += sum(tensor.nbytes for tensor in tensors.values())
+                if writes:
+                    _write(folder / name, tensors)
+                names |= dict.fromkeys(entries, name)
+                advance(sum(nbytes for nbytes, _ in entries.values()))
         if writes:
             _write_index(folder, names, total)
     except OSError as error:

@@ -25,7 +25,7 @@ from .. import __version__
 from ..distributed import farewell
 from ..errors import InfinityError
 
-SUBCOMMANDS = ("bench", "env", "export", "plan", "trace", "train")
+SUBCOMMANDS = ("bench", "env", "export", "plan", "report", "top", "trace", "train")
 BAD_INPUT_STATUS = 2
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 

@@ -111,8 +111,9 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         console.print(f"predicted: {predicted:.3f} s per step ({compute.how} on this machine)")
         del model  # from here on the job holds the only reference, so that it can let go of it
         _begin(args, job, console)
-        with Interrupt() as interrupt, make_progress(console, job) as progress:
-            counts = train(job, interrupt=interrupt, show=_watchers(progress, scalars))
+        watch = infinity.Watch(job.model, steps=job.steps, first_step=job.first_step)
+        with Interrupt() as interrupt, make_progress(console, job) as progress, watch:
+            counts = train(job, interrupt=interrupt, show=_watchers(progress, scalars, watch))
         if scalars is not None:
             scalars.close()
         if interrupt.signum is not None:
@@ -135,9 +136,12 @@ def _end(args: argparse.Namespace, ranks: Ranks, job: Job, tokenizer: Any, conso
     return 0
 
 
-def _watchers(progress: ProgressBar | ProgressLines, scalars: Scalars | None) -> Callable[[Job, EdgeCounts], None]:
+def _watchers(
+    progress: ProgressBar | ProgressLines, scalars: Scalars | None, watch: infinity.Watch
+) -> Callable[[Job, EdgeCounts], None]:
     def show(job: Job, counts: EdgeCounts) -> None:
         progress.show(job, counts)
+        watch.update(loss=job.losses[-1], tokens=job.tokens_per_step)
         if scalars is not None:
             scalars.show(job, counts)
 
