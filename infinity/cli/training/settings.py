@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import infinity
 
 from ...errors import ConfigError
-from ...untrusted import parse_json, read_text
+from ..presets import TABLE, read_table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,13 +57,8 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 def _read_config_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"No such configuration: {path}. Give --config a TOML or JSON file.")
-    try:
-        text = read_text(path)
-        settings = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
-    except (ValueError, RecursionError) as error:  # both parsers' errors, and text that is not UTF-8
-        raise ConfigError(f"{path} is neither valid TOML (*.toml) nor JSON: {error}") from None
-    if not isinstance(settings, dict):
-        raise ConfigError(f'{path} holds no table of options. Give names and values, as {{"params": "nvme"}}.')
+    settings = read_table(path)
+    settings.pop(TABLE, None)  # options, which are on the command line by now
     return settings
 
 
