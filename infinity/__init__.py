@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .api.park import park, resume
     from .api.stats import Stats, stats
     from .api.unwrap import unwrap_model
+    from .api.watch import Watch
     from .api.wrap import wrap_model
     from .checkpoint.load import load_checkpoint
     from .checkpoint.pretrained import save_pretrained
@@ -41,6 +42,7 @@ __all__ = [
     "Stats",
     "StorageError",
     "UsageError",
+    "Watch",
     "accumulate",
     "clip_grad_norm_",
     "ema",
@@ -62,6 +64,7 @@ __all__ = [
 _HOMES = {
     "Config": "config.config",
     "Stats": "api.stats",
+    "Watch": "api.watch",
     "accumulate": "api.accumulate",
     "clip_grad_norm_": "optim.clipping",
     "ema": "api.average",

@@ -114,6 +114,14 @@ void Pages::stop() {
   thread_.clear();
 }
 
+void map_large_buffers(std::size_t nbytes) {
+#ifdef __GLIBC__
+  (void)mallopt(M_MMAP_THRESHOLD, static_cast<int>(nbytes));
+#else
+  (void)nbytes;
+#endif
+}
+
 void trim_heap() {
 #ifdef __GLIBC__
   (void)malloc_trim(0);

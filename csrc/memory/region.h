@@ -86,4 +86,8 @@ class Pages {
 // and a group's limit counts it.
 void trim_heap();
 
+// Has the C library map every buffer of at least `nbytes` by itself, from now on, and unmap it when it is freed: a heap with holes is
+// address space, which trim_heap() does not give back and ulimits count.
+void map_large_buffers(std::size_t nbytes);
+
 }  // namespace infinity

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..config.choices import AUTO
 from ..config.config import Config
 from ..distributed.collectives import Collectives
 from ..distributed.data_ranks import DataRanks
@@ -33,6 +34,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
     """Describes what has to be the same on every rank."""
     inputs = {f"Config({field.name})": repr(getattr(config, field.name)) for field in dataclasses.fields(config)
             if field.name not in ("nvme_paths", "trace", "device")}  # fmt: skip
+    inputs["Config(nvme_paths)"] = "found where needed" if config.nvme_paths == AUTO else "given"
     inputs["the model"] = type(model).__name__
     names_of = {param: name for name, param in model.named_parameters()}
     given = {param for group in (optimizer.param_groups if optimizer is not None else []) for param in group["params"]}

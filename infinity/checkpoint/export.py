@@ -16,6 +16,7 @@ from ..errors import ConfigError, CorruptionError, InfinityError
 from ..state.shard_spec import MASTER_DTYPES
 from .boxes import Box
 from .folder import OF_READERS
+from .foreign import export_foreign, is_foreign
 from .load import checkpoint_of
 from .manifest import MANIFEST, check_file
 from .parts import read_tensors
@@ -39,7 +40,8 @@ def export(
     model: Path | None = None,
     change: Change | None = None,
 ) -> dict[str, int]:
-    """Writes the weights of ``checkpoint`` (any number of ranks wrote it) to ``folder`` as safetensors.
+    """Writes the weights of ``checkpoint`` (any number of ranks wrote it) to ``folder`` as safetensors. A checkpoint of DeepSpeed, of
+    torch.distributed.checkpoint (FSDP) or of ``torch.save`` is one, too.
 
     checkpoint
         What save_checkpoint wrote, or a file or folder of safetensors.
@@ -57,6 +59,14 @@ def export(
         raise ConfigError(f"{model} has no config.json: give the folder that the model came from")
     if folder.resolve() == checkpoint.resolve():
         raise ConfigError(f"{folder} is what is read: give another folder to write")
+    if not (checkpoint / MANIFEST).exists() and is_foreign(checkpoint):
+        if change is not None:
+            raise ConfigError(
+                f"{checkpoint} is a checkpoint of another tool: export it first, then merge the adapter into what was written"
+            )
+        written = export_foreign(checkpoint, folder, dtype=dtype)
+        _copy_beside(model, folder)
+        return written
     if not (checkpoint / MANIFEST).exists() and (checkpoint.is_file() or list(checkpoint.glob("*.safetensors"))):
         return _write(_file_sources(WeightFiles(checkpoint), dtype), folder, model, change)
     with checkpoint_of(checkpoint, Collectives()) as (manifest, data):
@@ -85,9 +95,7 @@ def _write(sources: dict[str, Source], folder: Path, model: Path | None, change:
     if change is not None:
         sources = change(sources)
     numel = write_sources(folder, sources)
-    for pattern in BESIDE if model is not None else ():
-        for path in model.glob(pattern):
-            shutil.copy(path, folder / path.name)
+    _copy_beside(model, folder)
     return {"parameters": numel, "nbytes": sum(nbytes for nbytes, _ in sources.values())}
 
 
@@ -100,6 +108,12 @@ def _file_sources(files: WeightFiles, dtype: torch.dtype | None) -> dict[str, So
         return stored.shape.numel() * kind.itemsize, lambda: files.read(name).to(kind)
 
     return {name: source(name) for name in files.tensors}
+
+
+def _copy_beside(model: Path | None, folder: Path) -> None:
+    for pattern in BESIDE if model is not None else ():
+        for path in model.glob(pattern):
+            shutil.copy(path, folder / path.name)
 
 
 def _sources(

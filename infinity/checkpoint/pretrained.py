@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import StorageError
+from ..machine.progress import progress
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of, whole_of
 from ..state.dtensors import global_of, local_of
@@ -104,7 +105,9 @@ def write_sources(folder: Path, sources: dict[str, Source], *, writes: bool = Tr
     numel = _write_files(folder, files, names, writes=writes)
     if writes:
         with _storing(folder):
-            _write_index(folder, {name: [(key, nbytes) for key, (nbytes, _) in of_one.items()] for name, of_one in zip(names, files)})
+            _write_index(
+                folder, {name: [(key, nbytes) for key, (nbytes, _) in of_one.items()] for name, of_one in zip(names, files)}
+            )
     return numel
 
 
@@ -124,11 +127,14 @@ def _write_files(folder: Path, files: list[dict[str, Source]], names: list[str],
     with _storing(folder):
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
-        for name, entries in zip(names, files):
-            tensors = {key: read().contiguous() for key, (_, read) in entries.items()}
-            if writes:
-                _write(folder / name, tensors)
-            numel += sum(tensor.numel() for tensor in tensors.values())
+        nbytes = sum(nbytes for entries in files for nbytes, _ in entries.values())
+        with progress("writing weights", nbytes) as advance:
+            for name, entries in zip(names, files):
+                tensors = {key: read().contiguous() for key, (_, read) in entries.items()}
+                if writes:
+                    _write(folder / name, tensors)
+                numel += sum(tensor.numel() for tensor in tensors.values())
+                advance(sum(nbytes for nbytes, _ in entries.values()))
     return numel
 
 

@@ -28,6 +28,7 @@ from torch import nn
 from ..distributed.collectives import Collectives
 from ..errors import PeerError, StorageError, UsageError
 from ..gradients.record import GradState
+from ..machine.progress import progress
 from ..runtime.engine import Engine
 from ..runtime.registry import whole_of
 from .content import (
@@ -182,12 +183,15 @@ def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
     """Writes what this rank has at home. Returns the manifest's entries."""
     entries = {}
     rank = "" if engine.ranks.alone else f"-rank-{engine.ranks.job_rank:05d}"
-    for unit in engine.units:
-        for kind, files in (("unit", unit_files(engine, unit)), ("average", average_files(engine, unit))):
-            for number, parts in enumerate(files):
-                name = f"{kind}-{unit.index:05d}{rank}{f'-{number}' if number else ''}.safetensors"
-                tensors, told = ({key: entry[at] for key, entry in parts.items()} for at in (0, 1))
-                entries[name] = _write_tensors(data / name, tensors, told)
+    total = sum(array.nbytes for unit in engine.units for shard in unit.shards for array in shard.arrays.values())
+    with progress("saving the checkpoint", total) as advance:
+        for unit in engine.units:
+            for kind, files in (("unit", unit_files(engine, unit)), ("average", average_files(engine, unit))):
+                for number, parts in enumerate(files):
+                    name = f"{kind}-{unit.index:05d}{rank}{f'-{number}' if number else ''}.safetensors"
+                    tensors, told = ({key: entry[at] for key, entry in parts.items()} for at in (0, 1))
+                    entries[name] = _write_tensors(data / name, tensors, told)
+                    advance(entries[name]["nbytes"])
     return entries
 
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from .. import native
 from ..errors import ConfigError, CorruptionError, StorageError
+from ..machine.progress import progress
 from ..untrusted import is_regular, parse_json, read_text
 
 READ_NBYTES = 4 * 1024 * 1024
@@ -96,8 +97,12 @@ class WeightFiles:
                 stored = replace(stored, begin=first, end=last, first=span[0])
             if stored.begin < stored.end:
                 by_file.setdefault(stored.file, {})[name] = stored
-        for file in sorted(by_file):
-            yield from _stream_file(file, by_file[file])
+        total = sum(stored.end - stored.begin for tensors in by_file.values() for stored in tensors.values())
+        with progress("reading weights", total) as advance:
+            for file in sorted(by_file):
+                for piece in _stream_file(file, by_file[file]):
+                    yield piece
+                    advance(piece.values.nbytes)
 
 
 def save_file(tensors: dict[str, torch.Tensor], path: Path, *, metadata: dict[str, str]) -> None:
