@@ -78,7 +78,7 @@ class Engine:
         self.ledger = Ledger()
         for tier, budget in zip(Tier, (config.device_memory, config.host_memory, config.nvme_capacity)):
             self.ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
-        self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives.tell)
+        self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives)
         self._last_updates: list[native.Updater] = []  # whose events are to be drawn when the engine goes
         shards = [shard for unit in units for shard in unit.shards]
         given_back = self.store, shards, self._last_updates, [unit.name for unit in units], self.collectives, device
