@@ -22,6 +22,7 @@ from ..machine.tiers import Tier
 from ..state.handle import ParamHandle
 from ..state.shard import ParamShard
 from ..storage.store import ShardStore
+from .record import GradState
 
 
 @dataclass(eq=False)
@@ -93,7 +94,7 @@ class GradHomes:
         if write:
             shard.drop_shadow()
         array = shard.arrays["grad"]
-        flat = array.flat if array.tier is not Tier.NVME else self._open(shard, write=write).flat
+        flat = array.flat if array.tier is not Tier.NVME else self._open(handle, write=write).flat
         begin, end = shard.slice_part(handle.index)
         first = shard.own("grad")[0]
         return flat[begin - first : end - first]
@@ -131,20 +132,24 @@ class GradHomes:
         if write:
             shard.drop_shadow()
         array = shard.arrays["grad"]
-        flat = array.flat if array.tier is not Tier.NVME else self._open(shard, write=write).flat
+        flat = array.flat if array.tier is not Tier.NVME else self._open(handle, write=write).flat
         return shard.layout.placements[handle.index].view(flat)
 
-    def _open(self, shard: ParamShard, *, write: bool) -> OpenedShard:
+    def _open(self, handle: ParamHandle, *, write: bool) -> OpenedShard:
+        """Brings the gradients of the handle's shard into memory. What none of them needs is not read: nothing has landed yet."""
+        shard = handle.shard
         opened = self._opened.get(shard)
         if opened is None:
             array = shard.arrays["grad"]
             with self._store.traffic.stalled("host->nvme", "gradients"):
                 slot = self._store.take_lease(self._staging, array.nbytes, self._close_oldest)
-            # Read even when nothing landed yet: parameters without a gradient keep defined bytes beside the others.
-            with self._store.traffic.stalled("nvme->host", "gradients"):
-                self._store.io.read(array.extent, 0, slot.address, array.nbytes, lease=slot).wait()
-            self._store.verify(array, slot.address, array.nbytes)
             flat = native.tensor_at(self._staging.region, slot.address, array.numel, array.dtype)
+            if all(other.grad.state is GradState.ABSENT for other in handle.unit.handles if other.shard is shard):
+                flat.zero_()  # parameters without a gradient have defined bytes beside the others
+            else:
+                with self._store.traffic.stalled("nvme->host", "gradients"):
+                    self._store.io.read(array.extent, 0, slot.address, array.nbytes, lease=slot).wait()
+                self._store.verify(array, slot.address, array.nbytes)
             opened = self._opened[shard] = OpenedShard(slot, flat)
         opened.dirty |= write
         self._opened.move_to_end(shard)
