@@ -6,7 +6,9 @@ Everything below runs without the GIL where it waits or computes. The core keeps
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+from pathlib import Path
 
 import torch
 
@@ -44,6 +46,7 @@ Account = _C.Account
 Charge = _C.Charge
 DType = _C.DType
 Extent = _C.Extent
+Volume = _C.Volume
 FaultPlan = _C.FaultPlan
 Shadow = _C.Shadow
 Hyperparameters = _C.Hyperparameters
@@ -108,6 +111,26 @@ def io_kind() -> str:
     return kind
 
 
+def modelled_disks() -> dict[str, float]:
+    """Reads the model of disks that ``INFINITY_MODEL_DISKS`` names, a JSON file: bytes per second of each folder that stands for a disk.
+    For benchmarks and tests of more disks than there are."""
+    path = os.environ.get("INFINITY_MODEL_DISKS")
+    if not path:
+        return {}
+    try:
+        found = {os.path.abspath(folder): float(rate) for folder, rate in json.loads(Path(path).read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"INFINITY_MODEL_DISKS={path} is not a JSON file of folders and bytes per second: {error}") from error
+    if not all(0 < rate < 1e15 for rate in found.values()):
+        raise UsageError(f"INFINITY_MODEL_DISKS={path}: rates {list(found.values())} are not all bytes per second above 0")
+    return found
+
+
+def modelled_disk(folder: str) -> str | None:
+    """Returns the folder of the modelled disk that ``folder`` is on; None where it is on a real one."""
+    return next((disk for disk in modelled_disks() if os.path.commonpath([disk, os.path.abspath(folder)]) == disk), None)
+
+
 def make_io_engine(
     faults: FaultPlan | None = None, *, kind: str | None = None, block_nbytes: int = 1 << 20, depth: int = 64
 ) -> IoEngine:
@@ -120,7 +143,11 @@ def make_io_engine(
         timeout = 0.0
     if not 0 < timeout < float("inf"):
         raise UsageError(f"INFINITY_IO_TIMEOUT={text} is not a number of seconds above 0")
-    return IoEngine(kind=kind or io_kind(), block_nbytes=block_nbytes, depth=depth, faults=faults, timeout_seconds=timeout)
+    models = modelled_disks()
+    return IoEngine(
+        kind=kind or io_kind(), block_nbytes=block_nbytes, depth=depth, faults=faults, timeout_seconds=timeout,
+        models=list(models.items()), clocks=f"{os.environ['INFINITY_MODEL_DISKS']}.clocks" if models else "",
+    )  # fmt: skip
 
 
 def tensor_at(region: Region, address: int, count: int, dtype: torch.dtype) -> torch.Tensor:

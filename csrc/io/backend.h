@@ -11,6 +11,8 @@
 
 namespace infinity {
 
+constexpr unsigned kMaxInFlight = 4096;  // pieces of one engine, over all devices
+
 enum class Op : std::uint8_t { kRead, kWrite };
 
 struct File {
@@ -18,13 +20,15 @@ struct File {
   std::string path;
   bool direct = false;  // opened with O_DIRECT
   std::uint64_t nbytes = 0;
-  std::string device;  // the kernel's name for what it lies on
+  std::string device;  // the kernel's name for the disk that it lies on
+  int queue = -1;      // of that device, index given by the engine
   bool hung = false;   // a transfer was given up: no other is started
 };
 
 struct Piece {
   Op op = Op::kRead;
   int file = -1;  // index given by the engine
+  int queue = -1;  // of the file's device
   std::uint64_t offset = 0;
   std::byte* data = nullptr;
   std::size_t nbytes = 0;
@@ -43,6 +47,10 @@ class Backend {
   // Starts `piece`. Calls come one at a time (the engine holds its lock) and never block on the transfer. `piece`
   // stays at its address until its result was returned by `wait`.
   virtual void start(std::uint32_t id, const Piece& piece, int descriptor) = 0;
+
+  // A device whose pieces will say `queue`: queues are numbered from 0 in the order of these calls. What serves one is not to wait
+  // for another.
+  virtual void add_queue(const std::string& /*device*/) {}
 
   // Hands what `start` queued to the kernel.
   virtual void flush() {}
@@ -87,7 +95,21 @@ struct FaultPlan {
   double bit_flip = 0;        // one bit of what was read
   double hang = 0;            // no result ever comes
   std::int64_t first_piece = 0;  // pieces before this one are left alone
+  std::int64_t file = -1;        // only pieces of this file are counted and harmed; -1: of any
 };
+
+// A disk that is played on another: files under `folder` are moved as fast as `rate` allows, in bytes per second.
+struct DiskModel {
+  std::string folder;
+  double rate = 0;
+};
+
+// Names the modelled disk that `path` lies on; empty where it lies on none.
+std::string modelled_device(const std::vector<DiskModel>& models, const std::string& path);
+
+// Holds results back until the disks of the model, named by `add_queue`, would have them. `clocks` is a file that all processes which play
+// the same disks have in common: they share their rates.
+std::unique_ptr<Backend> make_modelled_backend(std::unique_ptr<Backend> inner, std::vector<DiskModel> models, const std::string& clocks);
 
 std::unique_ptr<Backend> make_faulty_backend(std::unique_ptr<Backend> inner, FaultPlan plan);
 

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
+#include <iterator>
 #include <random>
 #include <system_error>
 #include <tuple>
@@ -38,6 +39,7 @@ std::unique_ptr<Backend> choose_backend(const IoOptions& options, std::vector<st
     }
   }
   if (!backend) backend = make_threads_backend(options.threads);
+  if (!options.models.empty()) backend = make_modelled_backend(std::move(backend), options.models, options.clocks);
   if (options.inject_faults) backend = make_faulty_backend(std::move(backend), options.faults);
   return backend;
 }
@@ -48,15 +50,17 @@ bool direct_works(int descriptor) {
   return pread(descriptor, block, kBlockNbytes, 0) >= 0;
 }
 
-// "vda", or "8:16" where the kernel shows no name (a network or overlay file system).
+// "vda", also of its partitions, or "8:16" where the kernel shows no name (a network or overlay file system).
 std::string device_of(int descriptor) {
   struct stat status{};
   if (fstat(descriptor, &status) != 0) return "unknown";
   const std::string numbers = concat(major(status.st_dev), ":", minor(status.st_dev));
+  const std::string entry = "/sys/dev/block/" + numbers;
   char target[PATH_MAX];
-  const ssize_t length = readlink(("/sys/dev/block/" + numbers).c_str(), target, sizeof target);
+  const ssize_t length = readlink(entry.c_str(), target, sizeof target);
   if (length <= 0) return numbers;
-  const std::string path(target, static_cast<std::size_t>(length));
+  std::string path(target, static_cast<std::size_t>(length));
+  if (access((entry + "/partition").c_str(), F_OK) == 0) path.resize(path.rfind('/'));
   return path.substr(path.rfind('/') + 1);
 }
 
@@ -134,7 +138,7 @@ void reserve(int descriptor, const std::string& path, std::uint64_t nbytes) {
 }  // namespace
 
 IoEngine::IoEngine(const IoOptions& options) : options_(options) {
-  INFINITY_REQUIRE(options.depth >= 1 && options.depth <= 4096, "I/O depth ", options.depth, " is not in 1..4096");
+  INFINITY_REQUIRE(options.depth >= 1 && options.depth <= kMaxInFlight, "I/O depth ", options.depth, " is not in 1..", kMaxInFlight);
   INFINITY_REQUIRE(options.block_nbytes <= (1u << 30), "I/O block of ", options.block_nbytes, " bytes is over 1 GiB");
   INFINITY_REQUIRE(options.block_nbytes >= kBlockNbytes && options.block_nbytes % kBlockNbytes == 0,
                    "I/O block of ", options.block_nbytes, " bytes is not a multiple of ", kBlockNbytes);
@@ -142,8 +146,6 @@ IoEngine::IoEngine(const IoOptions& options) : options_(options) {
   INFINITY_REQUIRE(options.timeout_seconds > 0, "an I/O timeout of ", options.timeout_seconds, " seconds");
   backend_ = choose_backend(options, notes_);
   backend_name_ = backend_->name();
-  slots_.resize(options.depth);
-  for (unsigned i = 0; i < options.depth; ++i) free_slots_.push_back(options.depth - 1 - i);
   try {
     completion_thread_ = std::thread([this] { run(); });
   } catch (const std::system_error& error) {
@@ -157,9 +159,7 @@ void IoEngine::shut_down() {
   {
     std::unique_lock<std::mutex> lock(mutex_);
     if (stopping_) return;
-    idle_.wait(lock, [this] {
-      return waiting_.empty() && dependent_ == 0 && !completing_ && free_slots_.size() + given_up_ == slots_.size();
-    });
+    idle_.wait(lock, [this] { return is_idle(); });
     stopping_ = true;
     backend_->wake();
   }
@@ -243,11 +243,31 @@ int IoEngine::add(File file) {
     fcntl(file.descriptor, F_SETFL, fcntl(file.descriptor, F_GETFL) & ~O_DIRECT);
     file.direct = false;
   }
-  file.device = device_of(file.descriptor);
+  file.device = modelled_device(options_.models, file.path);
+  if (file.device.empty()) file.device = device_of(file.descriptor);
   std::lock_guard<std::mutex> lock(mutex_);
+  file.queue = queue_of(file.device);
   if (!file.direct) notes_.push_back(file.path + ": no O_DIRECT on this file system, reads go through the page cache");
   files_.push_back(std::move(file));
   return static_cast<int>(files_.size()) - 1;
+}
+
+// The queue of a device; a new one brings its slots. The lock is held.
+int IoEngine::queue_of(const std::string& device) {
+  for (std::size_t i = 0; i < queues_.size(); ++i)
+    if (queues_[i].device == device) return static_cast<int>(i);
+  backend_->add_queue(device);
+  queues_.emplace_back().device = device;
+  const std::size_t count = std::min<std::size_t>(slots_.size() + options_.depth, std::max<std::size_t>(slots_.size(), kMaxInFlight));
+  for (std::size_t id = count; id-- > slots_.size();) free_slots_.push_back(static_cast<std::uint32_t>(id));
+  slots_.resize(count);
+  return static_cast<int>(queues_.size()) - 1;
+}
+
+bool IoEngine::is_idle() const {
+  const bool waiting = std::any_of(queues_.begin(), queues_.end(),
+                                   [](const Queue& queue) { return !queue.awaited.empty() || !queue.others.empty(); });
+  return !waiting && dependent_ == 0 && !completing_ && free_slots_.size() + given_up_ == slots_.size();
 }
 
 void IoEngine::register_files_and_buffers(const std::vector<Span>& buffers) {
@@ -264,6 +284,13 @@ const File& IoEngine::file(int index) const {
   std::lock_guard<std::mutex> lock(mutex_);
   INFINITY_REQUIRE(index >= 0 && index < static_cast<int>(files_.size()), "no file ", index);
   return files_[index];
+}
+
+std::string IoEngine::hung() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (given_up_ == 0) return "";
+  const auto file = std::find_if(files_.begin(), files_.end(), [](const File& each) { return each.hung; });
+  return file == files_.end() ? files_.front().path : file->path;
 }
 
 IoTotals IoEngine::totals(Op op) const {
@@ -301,6 +328,10 @@ TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr
   for (const Request& request : requests)
     pieces += (request.span.nbytes + options_.block_nbytes - 1) / options_.block_nbytes;
   auto ticket = std::make_shared<Ticket>(pieces);
+  ticket->on_hurry([this, after, raw = ticket.get()] {  // not called once it is over, so this is still there
+    if (after) after->hurry();
+    hurry(raw);
+  });
   if (!after) {
     enqueue(requests, ticket);
     return ticket;
@@ -326,17 +357,29 @@ void IoEngine::enqueue(const std::vector<Request>& requests, const TicketPtr& ti
     for (const Request& request : requests) {
       for (std::size_t at = 0; at < request.span.nbytes; at += options_.block_nbytes) {
         InFlight entry;
-        entry.piece = {request.op, request.file, request.offset + at, request.span.data + at,
+        const int queue = files_[request.file].queue;
+        entry.piece = {request.op, request.file, queue, request.offset + at, request.span.data + at,
                        std::min(options_.block_nbytes, request.span.nbytes - at)};
         entry.ticket = ticket;
         entry.memory = request.memory;
-        waiting_.push_back(std::move(entry));
+        queues_[queue].of(*ticket).push_back(std::move(entry));
       }
     }
     if (ticket->cancelled()) fail_the_waiting(finished);
     start_waiting(finished);
   }
   tell(finished);
+}
+
+// Somebody waits for `ticket`: its pieces pass those that nobody waits for.
+void IoEngine::hurry(const Ticket* ticket) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (Queue& queue : queues_) {
+    const auto moved = std::stable_partition(queue.others.begin(), queue.others.end(),
+                                             [ticket](const InFlight& entry) { return entry.ticket.get() != ticket; });
+    std::move(moved, queue.others.end(), std::back_inserter(queue.awaited));
+    queue.others.erase(moved, queue.others.end());
+  }
 }
 
 void IoEngine::cancel(const TicketPtr& ticket) {
@@ -352,44 +395,55 @@ void IoEngine::cancel(const TicketPtr& ticket) {
 
 // Ends what waits and is not to start: cancelled, or on a hung device. The lock is held.
 void IoEngine::fail_the_waiting(Finished& finished) {
-  const auto kept = std::stable_partition(waiting_.begin(), waiting_.end(), [&](const InFlight& entry) {
-    return !entry.ticket->cancelled() && !files_[entry.piece.file].hung && !broken_;
-  });
-  for (auto entry = kept; entry != waiting_.end(); ++entry) {
-    const File& file = files_[entry->piece.file];
-    if (broken_)
-      finished.push_back({entry->ticket, broken_});
-    else if (file.hung)
-      finished.push_back({entry->ticket, hung_error(entry->piece)});
-    else
-      finished.push_back({entry->ticket,
-                          std::make_exception_ptr(StorageError(ECANCELED, file.path,
-                                                               describe(entry->piece, file) + " was cancelled")),
-                          true});
-  }
-  waiting_.erase(kept, waiting_.end());
+  for (Queue& queue : queues_)
+    for (auto* waiting : {&queue.awaited, &queue.others}) {
+      const auto kept = std::stable_partition(waiting->begin(), waiting->end(), [&](const InFlight& entry) {
+        return !entry.ticket->cancelled() && !files_[entry.piece.file].hung && !broken_;
+      });
+      for (auto entry = kept; entry != waiting->end(); ++entry) finished.push_back(failed(*entry));
+      waiting->erase(kept, waiting->end());
+    }
 }
 
-// Fills the free slots. The lock is held.
+// The end of a piece that is not to start.
+IoEngine::Part IoEngine::failed(const InFlight& entry) const {
+  const File& file = files_[entry.piece.file];
+  if (broken_) return {entry.ticket, broken_};
+  if (file.hung) return {entry.ticket, hung_error(entry.piece)};
+  return {entry.ticket,
+          std::make_exception_ptr(StorageError(ECANCELED, file.path, describe(entry.piece, file) + " was cancelled")), true};
+}
+
+// Fills the free slots of every device. The lock is held.
 void IoEngine::start_waiting(Finished& finished) {
   if (troubled_) fail_the_waiting(finished);
   try {
     bool started = false;
-    while (!free_slots_.empty() && !waiting_.empty()) {
-      const std::uint32_t id = free_slots_.back();
-      free_slots_.pop_back();
-      slots_[id] = std::move(waiting_.front());
-      waiting_.pop_front();
-      slots_[id].started = clock_;
-      const Piece& piece = slots_[id].piece;
-      count(piece.op, +1, 0);
-      backend_->start(id, piece, files_[piece.file].descriptor);
-      started = true;
-    }
+    for (Queue& queue : queues_)
+      for (auto* waiting : {&queue.awaited, &queue.others})
+        while (queue.in_flight < options_.depth && !free_slots_.empty() && !waiting->empty()) {
+          const std::uint32_t id = free_slots_.back();
+          free_slots_.pop_back();
+          slots_[id] = std::move(waiting->front());
+          waiting->pop_front();
+          slots_[id].started = clock_;
+          ++queue.in_flight;
+          const Piece& piece = slots_[id].piece;
+          count(piece.op, +1, 0);
+          backend_->start(id, piece, files_[piece.file].descriptor);
+          started = true;
+        }
     if (started) backend_->flush();
   } catch (...) {
     break_down(std::current_exception(), finished);
   }
+}
+
+// The piece is over: another of its device takes its place. The lock is held.
+void IoEngine::free_slot(std::uint32_t id) {
+  --queues_[slots_[id].piece.queue].in_flight;
+  slots_[id] = InFlight{};
+  free_slots_.push_back(id);
 }
 
 // The kernel refused to serve: nothing that was started can be known to end, and nothing more is. The lock is held.
@@ -490,12 +544,11 @@ void IoEngine::complete(const PieceResult& result, Finished& finished) {
   }
   count(piece.op, -1, 0);
   if (again) {
-    waiting_.push_front(std::move(entry));
+    queues_[piece.queue].of(*entry.ticket).push_front(entry);
   } else {
     finished.push_back({std::move(entry.ticket), error});
   }
-  entry = InFlight{};
-  free_slots_.push_back(result.id);
+  free_slot(result.id);
 }
 
 void IoEngine::give_up_on_the_hung(Finished& finished) {
@@ -516,8 +569,7 @@ void IoEngine::give_up_on_the_hung(Finished& finished) {
     if (!files_[entry.piece.file].hung || !backend_->take_back(id)) continue;
     finished.push_back({std::move(entry.ticket), hung_error(entry.piece)});
     count(entry.piece.op, -1, 0);
-    entry = InFlight{};
-    free_slots_.push_back(id);
+    free_slot(id);
   }
   for (const std::uint32_t id : late) give_up(id, hung_error(slots_[id].piece), finished);
 }
@@ -529,6 +581,7 @@ void IoEngine::give_up(std::uint32_t id, std::exception_ptr error, Finished& fin
   entry.ticket = nullptr;
   count(entry.piece.op, -1, 0);
   entry.given_up = true;
+  --queues_[entry.piece.queue].in_flight;
   backend_->give_up(id);
   ++given_up_;
   troubled_ = true;

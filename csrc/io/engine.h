@@ -2,14 +2,15 @@
 //
 //   request   what a caller asks for: one span, one place in one file
 //   piece     at most `block_nbytes` of a request; what a backend moves
+//   queue     the pieces of one device: up to `depth` of them in flight, the others wait there, those of a ticket that somebody waits
+//             for before those of others. So a slow or hung device delays what it has to move, and nothing else
 //   ticket    the completion of all requests of one call
 //   memory    of a request: kept by it until the transfer is over, whatever becomes of its ticket
 //   hung      a device that has not answered for `timeout_seconds`: the transfer's ticket fails, and so does every
 //             later one on that file. The device may still write its memory, which is therefore never given back
 //
 // Results: negative is an error, short is continued from where it stopped, zero inside an extent is corruption (the
-// file is shorter than it was made). Pieces beyond `depth` wait in a queue and start as others finish: the disk
-// never drains between requests.
+// file is shorter than it was made). Pieces beyond `depth` start as others finish: a disk never drains between requests.
 #pragma once
 
 #include <unistd.h>
@@ -41,12 +42,14 @@ struct Request {
 
 struct IoOptions {
   std::string kind = "auto";  // auto, uring or threads
-  unsigned depth = 64;
+  unsigned depth = 64;  // of each device
   std::size_t block_nbytes = 1024 * 1024;
-  int threads = 8;  // of the thread backend
+  int threads = 8;  // of the thread backend, for each device
   double timeout_seconds = 120;
   bool inject_faults = false;
   FaultPlan faults;
+  std::vector<DiskModel> models;  // disks that are played
+  std::string clocks;             // the file that they have in common
 };
 
 struct IoTotals {
@@ -93,11 +96,9 @@ class IoEngine {
   // False in a forked child, which has neither the threads nor a ring of its own.
   bool is_ours() const { return getpid() == process_; }
 
-  // Whether a device did not answer in time: what it may still write to is never given back.
-  bool gave_up() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return given_up_ > 0;
-  }
+  // The path of a file whose device did not answer in time, or of any where the backend failed: what it may still write to is never given
+  // back. Else empty.
+  std::string hung() const;
 
   const char* backend_name() const { return backend_name_; }
   std::vector<std::string> notes() const {
@@ -122,9 +123,19 @@ class IoEngine {
     bool cancelled = false;
   };
   using Finished = std::vector<Part>;
+  struct Queue {
+    std::string device;
+    std::deque<InFlight> awaited, others;
+    unsigned in_flight = 0;
+    std::deque<InFlight>& of(const Ticket& ticket) { return ticket.hurried() ? awaited : others; }
+  };
 
   void check(const Request& request) const;
   int add(File file);
+  int queue_of(const std::string& device);
+  void hurry(const Ticket* ticket);
+  bool is_idle() const;
+  void free_slot(std::uint32_t id);
   int add_empty(File file, std::uint64_t nbytes);
   void enqueue(const std::vector<Request>& requests, const TicketPtr& ticket);
   void start_waiting(Finished& finished);
@@ -132,6 +143,7 @@ class IoEngine {
   void serve(Finished& finished);
   void tell(Finished& finished);
   void fail_the_waiting(Finished& finished);
+  Part failed(const InFlight& entry) const;
   void break_down(const std::exception_ptr& error, Finished& finished);
   void complete(const PieceResult& result, Finished& finished);
   void give_up_on_the_hung(Finished& finished);
@@ -149,7 +161,7 @@ class IoEngine {
   mutable std::mutex mutex_;
   std::condition_variable idle_;
   std::deque<File> files_;  // its references stay valid as files are added
-  std::deque<InFlight> waiting_;
+  std::deque<Queue> queues_;
   std::deque<InFlight> slots_;  // grows by one for each that is given up, so that other disks go on
   std::vector<std::uint32_t> free_slots_;
   std::size_t dependent_ = 0;  // submissions that wait for their `after`

@@ -7,11 +7,11 @@
 
 namespace infinity {
 
-Extent Extent::in_file(int file, std::uint64_t offset, std::size_t nbytes) {
+Extent Extent::in_volume(std::shared_ptr<const Volume> volume, std::uint64_t offset, std::size_t nbytes) {
   INFINITY_REQUIRE(nbytes > 0 && nbytes % kBlockNbytes == 0 && offset % kBlockNbytes == 0, "an extent of ", nbytes,
                    " bytes at offset ", offset, ": both must be multiples of ", kBlockNbytes);
   Extent extent;
-  extent.file_ = file;
+  extent.volume_ = std::move(volume);
   extent.offset_ = offset;
   extent.nbytes_ = nbytes;
   const std::vector<std::byte> zeros(std::min(nbytes, kChecksumNbytes));
@@ -20,9 +20,16 @@ Extent Extent::in_file(int file, std::uint64_t offset, std::size_t nbytes) {
   return extent;
 }
 
-Request Extent::request(Op op, std::size_t at, Span span, std::shared_ptr<void> memory) const {
+std::vector<Request> Extent::requests(Op op, std::size_t at, Span span, const std::shared_ptr<void>& memory) const {
   check(at, span.nbytes);
-  return {op, file_, offset_ + at, span, std::move(memory)};
+  std::vector<Request> found;
+  std::size_t done = 0;
+  do {  // nothing is a request too, for the engine to refuse
+    const Volume::Place place = volume_->place(offset_ + at + done, span.nbytes - done);
+    found.push_back({op, place.file, place.offset, {span.data + done, place.nbytes}, memory});
+    done += place.nbytes;
+  } while (done < span.nbytes);
+  return found;
 }
 
 std::vector<TicketPtr> Extent::writes_over(std::size_t at, std::size_t nbytes) const {
@@ -37,22 +44,22 @@ std::vector<TicketPtr> Extent::writes_over(std::size_t at, std::size_t nbytes) c
 }
 
 TicketPtr Extent::read(IoEngine& engine, std::size_t at, Span span, const TicketPtr& after,
-                       std::shared_ptr<void> memory) const {
-  const Request wanted = request(Op::kRead, at, span, std::move(memory));
+                       const std::shared_ptr<void>& memory) const {
+  const std::vector<Request> wanted = requests(Op::kRead, at, span, memory);
   std::vector<TicketPtr> before = writes_over(at, span.nbytes);
   if (after) before.push_back(after);
-  return engine.submit({wanted}, joined(before));
+  return engine.submit(wanted, joined(before));
 }
 
-TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span, std::shared_ptr<void> memory, bool checksum) {
-  const Request wanted = request(Op::kWrite, at, span, std::move(memory));
-  engine.validate(wanted);
+TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span, const std::shared_ptr<void>& memory, bool checksum) {
+  const std::vector<Request> wanted = requests(Op::kWrite, at, span, memory);
+  for (const Request& each : wanted) engine.validate(each);
   std::vector<TicketPtr> before = writes_over(at, span.nbytes);
   // One that failed is made good by this one.
   before.erase(std::remove_if(before.begin(), before.end(), [](const TicketPtr& ticket) { return ticket->done(); }),
                before.end());
   if (checksum) remember(at, span);
-  const TicketPtr ticket = engine.submit({wanted}, joined(before));
+  const TicketPtr ticket = engine.submit(wanted, joined(before));
   std::lock_guard<std::mutex> lock(writes_->mutex);
   auto& writes = writes_->under_way;
   const auto made_good = [&](const Write& write) {
@@ -75,12 +82,23 @@ void Extent::verify(std::size_t at, Span span, const IoEngine& engine) const {
   for (std::size_t i = 0; i < found.size(); ++i) {
     const std::uint32_t expected = checksums_[at / kChecksumNbytes + i];
     if (found[i] != expected)
-      throw CorruptionError(concat("checksum mismatch in ", engine.file(file_).path, " at offset ",
-                                   offset_ + at + i * kChecksumNbytes, " (version ", version, "): wrote ", std::hex,
-                                   expected, ", read ", found[i],
+      throw CorruptionError(concat("checksum mismatch in ", where(engine, at + i * kChecksumNbytes), " (version ", version,
+                                   "): wrote ", std::hex, expected, ", read ", found[i],
                                    ". The disk or its file was changed or lost a write; resume from the last "
                                    "checkpoint, on another disk if it happens again"));
   }
+}
+
+// "/scratch/a at offset 4096": both, where the checksum block at byte `at` ends in another stripe than it begins in.
+std::string Extent::where(const IoEngine& engine, std::size_t at) const {
+  std::string found;
+  const std::size_t end = std::min(nbytes_, at + kChecksumNbytes);
+  while (at < end) {
+    const Volume::Place place = volume_->place(offset_ + at, end - at);
+    found += concat(found.empty() ? "" : " or ", engine.file(place.file).path, " at offset ", place.offset);
+    at += place.nbytes;
+  }
+  return found;
 }
 
 void Extent::check(std::size_t at, std::size_t nbytes) const {

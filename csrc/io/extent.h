@@ -1,7 +1,8 @@
-// Extent: the home of one flat array, in memory or in a file, with a checksum per block and a version.
+// Extent: the home of one flat array, in memory or on disk, with a checksum per block and a version.
 //
+//   volume      what an extent on disk is a range of: one file, or several in stripes
 //   version     the step that wrote the bytes; several extents of one array may carry different ones later
-//   checksums   of file extents only, one CRC-32C per kChecksumNbytes, kept in memory: what the disk returns is
+//   checksums   of extents on disk only, one CRC-32C per kChecksumNbytes, kept in memory: what the disk returns is
 //               held against what was sent, so a lost, stale, torn or flipped block is met at the next read
 //   under way   writes that are not over yet, or failed. What overlaps one starts when it is over, whoever still has its
 //               ticket: the disk may do two transfers of one place in either order. A read behind a failed one fails too
@@ -10,10 +11,12 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "base/span.h"
 #include "io/engine.h"
+#include "io/volume.h"
 
 namespace infinity {
 
@@ -27,25 +30,26 @@ class Extent {
     extent.owner_ = std::move(owner);
     return extent;
   }
-  // A file extent starts as zeros: what reserved space reads as before its first write.
-  static Extent in_file(int file, std::uint64_t offset, std::size_t nbytes);
+  // An extent on disk starts as zeros: what reserved space reads as before its first write.
+  static Extent in_file(int file, std::uint64_t offset, std::size_t nbytes) { return in_volume(Volume::of(file), offset, nbytes); }
+  static Extent in_volume(std::shared_ptr<const Volume> volume, std::uint64_t offset, std::size_t nbytes);
 
   // Bytes of an extent in memory, which they keep too.
   Extent part(std::size_t at, std::size_t nbytes) const { return in_memory({memory_.data + at, nbytes}, owner_); }
 
-  bool is_file() const { return file_ >= 0; }
+  bool is_file() const { return volume_ != nullptr; }
   std::size_t nbytes() const { return nbytes_; }
-  int file() const { return file_; }
   std::uint64_t offset() const { return offset_; }
   std::byte* memory() const { return memory_.data; }
 
-  Request request(Op op, std::size_t at, Span span, std::shared_ptr<void> memory = nullptr) const;
+  // What moves `span` to or from byte `at`: one request for each stripe.
+  std::vector<Request> requests(Op op, std::size_t at, Span span, const std::shared_ptr<void>& memory = nullptr) const;
 
   // Reads or writes `span` once the writes under way that overlap it, and `after`, are over without error. A write takes
   // the checksums of the bytes, which must be there already, unless `checksum` is false.
   TicketPtr read(IoEngine& engine, std::size_t at, Span span, const TicketPtr& after = nullptr,
-                 std::shared_ptr<void> memory = nullptr) const;
-  TicketPtr write(IoEngine& engine, std::size_t at, Span span, std::shared_ptr<void> memory = nullptr,
+                 const std::shared_ptr<void>& memory = nullptr) const;
+  TicketPtr write(IoEngine& engine, std::size_t at, Span span, const std::shared_ptr<void>& memory = nullptr,
                   bool checksum = true);
 
   // The writes under way, as one ticket; null when there are none.
@@ -69,12 +73,13 @@ class Extent {
   };
 
   void check(std::size_t at, std::size_t nbytes) const;
+  std::string where(const IoEngine& engine, std::size_t at) const;
   std::vector<TicketPtr> writes_over(std::size_t at, std::size_t nbytes) const;
 
   Span memory_;
   std::shared_ptr<void> owner_;
-  int file_ = -1;
-  std::uint64_t offset_ = 0;
+  std::shared_ptr<const Volume> volume_;
+  std::uint64_t offset_ = 0;  // in the volume
   std::size_t nbytes_ = 0;
   std::vector<std::uint32_t> checksums_;
   std::shared_ptr<Writes> writes_ = std::make_shared<Writes>();

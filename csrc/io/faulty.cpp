@@ -25,8 +25,9 @@ class FaultyBackend final : public Backend {
   const char* name() const override { return inner_->name(); }
 
   void start(std::uint32_t id, const Piece& piece, int descriptor) override {
-    const std::uint64_t number = number_++;
-    const bool on = static_cast<std::int64_t>(number) >= plan_.first_piece;
+    const bool meant = plan_.file < 0 || piece.file == plan_.file;
+    const std::uint64_t number = meant ? number_++ : 0;
+    const bool on = meant && static_cast<std::int64_t>(number) >= plan_.first_piece;
     const bool write = piece.op == Op::kWrite;
     if (on && chance(number, 1, plan_.eio)) return answer(id, -EIO);
     if (on && chance(number, 10, plan_.hang)) {
@@ -55,6 +56,7 @@ class FaultyBackend final : public Backend {
     inner_->start(id, sent, descriptor);
   }
 
+  void add_queue(const std::string& device) override { inner_->add_queue(device); }
   void flush() override { inner_->flush(); }
 
   void wait(std::vector<PieceResult>& results, double seconds) override {

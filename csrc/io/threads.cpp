@@ -1,4 +1,4 @@
-// The thread backend: pread and pwrite on a few threads, for kernels and containers without io_uring.
+// The thread backend: pread and pwrite on a few threads for each device, for kernels and containers without io_uring.
 #include <unistd.h>
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <deque>
 #include <mutex>
 #include <thread>
+#include <unordered_map>
 
 #include "base/check.h"
 #include "base/spawn.h"
@@ -18,10 +19,9 @@ namespace {
 
 class ThreadsBackend final : public Backend {
  public:
-  explicit ThreadsBackend(int thread_count) {
-    for (int i = 0; i < thread_count; ++i)
-      if (!add_thread()) break;  // with fewer, pieces wait for each other
-    if (threads_.empty())
+  explicit ThreadsBackend(int thread_count) : thread_count_(thread_count) {
+    queues_.emplace_back();
+    if (!add_threads(queues_.front()))
       throw StorageError(EAGAIN, "", "the system refuses a thread for I/O (a limit on processes: `ulimit -u`, or the container's pids)");
   }
 
@@ -30,44 +30,71 @@ class ThreadsBackend final : public Backend {
       std::lock_guard<std::mutex> lock(mutex_);
       stopping_ = true;
     }
-    queued_.notify_all();
-    for (auto& thread : threads_) thread.join();
+    for (Queue& queue : queues_) queue.queued.notify_all();
+    for (Queue& queue : queues_)
+      for (auto& thread : queue.threads) thread.join();
   }
 
   const char* name() const override { return "threads"; }
 
-  void start(std::uint32_t id, const Piece& piece, int descriptor) override {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      queue_.push_back({id, piece, descriptor});
+  // The first device has the threads that the constructor made; so has one for which there are no more.
+  void add_queue(const std::string&) override {
+    const bool first = queue_of_device_.empty();
+    std::unique_lock<std::mutex> lock(mutex_);
+    Queue* queue = &queues_.front();
+    if (!first) {
+      Queue& added = queues_.emplace_back();
+      lock.unlock();
+      if (add_threads(added)) queue = &added;
+      lock.lock();
     }
-    queued_.notify_one();
+    queue_of_device_.push_back(queue);
+  }
+
+  void start(std::uint32_t id, const Piece& piece, int descriptor) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Queue& queue = *queue_of_device_.at(piece.queue);
+    queue.jobs.push_back({id, piece, descriptor});
+    queue.queued.notify_one();
   }
 
   std::vector<std::uint32_t> queued() override {
     std::lock_guard<std::mutex> lock(mutex_);
     std::vector<std::uint32_t> ids;
-    for (const Job& job : queue_) ids.push_back(job.id);
+    for (const Queue& queue : queues_)
+      for (const Job& job : queue.jobs) ids.push_back(job.id);
     return ids;
   }
 
   bool take_back(std::uint32_t id) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto job = std::find_if(queue_.begin(), queue_.end(), [id](const Job& each) { return each.id == id; });
-    if (job == queue_.end()) return false;
-    queue_.erase(job);
-    return true;
+    for (Queue& queue : queues_) {
+      const auto job = std::find_if(queue.jobs.begin(), queue.jobs.end(), [id](const Job& each) { return each.id == id; });
+      if (job == queue.jobs.end()) continue;
+      queue.jobs.erase(job);
+      return true;
+    }
+    return false;
   }
 
-  // Its thread may wait for ever: another takes its place, so that other disks go on.
-  void give_up(std::uint32_t) override { (void)add_thread(); }
+  // Its thread may wait for ever: another takes its place, so that other files of the device go on.
+  void give_up(std::uint32_t id) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto running = running_.find(id);
+    if (running == running_.end()) return;
+    Queue& queue = *running->second;
+    lock.unlock();
+    (void)try_spawn(queue.threads, [this, &queue] { work(queue); });
+  }
 
   void abandon() override {
     std::lock_guard<std::mutex> lock(mutex_);
-    queue_.clear();
     stopping_ = true;
-    queued_.notify_all();
-    for (auto& thread : threads_) thread.detach();
+    for (Queue& queue : queues_) {
+      queue.jobs.clear();
+      queue.queued.notify_all();
+      for (auto& thread : queue.threads) thread.detach();
+    }
   }
 
   void wait(std::vector<PieceResult>& results, double seconds) override {
@@ -93,17 +120,27 @@ class ThreadsBackend final : public Backend {
     int descriptor;
   };
 
-  bool add_thread() {
-    return try_spawn(threads_, [this] { work(); });
+  struct Queue {  // of one device; stays at its address
+    std::deque<Job> jobs;
+    std::condition_variable queued;
+    std::vector<std::thread> threads;
+  };
+
+  // False where the system refuses even one; with fewer than wanted, pieces wait for each other.
+  bool add_threads(Queue& queue) {
+    for (int i = 0; i < thread_count_; ++i)
+      if (!try_spawn(queue.threads, [this, &queue] { work(queue); })) break;
+    return !queue.threads.empty();
   }
 
-  void work() {
+  void work(Queue& queue) {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      queued_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+      queue.queued.wait(lock, [&] { return stopping_ || !queue.jobs.empty(); });
       if (stopping_) return;
-      const Job job = queue_.front();
-      queue_.pop_front();
+      const Job job = queue.jobs.front();
+      queue.jobs.pop_front();
+      running_[job.id] = &queue;
       lock.unlock();
       const Piece& piece = job.piece;
       const ssize_t moved = piece.op == Op::kRead
@@ -111,15 +148,18 @@ class ThreadsBackend final : public Backend {
                                 : pwrite(job.descriptor, piece.data, piece.nbytes, static_cast<off_t>(piece.offset));
       const std::int64_t result = moved < 0 ? -static_cast<std::int64_t>(errno) : moved;
       lock.lock();
+      running_.erase(job.id);
       results_.push_back({job.id, result});
       finished_.notify_one();
     }
   }
 
-  std::vector<std::thread> threads_;
+  const int thread_count_;
   std::mutex mutex_;
-  std::condition_variable queued_, finished_;
-  std::deque<Job> queue_;
+  std::condition_variable finished_;
+  std::deque<Queue> queues_;
+  std::vector<Queue*> queue_of_device_;
+  std::unordered_map<std::uint32_t, Queue*> running_;
   std::vector<PieceResult> results_;
   bool stopping_ = false;
   bool woken_ = false;

@@ -2,6 +2,7 @@
 //
 // A ticket finishes once, with or without an error, after all its parts have. Waiting for one never waits for
 // another. Work that must follow it is attached with `on_done`, so nothing has to block a thread to be in order.
+// What somebody waits for passes what nobody does yet: see `hurry`.
 #pragma once
 
 #include <atomic>
@@ -51,6 +52,20 @@ class Ticket {
   void cancel() { cancelled_ = true; }
   bool cancelled() const { return cancelled_; }
 
+  // Somebody waits: what of it has not started goes before what nobody waits for, and so does what it comes after.
+  void hurry() const {
+    if (hurried_.exchange(true)) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (remaining_ != 0 && on_hurry_) on_hurry_();
+  }
+  bool hurried() const { return hurried_; }
+
+  // What `hurry` calls, at most once and never when finished. It may hurry tickets that this one comes after.
+  void on_hurry(std::function<void()> action) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    on_hurry_ = std::move(action);
+  }
+
   bool done() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return remaining_ == 0;
@@ -63,12 +78,14 @@ class Ticket {
 
   // True when finished within `seconds`; never throws the error.
   bool wait_for(double seconds) const {
+    hurry();
     std::unique_lock<std::mutex> lock(mutex_);
     return finished_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return remaining_ == 0; });
   }
 
   // Blocks until finished; throws the first error of its parts.
   void wait() const {
+    hurry();
     std::unique_lock<std::mutex> lock(mutex_);
     finished_.wait(lock, [this] { return remaining_ == 0; });
     if (error_) std::rethrow_exception(error_);
@@ -89,6 +106,7 @@ class Ticket {
  private:
   void end_part(std::exception_ptr error, bool mild) {
     std::vector<Callback> callbacks;
+    std::function<void()> on_hurry;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (error && (!error_ || (mild_ && !mild))) {
@@ -98,6 +116,7 @@ class Ticket {
       if (--remaining_ != 0) return;
       finished_at_ = Clock::now();
       callbacks.swap(callbacks_);
+      on_hurry.swap(on_hurry_);
       finished_.notify_all();
     }
     for (auto& callback : callbacks) callback(error_);
@@ -111,6 +130,8 @@ class Ticket {
   std::exception_ptr error_;
   bool mild_ = false;  // error_ is a cancellation
   std::vector<Callback> callbacks_;
+  mutable std::atomic<bool> hurried_{false};
+  std::function<void()> on_hurry_;
 };
 
 using TicketPtr = std::shared_ptr<Ticket>;
@@ -120,6 +141,9 @@ inline TicketPtr joined(const std::vector<TicketPtr>& tickets) {
   if (tickets.empty()) return nullptr;
   if (tickets.size() == 1) return tickets.front();
   auto all = std::make_shared<Ticket>(tickets.size());
+  all->on_hurry([tickets] {
+    for (const TicketPtr& ticket : tickets) ticket->hurry();
+  });
   for (const TicketPtr& ticket : tickets)
     ticket->on_done([all](std::exception_ptr error) { all->part_done(std::move(error)); });
   return all;

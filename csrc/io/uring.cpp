@@ -21,8 +21,12 @@ constexpr std::size_t kMaxBufferNbytes = std::size_t{1} << 30;  // the kernel's 
 class UringBackend final : public Backend {
  public:
   explicit UringBackend(unsigned depth) {
-    // Two entries beyond the engine's depth: one for the wake-up, one spare.
-    const int error = io_uring_queue_init(depth + 2, &ring_, 0);
+    // Two entries beyond the depth of one device: one for the wake-up, one spare. More devices hand theirs over in turns, but
+    // the results of all of them have room.
+    io_uring_params parameters{};
+    parameters.flags = IORING_SETUP_CQSIZE;
+    parameters.cq_entries = 2 * kMaxInFlight;
+    const int error = io_uring_queue_init_params(depth + 2, &ring_, &parameters);
     if (error < 0) throw StorageError(-error, "", "io_uring_setup");
     if (!(ring_.features & IORING_FEAT_EXT_ARG)) {  // else waiting with a timeout would take submission entries
       io_uring_queue_exit(&ring_);

@@ -11,6 +11,7 @@
 #include "base/crc32c.h"
 #include "io/engine.h"
 #include "io/extent.h"
+#include "io/volume.h"
 #include "memory/account.h"
 #include "memory/driver.h"
 #include "memory/pool.h"
@@ -80,17 +81,17 @@ std::shared_ptr<void> held(const Lease* lease) { return lease ? lease->hold() : 
 
 TicketPtr read(IoEngine& engine, const Extent& extent, std::size_t offset, Address address, std::size_t nbytes,
                const TicketPtr& after, const Lease* lease) {
-  std::shared_ptr<void> memory = held(lease);  // before anybody else can release it
+  const std::shared_ptr<void> memory = held(lease);  // before anybody else can release it
   py::gil_scoped_release release;
-  return extent.read(engine, offset, {at(address), nbytes}, after, std::move(memory));
+  return extent.read(engine, offset, {at(address), nbytes}, after, memory);
 }
 
 // The bytes must be there already: their checksums are taken here.
 TicketPtr write(IoEngine& engine, Extent& extent, std::size_t offset, Address address, std::size_t nbytes,
                 bool checksum, const Lease* lease) {
-  std::shared_ptr<void> memory = held(lease);
+  const std::shared_ptr<void> memory = held(lease);
   py::gil_scoped_release release;
-  return extent.write(engine, offset, {at(address), nbytes}, std::move(memory), checksum);
+  return extent.write(engine, offset, {at(address), nbytes}, memory, checksum);
 }
 
 // Waits for memory that a transfer holds, looking up as above. False when no transfer holds any.
@@ -185,7 +186,8 @@ void bind_io(py::module_& m) {
       .def_readwrite("lost_write", &FaultPlan::lost_write)
       .def_readwrite("bit_flip", &FaultPlan::bit_flip)
       .def_readwrite("hang", &FaultPlan::hang)
-      .def_readwrite("first_piece", &FaultPlan::first_piece);
+      .def_readwrite("first_piece", &FaultPlan::first_piece)
+      .def_readwrite("file", &FaultPlan::file);
   shared_class<Ticket>(m, "Ticket")
       .def(py::init<std::size_t>(), py::arg("parts"))  // of work that is not the core's
       .def("part_done", [](Ticket& ticket) { ticket.part_done(); }, py::call_guard<py::gil_scoped_release>())
@@ -196,6 +198,16 @@ void bind_io(py::module_& m) {
       .def_property_readonly("done", &Ticket::done)
       .def_property_readonly("times", &Ticket::times);
   m.def("joined", &joined, py::arg("tickets"), py::call_guard<py::gil_scoped_release>());
+  shared_class<Volume>(m, "Volume")
+      .def(py::init<>())
+      .def("lay_out", &Volume::lay_out, py::arg("stripe_nbytes"), py::arg("counts"), py::arg("skipped"), py::arg("nbytes"))
+      .def("set_files", &Volume::set_files, py::arg("files"))
+      .def("place",
+           [](const Volume& volume, std::uint64_t at, std::size_t nbytes) {
+             const Volume::Place place = volume.place(at, nbytes);
+             return py::make_tuple(place.file, place.offset, place.nbytes);
+           },
+           py::arg("at"), py::arg("nbytes"));
   shared_class<Extent>(m, "Extent")
       .def_static("in_memory",
                   [](Address address, std::size_t nbytes, std::shared_ptr<Region> owner) {
@@ -207,6 +219,11 @@ void bind_io(py::module_& m) {
                     return std::make_shared<Extent>(Extent::in_file(file, offset, nbytes));
                   },
                   py::arg("file"), py::arg("offset"), py::arg("nbytes"))
+      .def_static("in_volume",
+                  [](std::shared_ptr<Volume> volume, std::uint64_t offset, std::size_t nbytes) {
+                    return std::make_shared<Extent>(Extent::in_volume(std::move(volume), offset, nbytes));
+                  },
+                  py::arg("volume"), py::arg("offset"), py::arg("nbytes"))
       .def("part", [](const Extent& extent, std::size_t offset, std::size_t nbytes) {
              return std::make_shared<Extent>(extent.part(offset, nbytes));
            },
@@ -214,13 +231,13 @@ void bind_io(py::module_& m) {
       .def("writes_under_way", &Extent::writes_under_way)
       .def_readwrite("version", &Extent::version)
       .def_property_readonly("nbytes", &Extent::nbytes)
-      .def_property_readonly("file", &Extent::file)
       .def_property_readonly("offset", &Extent::offset)
       .def_property_readonly("address", [](const Extent& e) { return address_of(e.memory()); })
       .def_property_readonly("is_file", &Extent::is_file);
   shared_class<IoEngine>(m, "IoEngine")
       .def(py::init([](std::string kind, unsigned depth, std::size_t block_nbytes, int threads,
-                       const FaultPlan* faults, double timeout_seconds) {
+                       const FaultPlan* faults, double timeout_seconds,
+                       const std::vector<std::pair<std::string, double>>& models, std::string clocks) {
              IoOptions options;
              options.kind = std::move(kind);
              options.depth = depth;
@@ -229,12 +246,15 @@ void bind_io(py::module_& m) {
              options.timeout_seconds = timeout_seconds;
              options.inject_faults = faults != nullptr;
              if (faults) options.faults = *faults;
+             for (const auto& [folder, rate] : models) options.models.push_back({folder, rate});
+             options.clocks = std::move(clocks);
              return kept_in_children(new IoEngine(options));
            }),
            py::arg("kind") = "auto", py::arg("depth") = 64, py::arg("block_nbytes") = 1 << 20, py::arg("threads") = 8,
-           py::arg("faults") = nullptr, py::arg("timeout_seconds") = 120.0)
+           py::arg("faults") = nullptr, py::arg("timeout_seconds") = 120.0,
+           py::arg("models") = std::vector<std::pair<std::string, double>>{}, py::arg("clocks") = "")
       .def_property_readonly("backend", &IoEngine::backend_name)
-      .def_property_readonly("gave_up", &IoEngine::gave_up)
+      .def_property_readonly("hung", &IoEngine::hung)
       .def_property_readonly("notes", &IoEngine::notes)
       .def("create_file", &IoEngine::create_file, py::arg("path"), py::arg("nbytes"),
            py::call_guard<py::gil_scoped_release>())
@@ -242,6 +262,7 @@ void bind_io(py::module_& m) {
       .def("create_swap_file", &IoEngine::create_swap_file, py::arg("folder"), py::arg("nbytes"),
            py::call_guard<py::gil_scoped_release>())
       .def("open_file", &IoEngine::open_file, py::arg("path"), py::call_guard<py::gil_scoped_release>())
+      .def("device", [](const IoEngine& engine, int file) { return engine.file(file).device; }, py::arg("file"))
       .def("is_direct", [](const IoEngine& engine, int file) { return engine.file(file).direct; }, py::arg("file"))
       .def("register",
            [](IoEngine& engine, const std::vector<std::pair<Address, std::size_t>>& buffers) {

@@ -323,8 +323,8 @@ TEST_OF_BACKENDS(io, lost_writes_and_flipped_bits_fail_the_checksum) {
     const Memory source(nbytes, random), target(nbytes);
     Extent extent = Extent::in_file(disk.file, kBlockNbytes, nbytes);
     extent.remember(0, source.span);
-    wait(disk.engine->submit({extent.request(Op::kWrite, 0, source.span)}));
-    wait(disk.engine->submit({extent.request(Op::kRead, 0, target.span)}));
+    wait(disk.engine->submit(extent.requests(Op::kWrite, 0, source.span)));
+    wait(disk.engine->submit(extent.requests(Op::kRead, 0, target.span)));
     CHECK(same(source.span, target.span) == (fault == 0), "fault ", fault);
     if (fault == 0) {
       extent.verify(0, target.span, *disk.engine);
@@ -342,11 +342,11 @@ TEST_OF_BACKENDS(io, a_bit_flipped_on_disk_is_found_at_its_place) {
   const Memory source(5 * kChecksumNbytes, random), target(5 * kChecksumNbytes);
   Extent extent = Extent::in_file(disk.file, kChecksumNbytes, 5 * kChecksumNbytes);
   extent.remember(0, source.span);
-  wait(disk.engine->submit({extent.request(Op::kWrite, 0, source.span)}));
+  wait(disk.engine->submit(extent.requests(Op::kWrite, 0, source.span)));
   disk.flip(3 * kChecksumNbytes + 1234);
   for (std::size_t block = 0; block < 5; ++block) {
     const Span part = target.part(block * kChecksumNbytes, kChecksumNbytes);
-    wait(disk.engine->submit({extent.request(Op::kRead, block * kChecksumNbytes, part)}));
+    wait(disk.engine->submit(extent.requests(Op::kRead, block * kChecksumNbytes, part)));
     const auto verify = [&] { extent.verify(block * kChecksumNbytes, part, *disk.engine); };
     if (block == 2)
       CHECK(has(said_by<CorruptionError>(verify), concat("offset ", 3 * kChecksumNbytes, " ")));
@@ -660,7 +660,7 @@ TEST(io, extent_parts_are_whole_checksum_blocks_inside_it) {
   Extent extent = Extent::in_file(0, kBlockNbytes, nbytes);
   const auto refused = [&](std::size_t at, std::size_t length) {
     const std::string said =
-        said_by<UsageError>([&] { extent.request(Op::kRead, at, {memory.span.data, length}); });
+        said_by<UsageError>([&] { extent.requests(Op::kRead, at, {memory.span.data, length}); });
     said_by<UsageError>([&] { extent.remember(at, {memory.span.data, length}); });
     CHECK(has(said, std::to_string(nbytes)), said);
   };
@@ -670,10 +670,10 @@ TEST(io, extent_parts_are_whole_checksum_blocks_inside_it) {
   refused(3 * kChecksumNbytes, kChecksumNbytes);
   refused(4 * kChecksumNbytes, kChecksumNbytes);
   refused(kChecksumNbytes, ~std::size_t{0} - kChecksumNbytes + 1);
-  CHECK(extent.request(Op::kRead, 3 * kChecksumNbytes, memory.part(0, kBlockNbytes)).offset ==
+  CHECK(extent.requests(Op::kRead, 3 * kChecksumNbytes, memory.part(0, kBlockNbytes)).at(0).offset ==
         3 * kChecksumNbytes + kBlockNbytes);
-  CHECK(extent.request(Op::kRead, 0, memory.part(0, nbytes)).offset == kBlockNbytes);
-  said_by<UsageError>([&] { Extent::in_memory(memory.span).request(Op::kRead, 0, memory.span); });
+  CHECK(extent.requests(Op::kRead, 0, memory.part(0, nbytes)).at(0).offset == kBlockNbytes);
+  said_by<UsageError>([&] { Extent::in_memory(memory.span).requests(Op::kRead, 0, memory.span); });
   for (std::size_t odd : {std::size_t{0}, std::size_t{100}, kBlockNbytes + 1})
     said_by<UsageError>([&] { Extent::in_file(0, 0, odd); });
   said_by<UsageError>([&] { Extent::in_file(0, 512, kBlockNbytes); });

@@ -68,7 +68,7 @@ class Unit {
       const Span span = memory_[role]->span;
       homes_[role] = std::make_shared<Extent>(Extent::in_file(disk.file, offset, span.nbytes));
       homes_[role]->remember(0, span);
-      wait(disk.engine->submit({homes_[role]->request(Op::kWrite, 0, span)}));
+      wait(disk.engine->submit(homes_[role]->requests(Op::kWrite, 0, span)));
       offset += span.nbytes;
     }
   }
@@ -101,7 +101,7 @@ class Unit {
         continue;
       }
       const Memory target(homes_[role]->nbytes());
-      wait(engine->submit({homes_[role]->request(Op::kRead, 0, target.span)}));
+      wait(engine->submit(homes_[role]->requests(Op::kRead, 0, target.span)));
       homes_[role]->verify(0, target.span, *engine);
       found.push_back(target.bytes());
     }

@@ -360,7 +360,7 @@ void Updater::load(Chunk& chunk, int slot) {
     INFINITY_CHECK(used + span.nbytes <= slot_nbytes_, "a chunk outgrew its slot");
     used += span.nbytes;
     chunk.parts.push_back({extent.get(), target, chunk.begin * size, span});
-    requests.push_back(extent->request(Op::kRead, chunk.begin * size, span, owner_));
+    for (Request& each : extent->requests(Op::kRead, chunk.begin * size, span, owner_)) requests.push_back(std::move(each));
     addresses[role] = span.data - chunk.begin * size;
   }
   std::uint8_t* scales[2] = {};
@@ -403,7 +403,8 @@ void Updater::finish(Chunk& chunk) {
     }
     std::vector<Request> requests;
     for (const Part& part : chunk.parts)
-      if (part.target != nullptr) requests.push_back(part.target->request(Op::kWrite, part.at, part.span, owner_));
+      if (part.target != nullptr)
+        for (Request& each : part.target->requests(Op::kWrite, part.at, part.span, owner_)) requests.push_back(std::move(each));
     if (!requests.empty()) {
       const auto saving = Clock::now();
       saves = engine_->submit(requests);

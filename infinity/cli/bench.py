@@ -28,6 +28,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "train_1b": "infinity.bench.endtoend:measure_large",
     "tiling": "infinity.bench.tiling",
     "startup": "infinity.bench.startup",
+    "disks": "infinity.bench.disks",
     "ranks": "infinity.bench.ranks",
     "tensor_parallel": "infinity.bench.tensor_parallel",
     "pipeline": "infinity.bench.pipeline",

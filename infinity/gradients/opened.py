@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from .. import native
+from ..state.handle import handle_of
 from ..state.shard import ParamShard
 from ..storage.store import ShardStore
+from .record import GradState
 
 
 @dataclass(eq=False)
@@ -25,6 +27,12 @@ class OpenedShard:
     dirty: bool = False
 
 
+def _is_empty(shard: ParamShard) -> bool:
+    """Tells whether no parameter of ``shard`` has a gradient at home."""
+    grads = [handle.grad for handle in map(handle_of, shard.params) if handle is not None]
+    return all(grad is not None and grad.state is GradState.ABSENT for grad in grads)
+
+
 class OpenedGrads:
     """Shards' gradients in staging, of which the least recently used go to disk when another one needs a slot."""
 
@@ -34,17 +42,20 @@ class OpenedGrads:
         self._opened: OrderedDict[ParamShard, OpenedShard] = OrderedDict()  # least recently used first
 
     def flat(self, shard: ParamShard, *, write: bool) -> torch.Tensor:
-        """Returns this rank's gradient elements of ``shard``, valid until it is closed. ``write``: they are about to change."""
+        """Returns this rank's gradient elements of ``shard``, valid until it is closed. What none of them needs is not read: nothing has
+        landed yet. ``write``: they are about to change."""
         opened = self._opened.get(shard)
         if opened is None:
             array = shard.arrays["grad"]
             with self._store.traffic.stalled("host->nvme", "gradients"):
                 slot = self._store.take_lease(self._staging, array.nbytes, self._close_oldest)
-            # Read even when nothing landed yet: parameters without a gradient keep defined bytes beside the others.
-            with self._store.traffic.stalled("nvme->host", "gradients"):
-                self._store.io.read(array.extent, 0, slot.address, array.nbytes, lease=slot).wait()
-            self._store.verify(array, slot.address, array.nbytes)
             flat = native.tensor_at(self._staging.region, slot.address, array.numel, array.dtype)
+            if _is_empty(shard):
+                flat.zero_()  # parameters without a gradient have defined bytes beside the others
+            else:
+                with self._store.traffic.stalled("nvme->host", "gradients"):
+                    self._store.io.read(array.extent, 0, slot.address, array.nbytes, lease=slot).wait()
+                self._store.verify(array, slot.address, array.nbytes)
             opened = self._opened[shard] = OpenedShard(slot, flat)
         opened.dirty |= write
         self._opened.move_to_end(shard)

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -62,24 +64,93 @@ def disk_profile(folder: str, kind: str | None = None) -> DiskProfile:
     kept = _read_kept()
     if key in kept:
         return kept[key]
-    try:
-        profile = _measure(folder, kind)
-    except (OSError, CorruptionError):
-        return GUESS
-    _keep(_read_kept() | {key: profile})
-    return profile
+    with _alone(folder):  # of all processes of this machine: each would measure what the others leave
+        kept = _read_kept()
+        if key in kept:
+            return kept[key]
+        try:
+            profile = _measure(folder, kind)
+        except (OSError, CorruptionError):
+            return GUESS
+        _keep(_read_kept() | {key: profile})
+        return profile
 
 
 def identity(folder: str) -> str:
     """Names the device under ``folder``: the kernel's name, its serial number where it has one, and its size."""
-    status = os.stat(folder)
-    numbers = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
-    device = Path("/sys/dev/block", numbers).resolve()
-    if not device.exists():
-        return f"{numbers} {os.uname().nodename}"  # a network or overlay file system
-    whole = device if (device / "queue").exists() else device.parent  # of a partition
-    serial = next((text for name in ("serial", "device/serial", "wwid") if (text := _read_text(whole / name))), "")
+    if (modelled := native.modelled_disk(folder)) is not None:
+        return f"model {modelled}"
+    device = _block_device(folder)
+    if device is None:
+        return f"{file_system_identity(folder)} {os.uname().nodename}"  # a network or overlay file system
+    serial = next((text for name in ("serial", "device/serial", "wwid") if (text := _read_text(_whole(device) / name))), "")
     return " ".join(filter(None, (device.name, serial, _read_text(device / "size"))))
+
+
+def file_system_identity(folder: str) -> str:
+    """Names the file system that ``folder`` is on: what two folders with the same free space have in common."""
+    if (modelled := native.modelled_disk(folder)) is not None:
+        return f"model {modelled}"
+    device = os.stat(folder).st_dev
+    return f"{os.major(device)}:{os.minor(device)}"
+
+
+def device_identity(folder: str) -> str:
+    """Names the disks under ``folder``: partitions of one disk, and logical volumes on it, have the same."""
+    device = _block_device(folder) if native.modelled_disk(folder) is None else None
+    return identity(folder) if device is None else " ".join(sorted(_disks_below(device)))
+
+
+def _block_device(folder: str) -> Path | None:
+    """The kernel's entry for what ``folder`` is on; None where that is no block device of its own."""
+    device = Path("/sys/dev/block", file_system_identity(folder)).resolve()
+    return device if device.exists() else None
+
+
+def _whole(device: Path) -> Path:
+    """The disk of a partition."""
+    return device if (device / "queue").exists() else device.parent
+
+
+def _disks_below(device: Path) -> set[str]:
+    below = list((_whole(device) / "slaves").glob("*"))
+    return set().union(*(_disks_below(one.resolve()) for one in below)) if below else {_whole(device).name}
+
+
+def free_nbytes(folders: Sequence[str]) -> int:
+    """Counts the bytes that are free in all ``folders``, those of one file system once."""
+    systems = {file_system_identity(folder): folder for folder in reversed(folders)}
+    return sum(shutil.disk_usage(folder).free for folder in systems.values())
+
+
+def largest_file(folder: str, wanted: int) -> int:
+    """Returns how long a file in ``folder`` can be, as far as ``wanted`` bytes: the least of what the file system can describe (16 TiB on
+    ext4) and the process's limit. ``wanted`` where files without a name cannot be made: who makes one will meet the reason."""
+    try:
+        descriptor = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return wanted
+    try:
+        return _longest(descriptor, wanted)
+    finally:
+        os.close(descriptor)
+
+
+def _longest(descriptor: int, wanted: int) -> int:
+    def can_be(nbytes: int) -> bool:
+        try:
+            os.ftruncate(descriptor, nbytes)  # takes no space
+            return True
+        except OSError as error:
+            return error.errno not in (errno.EFBIG, errno.EINVAL)
+
+    if can_be(wanted):
+        return wanted
+    fits, too_much = 0, wanted
+    while too_much - fits > native.BLOCK_NBYTES:
+        middle = (fits + too_much) // 2
+        fits, too_much = (middle, too_much) if can_be(middle) else (fits, middle)
+    return fits
 
 
 def file_system(folder: str) -> str:
@@ -143,7 +214,20 @@ def _keep(profiles: dict[str, DiskProfile]) -> None:
         partial.write_text(content + "\n")
         os.replace(partial, path)
     except OSError:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
+
+
+@contextmanager
+def _alone(folder: str) -> Iterator[None]:
+    """Runs a block in one process at a time, of those that use ``folder`` and where its file system can tell."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _measure(folder: str, kind: str) -> DiskProfile:
@@ -192,23 +276,11 @@ def _rates(path: str, memory: native.Region, kind: str, block_nbytes: int, depth
 
 def rates(folders: Sequence[str]) -> tuple[float, float, float]:
     """Adds up the bytes per second (read, written, both at once) over all ``folders``, each device counted once."""
-    used = [disk_profile(folder) for folder, share in zip(folders, shares(folders)) if share]
-    return tuple(sum(getattr(one, name) for one in used) for name in ("read_rate", "write_rate", "mixed_rate"))
+    devices = {device_identity(folder): disk_profile(folder) for folder in reversed(folders)}
+    return tuple(sum(getattr(one, name) for one in devices.values()) for name in ("read_rate", "write_rate", "mixed_rate"))
 
 
 def seconds(folders: Sequence[str], read: float, written: float) -> float:
     """Returns the seconds that the disks need at least for so many bytes in both directions at once."""
     read_rate, write_rate, mixed_rate = rates(folders)
     return max(read / read_rate, written / write_rate, (read + written) / mixed_rate)
-
-
-def shares(folders: Sequence[str]) -> list[float]:
-    """Computes how much of the bytes each folder should take, as rates. Folders on one device would only get in each other's way:
-    the first of them takes its part, the others nothing."""
-    seen: set[str] = set()
-    found = []
-    for folder in folders:
-        key = identity(folder)
-        found.append(0.0 if key in seen else disk_profile(folder).mixed_rate)
-        seen.add(key)
-    return found

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 
 from ..config.config import Config
 from ..errors import CapacityError
-from ..machine import limits
+from ..machine import disk_profile, limits
 from ..machine.device import Device
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import BUDGETS, Tier
@@ -63,7 +62,7 @@ def measured_free(tier: Tier, config: Config, device: Device | None = None) -> i
         return free
     if tier is not Tier.NVME:
         return limits.for_the_engine(limits.memory_left())
-    return sum(shutil.disk_usage(path).free for path in config.nvme_paths)
+    return disk_profile.free_nbytes(config.nvme_paths)
 
 
 def no_room_for_shadows(plan: MemoryPlan, units: Sequence[UnitSize], budgets: Budgets) -> CapacityError:

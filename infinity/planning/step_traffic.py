@@ -25,7 +25,7 @@ def traffic(plan: MemoryPlan, units: Sequence[UnitSize], *, passes: int = 1) -> 
                 continue
             grad = shard.nbytes("grad")
             edges["device->host"] += passes * grad
-            edges["nvme->host"] += (passes + 1) * grad * on_disk["grad"]  # read to be added to, and by the step
+            edges["nvme->host"] += passes * grad * on_disk["grad"]  # read to be added to from the second on, and by the step
             edges["host->nvme"] += passes * grad * on_disk["grad"]
             for name in STATE:
                 edges["nvme->host"] += shard.nbytes(name) * on_disk[name]

@@ -78,7 +78,7 @@ class Engine:
         self.ledger = Ledger()
         for tier, budget in zip(Tier, (config.device_memory, config.host_memory, config.nvme_capacity)):
             self.ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
-        self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives.tell)
+        self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives)
         self.updates = Updates(units, self.traffic)
         self.parking = Parking(self.store)
         shards = [shard for unit in units for shard in unit.shards]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import torch
 
 from .. import native
 from ..config.config import Config
+from ..distributed.collectives import Collectives
 from ..distributed.data_ranks import DataRanks
 from ..errors import UsageError
 from ..machine import processors
@@ -28,9 +28,10 @@ def make_store(
     ledger: Ledger,
     traffic: Traffic,
     device: Device,
-    on_failure: Callable[[BaseException], None],
+    collectives: Collectives,
 ) -> ShardStore:
-    """Makes the store of a plan's arrays. Nothing is allocated yet."""
+    """Makes the store of a plan's arrays, whose failure is told to the other ranks. Nothing is allocated yet."""
+    ranks = collectives.ranks
     return ShardStore(
         config.nvme_paths if Tier.NVME in plan.tiers.values() or config.activations == "nvme" else (),
         ledger,
@@ -39,7 +40,9 @@ def make_store(
         checksums=config.checksums,
         faults=_faults_from_environment(),
         device=device,
-        on_failure=on_failure,
+        rank=ranks.world_rank % ranks.local_size,
+        ranks=ranks.local_size,
+        on_failure=collectives.tell,
     )
 
 

@@ -25,7 +25,7 @@ from ..errors import CorruptionError, InfinityError, InternalError, StorageError
 from ..machine.device import Event
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
-from .allocator import ArrayAllocator
+from .allocator import ArrayAllocator, Space
 from .arrays import StateArray, bytes_of
 from .write_behind import WriteBehind
 
@@ -54,7 +54,7 @@ class ShardStore(ArrayAllocator):
                 self.drain(pool)
         self._returning.clear()
         self._leaving.clear()
-        taken = sorted((array.extent.file, array.extent.offset, array.nbytes) for array in self._places)
+        taken = sorted(self._places.values())
         self._spaces = [space for added in self._added for space in _between(added, taken)]
 
     # --- staging slots ---
@@ -172,9 +172,9 @@ class ShardStore(ArrayAllocator):
 
     def refuse_hung(self) -> None:
         """Raises StorageError where a disk has not answered: what it was given is never free again."""
-        if self.io.gave_up:
-            raise StorageError(errno.ETIMEDOUT, "a disk has not answered, and may still write to the memory it was given: end this "
-                               "process and resume from the last checkpoint", self._paths[0] if self._paths else None)  # fmt: skip
+        if folder := self.io.hung:
+            raise StorageError(errno.ETIMEDOUT, f"the disk of {folder} has not answered, and may still write to the memory it was given: end "
+                               "this process and resume from the last checkpoint", folder)  # fmt: skip
 
     def _blocks(self, array: StateArray, begin: int, end: int, *, parts: int = 1) -> Iterator[tuple[int, int, slice, slice]]:
         """The checksum-aligned pieces that cover elements ``begin`` to ``end``, each of at most one of ``parts`` of the service
@@ -251,14 +251,14 @@ class ShardStore(ArrayAllocator):
             self._charges.pop()
 
 
-def _between(whole: tuple[int, int, int], taken: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yields what of the space ``whole`` is not ``taken``; both are (file, offset, bytes), ``taken`` is in order."""
-    file, at, size = whole
+def _between(whole: Space, taken: list[Space]) -> Iterator[Space]:
+    """Yields what of the space ``whole`` is not ``taken``, which is in order."""
+    volume, at, size = whole
     end = at + size
     for other, offset, nbytes in taken:
-        if other == file:
+        if other == volume:
             if at < offset:
-                yield file, at, offset - at
+                yield volume, at, offset - at
             at = offset + nbytes
     if at < end:
-        yield file, at, end - at
+        yield volume, at, end - at

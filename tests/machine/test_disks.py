@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,6 @@ from hypothesis import strategies as st
 
 from infinity import native
 from infinity.machine import disk_profile
-from infinity.machine.ledger import Ledger
-from infinity.machine.tiers import Tier
-from infinity.machine.traffic import Traffic
-from infinity.storage.store import ShardStore
 
 
 @pytest.fixture(autouse=True)
@@ -106,24 +104,54 @@ def test_a_user_without_a_home_can_still_use_a_disk(tmp_path, measured, monkeypa
     assert os.listdir(tmp_path) == []
 
 
-def test_bytes_are_spread_by_rate_and_a_device_has_one_writer(tmp_path, monkeypatch):
-    """Method: three folders, two of them on one device, the other three times as fast; of many arrays the fast disk
-    holds three quarters, and the second folder of the slow device nothing."""
+def test_ranks_of_one_machine_measure_a_disk_once(tmp_path, monkeypatch, cache_folder):
+    """Method: four ask at once, in threads, which locks of files tell apart like processes; one measures. The twin: where nothing can be
+    kept, each measures, one after the other."""
+    under_way, most = [], []
+
+    def measure(folder: str, kind: str) -> disk_profile.DiskProfile:
+        under_way.append(folder)
+        most.append(len(under_way))
+        time.sleep(0.05)
+        under_way.pop()
+        return disk_profile.DiskProfile(3e9, 2e9, 2.5e9)
+
+    monkeypatch.setattr(disk_profile, "_measure", measure)
+    ask = disk_profile.disk_profile.__wrapped__
+    (tmp_path / "file").touch()
+    for cache, count in ((cache_folder, 1), (tmp_path / "file" / "no folder", 4)):
+        monkeypatch.setenv("INFINITY_CACHE", str(cache))
+        most.clear()
+        with ThreadPoolExecutor(4) as threads:
+            assert {profile.read_rate for profile in threads.map(ask, [str(tmp_path)] * 4)} == {3e9}
+        assert most == [1] * count
+
+
+def test_the_rate_of_a_device_counts_once(tmp_path, monkeypatch):
+    """Method: three folders, two of them on partitions of one disk."""
     folders = [str(tmp_path / name) for name in ("slow", "fast", "slow-too")]
-    for folder in folders:
-        os.mkdir(folder)
     rate = {"slow": 1e9, "fast": 3e9}
-    monkeypatch.setattr(disk_profile, "identity", lambda folder: os.path.basename(folder).removesuffix("-too"))
-    monkeypatch.setattr(
-        disk_profile, "disk_profile", lambda folder: disk_profile.DiskProfile(*[rate[disk_profile.identity(folder)]] * 3)
-    )
-    store = ShardStore(folders, Ledger(), Traffic(), service_nbytes=1024 * 1024)
-    held = [0, 0, 0]
-    for _ in range(64):
-        array = store.allocate(Tier.NVME, torch.float32, 4096, "an array")
-        held[array.extent.file] += array.nbytes
-    assert held[2] == 0 and held[1] == 3 * held[0]
+    device = lambda folder: os.path.basename(folder).removesuffix("-too")
+    monkeypatch.setattr(disk_profile, "device_identity", device)
+    monkeypatch.setattr(disk_profile, "disk_profile", lambda folder: disk_profile.DiskProfile(*[rate[device(folder)]] * 3))
     assert disk_profile.rates(folders) == (4e9, 4e9, 4e9)
+
+
+def test_partitions_and_volumes_on_one_disk_are_one_device(tmp_path, monkeypatch):
+    """Method: a tree as the kernel shows it in /sys: two partitions of nvme0n1, one of nvme1n1, and a logical volume over a partition of
+    each; the names below them are those of the whole disks."""
+    for disk in ("nvme0n1", "nvme1n1", "dm-0"):
+        (tmp_path / disk / "queue").mkdir(parents=True)
+    for part in ("nvme0n1/nvme0n1p1", "nvme0n1/nvme0n1p2", "nvme1n1/nvme1n1p1"):
+        (tmp_path / part).mkdir()
+    (tmp_path / "dm-0" / "slaves").mkdir()
+    for part in ("nvme0n1/nvme0n1p2", "nvme1n1/nvme1n1p1"):
+        (tmp_path / "dm-0" / "slaves" / part.split("/")[1]).symlink_to(tmp_path / part)
+    found = {}
+    for entry in ("nvme0n1/nvme0n1p1", "nvme0n1/nvme0n1p2", "nvme1n1/nvme1n1p1", "dm-0"):
+        monkeypatch.setattr(disk_profile, "_block_device", lambda folder, entry=entry: tmp_path / entry)
+        found[entry] = disk_profile.device_identity(str(tmp_path))
+    assert list(found.values()) == ["nvme0n1", "nvme0n1", "nvme1n1", "nvme0n1 nvme1n1"]
 
 
 def test_memory_that_is_given_as_a_disk_is_said(tmp_path, caplog):

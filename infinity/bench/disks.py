@@ -1,0 +1,142 @@
+"""disks: eight modelled disks and up to eight ranks, beside the rate of all disks together.
+
+modelled disk   a folder whose files the I/O engine moves at a given rate and no faster (:mod:`csrc/io/modelled`); the ranks share it
+unit            what one block of a model moves at once, cut into equal slices for the ranks
+lockstep        all ranks read the same unit, and meet before the next
+
+The model is checked by row ``disks.one``: one disk alone gives its rate. What holds of a disk of 32 MB/s holds of one of 6 GB/s as
+far as the processor and the memory are not the limit; here they are not.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from infinity import native
+
+from ..machine.disk_profile import DiskProfile
+from ..machine.ledger import Ledger
+from ..machine.sizes import round_up
+from ..machine.tiers import Tier
+from ..machine.traffic import Traffic
+from ..storage.store import ShardStore
+from .results import Measured, Row, row
+from .settings import Settings
+
+DISKS, UNITS = 8, 8
+RATE = 32e6  # bytes per second of a disk: slow enough for the time in which a busy machine wakes a process to be nothing
+UNIT_NBYTES = 200_000_000
+TIMES_SLOWER = 10
+MIB = 1024 * 1024
+PATIENCE_SECONDS = 300
+
+
+class Ranks:
+    """Processes that read units in lockstep from the disks of one model, each through a store of its own."""
+
+    def __init__(self, folder: Path, rates: Sequence[float], count: int, unit_nbytes: int):
+        self.count, self.unit_nbytes = count, unit_nbytes
+        self._disks = [folder / f"disk{index}" for index in range(len(rates))]
+        for disk in self._disks:
+            disk.mkdir(parents=True)
+        (folder / "model.json").write_text(json.dumps({str(disk): rate for disk, rate in zip(self._disks, rates)}))
+        kept = {
+            f"model {disk} {kind}": asdict(DiskProfile(rate, rate, rate, MIB, 64))
+            for disk, rate in zip(self._disks, rates)
+            for kind in native.IO_KINDS
+        }
+        (folder / "disks.json").write_text(json.dumps(kept))
+        context = multiprocessing.get_context("spawn")
+        self._barrier = context.Barrier(count)
+        self._processes, self._ends = [], []
+        for rank in range(count):
+            end, other = context.Pipe()
+            slice_nbytes = round_up(unit_nbytes // count, native.BLOCK_NBYTES)
+            process = context.Process(
+                target=serve, args=(other, str(folder), rank, count, slice_nbytes, self._barrier), daemon=True
+            )
+            process.start()
+            self._processes.append(process)
+            self._ends.append(end)
+        self._answers()  # all are ready
+
+    def _answers(self) -> list[float]:
+        for end in self._ends:
+            if not end.poll(PATIENCE_SECONDS):
+                raise TimeoutError(f"a rank did not answer for {PATIENCE_SECONDS} s")
+        return [end.recv() for end in self._ends]
+
+    def rate(self, units: int, *, at_once: bool) -> float:
+        """Returns the bytes per second of all ranks together for reading ``units`` units, one after the other or all at once."""
+        for end in self._ends:
+            end.send((units, at_once))
+        return units * self.unit_nbytes / max(self._answers())
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for end in self._ends:
+            end.send(None)
+        for process in self._processes:
+            process.join(PATIENCE_SECONDS)
+
+
+def serve(end: Connection, folder: str, rank: int, ranks: int, slice_nbytes: int, barrier) -> None:
+    """Runs one rank: makes the units, then reads what it is told to and answers with the seconds, until it is told None."""
+    os.environ |= {"INFINITY_MODEL_DISKS": os.path.join(folder, "model.json"), "INFINITY_CACHE": folder}
+    disks = list(native.modelled_disks())
+    store = ShardStore(disks, Ledger(), Traffic(), service_nbytes=MIB, rank=rank, ranks=ranks)
+    arrays = [store.allocate(Tier.NVME, torch.uint8, slice_nbytes, "a unit") for _ in range(UNITS)]
+    memory = store.make_region(slice_nbytes)  # of all units: nobody looks at the bytes
+    store.open([memory])
+    store.await_pages()
+    end.send(0.0)
+    while (wanted := end.recv()) is not None:
+        units, at_once = wanted
+        barrier.wait(PATIENCE_SECONDS)
+        start = time.perf_counter()
+        tickets = []
+        for array in (arrays * (units // UNITS + 1))[:units]:
+            tickets.append(store.io.read(array.extent, 0, memory.address, array.nbytes))
+            if not at_once:
+                tickets.pop().wait()
+                barrier.wait(PATIENCE_SECONDS)
+        for ticket in tickets:
+            ticket.wait()
+        barrier.wait(PATIENCE_SECONDS)
+        end.send(time.perf_counter() - start)
+    store.close()
+
+
+def measure(settings: Settings) -> Measured:
+    """Measures rows disks.one, disks.unit, disks.units8, disks.ranks2, disks.ranks4, disks.ranks8 and disks.slow_one (GB/s)."""
+    nbytes = settings.scaled(UNIT_NBYTES, MIB)
+    equal, slow = [RATE] * DISKS, [RATE] * (DISKS - 1) + [RATE / TIMES_SLOWER]
+    jobs = {  # disks, ranks, units, and whether those are asked for at once
+        "one": ([RATE], 1, 1, False),
+        "unit": (equal, 1, 1, False),
+        "units8": (equal, 1, UNITS, True),
+        "ranks2": (equal, 2, UNITS, False),
+        "ranks4": (equal, 4, UNITS, False),
+        "ranks8": (equal, 8, UNITS, False),
+        "slow_one": (slow, 1, UNITS, True),
+    }
+    rows: list[Row] = []
+    for name, (rates, count, units, at_once) in jobs.items():
+        with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder, ExitStack() as stack:
+            ranks = Ranks(Path(folder).resolve(), rates, count, nbytes)
+            stack.callback(ranks.close)
+            found = [ranks.rate(units, at_once=at_once) / 1e9 for _ in range(settings.rounds)]
+        what = f"{len(rates)} modelled disks" if len(rates) > 1 else "the modelled disk"
+        rows.append(row(f"disks.{name}", "GB/s", found, ceiling=(what, [sum(rates) / 1e9] * len(found))))
+    return Measured(rows)

@@ -1,0 +1,160 @@
+"""SwapFolders: the folders of ``nvme_paths`` as places for swap files, and how many bytes each of them takes.
+
+place      a file system, reached by one of the folders: another folder on it adds nothing
+device     the disk below it: places on one share its rate
+volume     one range of bytes in stripes over a swap file in every folder (:mod:`csrc/io/volume`)
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .. import native
+from ..errors import CapacityError, ConfigError, StorageError
+from ..machine import disk_profile
+from ..machine.sizes import format_nbytes, round_up
+
+logger = logging.getLogger(__name__)
+
+MIB = 1024 * 1024
+MAX_STRIPE_NBYTES = 4 * MIB
+LARGE_NBYTES = 1024**4  # of a volume whose stripes are the largest: the table of stripes takes memory
+
+
+@dataclass(frozen=True)
+class Place:
+    """A file system that takes swap files. ``rate`` is of the whole device, in bytes per second."""
+
+    folder: str
+    device: str
+    rate: float
+
+
+class SwapFolders:
+    """Makes volumes over all folders. Of ``ranks`` ranks that share this machine's disks this is number ``rank``: it takes its part of
+    what is free, and its first stripe lies on another disk than theirs."""
+
+    def __init__(self, folders: Sequence[str], *, rank: int = 0, ranks: int = 1):
+        self._rank, self._ranks = rank, ranks
+        self.places: list[Place] = []
+        self.profiles: list[disk_profile.DiskProfile] = []
+        systems: set[str] = set()
+        for folder in folders:
+            _check(folder)
+            profile = disk_profile.disk_profile(folder)
+            if (system := disk_profile.file_system_identity(folder)) not in systems:
+                systems.add(system)
+                self.profiles.append(profile)
+                self.places.append(Place(folder, disk_profile.device_identity(folder), profile.mixed_rate))
+        block = max((profile.block_nbytes for profile in self.profiles), default=MIB)
+        self.stripe_nbytes = min(max(MIB, block), MAX_STRIPE_NBYTES)
+
+    def free_nbytes(self) -> int:
+        """Counts the bytes that are free over all places. Raises ConfigError where a folder is gone."""
+        for place in self.places:
+            _check(place.folder)
+        return disk_profile.free_nbytes([place.folder for place in self.places])
+
+    def lay_out(self, volume: native.Volume, nbytes: int, io: native.IoEngine) -> None:
+        """Makes the swap files of ``volume``, with room for ``nbytes``, a multiple of 4096. Raises ConfigError where a folder is gone,
+        CapacityError where there is too little room, StorageError where a disk refuses."""
+        stripe = MAX_STRIPE_NBYTES if nbytes > LARGE_NBYTES else self.stripe_nbytes
+        parts = self._parts(nbytes, stripe)
+        folders = [folder for folder, _ in parts]
+        counts = _stripes([part for _, part in parts], stripe, nbytes)
+        sizes = volume.lay_out(stripe, counts, self._rank * len(folders) // self._ranks, nbytes)
+        volume.set_files([create_swap_file(io, folder, size) if size else -1 for folder, size in zip(folders, sizes)])
+
+    def _parts(self, nbytes: int, stripe_nbytes: int) -> list[tuple[str, int]]:
+        """Splits ``nbytes`` into what each swap file takes, as (folder, bytes)."""
+        free = []
+        for place in self.places:
+            _check(place.folder)
+            free.append(shutil.disk_usage(place.folder).free)
+        if nbytes > sum(free):
+            raise CapacityError(
+                f"NVMe home needs {format_nbytes(nbytes)} at {', '.join(place.folder for place in self.places)} but "
+                f"{format_nbytes(sum(free))} is free. Free {format_nbytes(nbytes - sum(free))}, name more folders in nvme_paths, or keep "
+                "more on the host: Config(optimizer='host')."
+            )
+        own = split(nbytes, self.places, [room // self._ranks for room in free])
+        # Where this rank's part of what is free does not do, other ranks have taken theirs already.
+        rest = split(nbytes - sum(own), self.places, [room - part for room, part in zip(free, own)])
+        parts = []
+        for place, part in zip(self.places, map(sum, zip(own, rest))):
+            limit = disk_profile.largest_file(place.folder, part + stripe_nbytes)
+            limit = (
+                max(stripe_nbytes, limit // stripe_nbytes * stripe_nbytes - stripe_nbytes) if limit < part + stripe_nbytes else part
+            )
+            while part > 0:
+                parts.append((place.folder, min(part, limit)))
+                part -= parts[-1][1]
+        return parts
+
+
+def split(nbytes: int, places: Sequence[Place], rooms: Sequence[int]) -> list[int]:
+    """Splits ``nbytes`` over ``places`` so that all devices are done with theirs at once, as far as there are ``rooms`` bytes: what a
+    full device cannot take is the others'. Places on one device are filled one after the other. Less than ``nbytes`` where the rooms
+    are too small."""
+    devices = dict.fromkeys(place.device for place in places)
+    rates = {place.device: place.rate for place in reversed(places)}
+    left = {device: sum(room for place, room in zip(places, rooms) if place.device == device) for device in devices}
+    taken = dict.fromkeys(devices, 0.0)
+    wanted, open_devices = float(nbytes), {device for device in devices if left[device] > 0}
+    while wanted >= 1 and open_devices:
+        rate = sum(rates[device] for device in open_devices)
+        shares = {device: wanted * rates[device] / rate for device in open_devices}
+        full = {device for device in open_devices if taken[device] + shares[device] >= left[device]}
+        for device in full or open_devices:
+            added = left[device] - taken[device] if full else shares[device]
+            taken[device] += added
+            wanted -= added
+        if not full:
+            break
+        open_devices -= full
+    parts = []
+    for place, room in zip(places, rooms):
+        parts.append(min(room, round(taken[place.device])))
+        taken[place.device] -= parts[-1]
+    return parts
+
+
+def _stripes(parts: list[int], stripe_nbytes: int, nbytes: int) -> list[int]:
+    """Counts the stripes of each part: in sum enough for ``nbytes``, the largest remainders rounded up."""
+    if len(parts) == 1:
+        return [-(-nbytes // stripe_nbytes)]
+    counts = [part // stripe_nbytes for part in parts]
+    missing = -(-nbytes // stripe_nbytes) - sum(counts)
+    for index in sorted(range(len(parts)), key=lambda index: -(parts[index] % stripe_nbytes))[:missing]:
+        counts[index] += 1
+    return counts
+
+
+def _check(folder: str) -> None:
+    if not os.path.isdir(folder):
+        raise ConfigError(f"nvme_paths: there is no folder {folder}. Create it, or name another.")
+
+
+def create_swap_file(io: native.IoEngine, folder: str, nbytes: int) -> int:
+    """Makes a swap file of ``nbytes`` in ``folder`` and returns the engine's index of it. Raises CapacityError where there is too little
+    room, StorageError where it cannot be written."""
+    if (kind := disk_profile.file_system(folder)) in disk_profile.IN_MEMORY:
+        logger.warning("nvme_paths: %s is on %s, which is memory: what has its home there takes memory beside host_memory, and may end in "
+                       "the process being killed. Name a folder on a disk.", folder, kind)  # fmt: skip
+    try:
+        return io.create_swap_file(folder, round_up(nbytes, native.BLOCK_NBYTES))
+    except StorageError as error:
+        if error.errno == errno.ENOSPC:
+            raise CapacityError(
+                f"NVMe home needs {format_nbytes(nbytes)} at {folder}, and the disk filled up while it was "
+                "being reserved. Free that much, or name more folders in nvme_paths."
+            ) from error
+        raise StorageError(
+            error.errno, f"cannot make a swap file in {folder}: {os.strerror(error.errno)}. It must be writable; "
+            "name another folder in nvme_paths", folder,
+        ) from error  # fmt: skip

@@ -1,0 +1,258 @@
+"""Arrays lie in stripes over all folders, by rate and by room, and what one folder lacks or loses is said by its name.
+
+Words used here:
+
+**disk**: a folder of its own that the engine takes for a disk, by the model that ``INFINITY_MODEL_DISKS`` names.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import resource
+import shutil
+from collections import Counter, namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import infinity
+from infinity import native
+from infinity.machine import disk_profile
+from infinity.machine.ledger import Ledger
+from infinity.machine.tiers import Tier
+from infinity.machine.traffic import Traffic
+from infinity.storage import swap_folders
+from infinity.storage.store import ShardStore
+from infinity.storage.swap_folders import Place, split
+
+MIB = 1024 * 1024
+STRIPE = 128 * 1024
+
+Usage = namedtuple("Usage", "total used free")
+
+
+class Disks:
+    """Folders that are taken for disks of given rates, with stripes small enough for small arrays."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rates: list[float]):
+        self.folders = [str(tmp_path / f"disk{index}") for index in range(len(rates))]
+        self.rate = dict(zip(self.folders, rates))
+        self.room: dict[str, int] = {}
+        for folder in self.folders:
+            os.mkdir(folder)
+        model = tmp_path / "model.json"
+        model.write_text(json.dumps(dict.fromkeys(self.folders, 1e12)))
+        monkeypatch.setenv("INFINITY_MODEL_DISKS", str(model))
+        monkeypatch.setattr(disk_profile, "disk_profile", lambda folder: disk_profile.DiskProfile(*[self.rate[folder]] * 3))
+        monkeypatch.setattr(swap_folders, "MAX_STRIPE_NBYTES", STRIPE)
+        usage = shutil.disk_usage
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(0, 0, self.room.get(folder, usage(folder).free)))
+
+    def store(self, **options) -> ShardStore:
+        return ShardStore(self.folders, Ledger(), Traffic(), service_nbytes=MIB, **options)
+
+
+@pytest.fixture
+def make_disks(tmp_path, monkeypatch):
+    stores = []
+
+    def make(rates: list[float]) -> Disks:
+        disks = Disks(tmp_path, monkeypatch, rates)
+        make_store = disks.store
+        disks.store = lambda **options: stores.append(make_store(**options)) or stores[-1]
+        return disks
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def held(store: ShardStore, offset: int, nbytes: int, volume: int = 0) -> Counter:
+    """Counts the bytes of each file in a range of one of the store's volumes."""
+    found, at = Counter(), offset
+    while at < offset + nbytes:
+        file, _, length = store._volumes[volume].place(at, offset + nbytes - at)
+        found[file] += length
+        at += length
+    return found
+
+
+# --- how many bytes each folder takes ---
+
+DISKS = st.lists(st.tuples(st.integers(0, 3), st.floats(1, 100), st.integers(0, 1000)), min_size=1, max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(disks=DISKS, nbytes=st.integers(0, 4000))
+def test_bytes_are_split_by_rate_as_far_as_there_is_room(disks, nbytes):
+    """Method: any places of any devices; all that fits is split, nobody over its room, and no device that has room left is behind one
+    that got more for its rate."""
+    rates: dict[int, float] = {}
+    places = [Place(str(i), str(device), rates.setdefault(device, rate)) for i, (device, rate, _) in enumerate(disks)]
+    rooms = [room for _, _, room in disks]
+    parts = split(nbytes, places, rooms)
+    assert all(0 <= part <= room for part, room in zip(parts, rooms))
+    assert abs(sum(parts) - min(nbytes, sum(rooms))) <= len(places)
+    level, full = {}, {}
+    for device in {place.device for place in places}:
+        mine = [index for index, place in enumerate(places) if place.device == device]
+        level[device] = sum(parts[index] for index in mine) / rates[int(device)]
+        full[device] = sum(parts[index] for index in mine) >= sum(rooms[index] for index in mine) - 1
+    for one, other in itertools.permutations(level, 2):
+        assert full[one] or level[one] >= level[other] - 2
+
+
+def test_every_array_lies_on_all_disks_by_their_rates(make_disks):
+    """Method: three disks, one three times as fast; each of some arrays has three fifths there, within a stripe or two, and comes back as it
+    was written."""
+    disks = make_disks([1e9, 3e9, 1e9])
+    store = disks.store()
+    arrays = [store.allocate(Tier.NVME, torch.float32, 2 * MIB // 4, "an array") for _ in range(5)]
+    store.open([])
+    assert store.io.device(1) == f"model {disks.folders[1]}"
+    values = [torch.randn(array.numel) for array in arrays]
+    for array, value in zip(arrays, values):
+        store.write(array, 0, value, version=1)
+        parts = held(store, array.extent.offset, array.nbytes)
+        assert abs(parts[1] - 0.6 * array.nbytes) <= 2 * STRIPE and min(parts[0], parts[2]) > 0
+    for array, value in zip(arrays, values):
+        assert torch.equal(store.read(array, 0, array.numel), value)
+
+
+def test_disks_of_unlike_size_are_used_in_full(make_disks):
+    """Method: equal rates, one disk with room for an eighth; what it cannot take is the others', and what all of them cannot take is
+    refused with the numbers."""
+    disks = make_disks([1e9, 1e9, 1e9])
+    disks.room = dict(zip(disks.folders, (MIB, 8 * MIB, 8 * MIB)))
+    store = disks.store()
+    store.allocate(Tier.NVME, torch.uint8, 15 * MIB, "an array")
+    store.open([])
+    parts = held(store, 0, 15 * MIB)
+    assert parts == {0: MIB, 1: 7 * MIB, 2: 7 * MIB}
+    too_much = disks.store()
+    too_much.allocate(Tier.NVME, torch.uint8, 18 * MIB, "an array")
+    with pytest.raises(infinity.CapacityError, match="needs 18.0 MiB at .*disk0, .*disk2 but 17.0 MiB is free. Free 1.0 MiB"):
+        too_much.open([])
+
+
+def test_folders_on_one_file_system_are_one(tmp_path, monkeypatch):
+    """Method: two folders of this test's disk, without a model; one file, in the first of them. What is free there counts once."""
+    folders = [str(tmp_path / name) for name in ("one", "two")]
+    for folder in folders:
+        os.mkdir(folder)
+    monkeypatch.setattr(disk_profile, "disk_profile", lambda folder: disk_profile.GUESS)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(0, 0, 7 * MIB))
+    assert disk_profile.free_nbytes(folders) == 7 * MIB
+    store = ShardStore(folders, Ledger(), Traffic(), service_nbytes=MIB)
+    store.allocate(Tier.NVME, torch.uint8, 5 * MIB, "an array")
+    store.open([])
+    assert held(store, 0, 5 * MIB) == {0: 5 * MIB}
+    store.close()
+
+
+def test_ranks_of_one_machine_start_at_different_disks(make_disks):
+    """Method: four ranks with four disks; the same array of each begins on another one, and each takes its part of what is free."""
+    disks = make_disks([1e9] * 4)
+    disks.room = dict.fromkeys(disks.folders, 64 * MIB)
+    first = set()
+    for rank in range(4):
+        store = disks.store(rank=rank, ranks=4)
+        array = store.allocate(Tier.NVME, torch.uint8, MIB, "an array")
+        store.open([])
+        first.add(store._volumes[0].place(array.extent.offset, 1)[0])
+    assert first == {0, 1, 2, 3}
+
+
+def test_a_swap_file_ends_where_the_file_system_would_not_have_it_longer(make_disks):
+    """Method: the process may write files of 1 MiB; 6 MiB over two disks become files of less, and every byte comes back. With room for none
+    at all the error names the folder."""
+    disks = make_disks([1e9, 1e9])
+    store = disks.store()
+    array = store.allocate(Tier.NVME, torch.uint8, 6 * MIB, "an array")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limits[1]))
+        store.open([])
+        assert len(held(store, 0, 6 * MIB)) > 6 and max(held(store, 0, 6 * MIB).values()) <= MIB
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, limits[1]))
+        other = disks.store()
+        other.allocate(Tier.NVME, torch.uint8, 6 * MIB, "an array")
+        with pytest.raises(infinity.StorageError, match="disk0") as raised:
+            other.open([])
+        assert raised.value.errno == errno.EFBIG
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    value = torch.randint(0, 255, (6 * MIB,), dtype=torch.uint8)
+    store.write(array, 0, value, version=1)
+    assert torch.equal(store.read(array, 0, array.numel), value)
+
+
+# --- what a disk does in mid-run ---
+
+
+def test_what_is_added_later_lies_on_all_disks_too(make_disks):
+    """Method: arrays taken after the store was opened, given back and taken anew; each is striped, none overlaps another."""
+    disks = make_disks([1e9, 1e9])
+    store = disks.store()
+    store.open([])
+    arrays = [store.allocate_more(Tier.NVME, MIB, "activations") for _ in range(4)]
+    for number, array in enumerate(arrays):
+        store.write(array, 0, torch.full((array.numel,), number, dtype=torch.uint8), version=1)
+    store.free_more(arrays.pop(1))
+    arrays.append(store.allocate_more(Tier.NVME, MIB, "activations"))
+    store.write(arrays[-1], 0, torch.full((MIB,), 9, dtype=torch.uint8), version=1)
+    for number, array in zip((0, 2, 3, 9), arrays):
+        assert store.read(array, 0, array.numel).unique().tolist() == [number]
+        assert min(held(store, array.extent.offset, array.nbytes, 1).values()) >= 3 * STRIPE
+    store.rebuild()
+    assert sum(size for _, _, size in store._spaces) == store._added[0][2] - 4 * MIB
+
+
+def test_a_folder_that_vanishes_in_mid_run_takes_nothing_with_it(make_disks):
+    """Method: the second of two folders is removed under an open store; what is home stays whole, and more space is refused with its
+    name."""
+    disks = make_disks([1e9, 1e9])
+    store = disks.store()
+    array = store.allocate(Tier.NVME, torch.uint8, 2 * MIB, "an array")
+    store.open([])
+    value = torch.randint(0, 255, (2 * MIB,), dtype=torch.uint8)
+    store.write(array, 0, value, version=1)
+    os.rmdir(disks.folders[1])
+    assert torch.equal(store.read(array, 0, array.numel), value)
+    store.write(array, 0, value.flip(0), version=2)
+    assert torch.equal(store.read(array, 0, array.numel), value.flip(0))
+    with pytest.raises(infinity.InfinityError, match=f"there is no folder {disks.folders[1]}"):
+        store.allocate_more(Tier.NVME, MIB, "activations")
+
+
+@pytest.mark.parametrize("fault", ["eio", "enospc", "hang"])
+def test_a_disk_that_fails_in_mid_run_is_named_and_the_others_keep_what_they_have(make_disks, monkeypatch, fault):
+    """Method: of three disks the last one's writes and reads fail, or never end, from the third piece on; the error names the folder, every
+    use of the store afterwards says the same, and the stripes of the other two are as they were."""
+    disks = make_disks([1e9] * 3)
+    monkeypatch.setenv("INFINITY_IO_TIMEOUT", "0.5")
+    faults = native.FaultPlan()
+    faults.file, faults.first_piece = 2, 40
+    setattr(faults, fault, 1.0)
+    store = disks.store(faults=faults)
+    array = store.allocate(Tier.NVME, torch.uint8, 3 * MIB, "an array")
+    store.open([])
+    store.write(array, 0, torch.ones(3 * MIB, dtype=torch.uint8), version=1)
+    with pytest.raises(infinity.StorageError, match=disks.folders[2]) as raised:
+        for _ in range(9):
+            store.write(array, 0, torch.ones(3 * MIB, dtype=torch.uint8), version=1)
+    assert raised.value.errno == {"eio": errno.EIO, "enospc": errno.ENOSPC, "hang": errno.ETIMEDOUT}[fault]
+    with pytest.raises(infinity.StorageError, match=disks.folders[2]):
+        store.read(array, 0, 1)
+    memory = native.Region(STRIPE, False, 1)
+    for at in range(0, 3 * MIB, STRIPE):
+        file, offset, _ = store._volumes[0].place(at, STRIPE)
+        if file != 2:
+            store.io.read(native.Extent.in_file(file, offset, STRIPE), 0, memory.address, STRIPE).wait()
+            assert native.tensor_at(memory, memory.address, STRIPE, torch.uint8).unique().tolist() == [1]
