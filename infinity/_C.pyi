@@ -112,7 +112,7 @@ class FaultPlan:
     lost_write: float
     bit_flip: float
     hang: float
-    read_only: bool
+    read_only: float
     first_piece: int
     file: int
 

@@ -91,6 +91,7 @@ struct FaultPlan {
   double reorder = 0;         // the result is held back behind the next one
   double eio = 0;
   double enospc = 0;          // of writes
+  double read_only = 0;       // of writes: the file system was made so by an error of the disk
   double lost_write = 0;      // reported as done, never performed
   double bit_flip = 0;        // one bit of what was read
   double hang = 0;            // no result ever comes

@@ -36,6 +36,7 @@ class FaultyBackend final : public Backend {
       return;
     }
     if (on && write && chance(number, 2, plan_.enospc)) return answer(id, -ENOSPC);
+    if (on && write && chance(number, 11, plan_.read_only)) return answer(id, -EROFS);
     if (on && write && chance(number, 3, plan_.lost_write))
       return answer(id, static_cast<std::int64_t>(piece.nbytes));
 

@@ -183,6 +183,7 @@ void bind_io(py::module_& m) {
       .def_readwrite("reorder", &FaultPlan::reorder)
       .def_readwrite("eio", &FaultPlan::eio)
       .def_readwrite("enospc", &FaultPlan::enospc)
+      .def_readwrite("read_only", &FaultPlan::read_only)
       .def_readwrite("lost_write", &FaultPlan::lost_write)
       .def_readwrite("bit_flip", &FaultPlan::bit_flip)
       .def_readwrite("hang", &FaultPlan::hang)

@@ -20,6 +20,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import differing, loss_of, tokens, transformer
+from native_arrays import ENGINES
+from runs import adamw
 
 import infinity
 from infinity import native
@@ -27,6 +30,7 @@ from infinity.machine import disk_profile
 from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
+from infinity.runtime.registry import wrapped
 from infinity.storage import swap_folders
 from infinity.storage.store import ShardStore
 from infinity.storage.swap_folders import Place, split
@@ -231,7 +235,7 @@ def test_a_folder_that_vanishes_in_mid_run_takes_nothing_with_it(make_disks):
         store.allocate_more(Tier.NVME, MIB, "activations")
 
 
-@pytest.mark.parametrize("fault", ["eio", "enospc", "hang"])
+@pytest.mark.parametrize("fault", ["eio", "enospc", "read_only", "hang"])
 def test_a_disk_that_fails_in_mid_run_is_named_and_the_others_keep_what_they_have(make_disks, monkeypatch, fault):
     """Method: of three disks the last one's writes and reads fail, or never end, from the third piece on; the error names the folder, every
     use of the store afterwards says the same, and the stripes of the other two are as they were."""
@@ -247,7 +251,8 @@ def test_a_disk_that_fails_in_mid_run_is_named_and_the_others_keep_what_they_hav
     with pytest.raises(infinity.StorageError, match=disks.folders[2]) as raised:
         for _ in range(9):
             store.write(array, 0, torch.ones(3 * MIB, dtype=torch.uint8), version=1)
-    assert raised.value.errno == {"eio": errno.EIO, "enospc": errno.ENOSPC, "hang": errno.ETIMEDOUT}[fault]
+    expected = {"eio": errno.EIO, "enospc": errno.ENOSPC, "read_only": errno.EROFS, "hang": errno.ETIMEDOUT}
+    assert raised.value.errno == expected[fault]
     with pytest.raises(infinity.StorageError, match=disks.folders[2]):
         store.read(array, 0, 1)
     memory = native.Region(STRIPE, False, 1)
@@ -256,3 +261,86 @@ def test_a_disk_that_fails_in_mid_run_is_named_and_the_others_keep_what_they_hav
         if file != 2:
             store.io.read(native.Extent.in_file(file, offset, STRIPE), 0, memory.address, STRIPE).wait()
             assert native.tensor_at(memory, memory.address, STRIPE, torch.uint8).unique().tolist() == [1]
+
+
+# --- a whole job ---
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_several_disks_change_no_bit(make_disks, monkeypatch, tmp_path, kind):
+    """Method: a model trained from three disks of unlike speed, with short, late and reordered transfers and a state dict on the way; its
+    losses and final weights are those of the same run from host memory, and bytes lay on all three."""
+    disks = make_disks([3e9, 1e9, 2e9])
+    monkeypatch.setenv("INFINITY_IO", kind)
+    results = []
+    for home in ("host", "nvme"):
+        monkeypatch.setenv("INFINITY_FAULTS", "seed=3,short_transfer=0.2,reorder=0.2,delay=0.02" if home == "nvme" else "")
+        model = transformer(11, blocks=3, dropout=0.0)
+        config = {
+            "params": home,
+            "optimizer": home,
+            "activations": "nvme" if home == "nvme" else "auto",
+            "nvme_paths": disks.folders,
+        }
+        model, optimizer = infinity.wrap_model(model, adamw(model, 1e-2), config)
+        losses = []
+        for step in range(3):
+            loss = loss_of(model, tokens(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if step == 1:
+                middle = {name: value.clone() for name, value in model.state_dict().items()}
+        store = wrapped(model).engine.store
+        if home == "nvme":
+            assert len(held(store, 0, store._nbytes)) == 3
+        results.append((losses, middle, {name: value.clone() for name, value in model.state_dict().items()}))
+        infinity.unwrap_model(model, optimizer)
+    assert results[0][0] == results[1][0]
+    assert all(differing(results[0][index], results[1][index]) == [] for index in (1, 2))
+
+
+def test_a_job_whose_disk_fails_goes_on_from_its_checkpoint(make_disks, monkeypatch, tmp_path):
+    """Method: one of three disks becomes read-only in a job's second step; the error names it, the checkpoint of the first step is whole, and
+    a job on the other two goes on from it with the bits of one that never met the fault."""
+    disks = make_disks([1e9] * 3)
+
+    def job(folders: list[str]):
+        model = transformer(12, blocks=3, dropout=0.0)
+        config = {"params": "nvme", "optimizer": "nvme", "nvme_paths": folders}
+        return infinity.wrap_model(model, adamw(model, 1e-2), config)
+
+    def step(model, optimizer, number: int) -> None:
+        loss_of(model, tokens(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = job(disks.folders)
+    for number in range(3):
+        step(model, optimizer, number)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    infinity.unwrap_model(model, optimizer)
+
+    monkeypatch.setenv("INFINITY_FAULTS", "read_only=1,file=1,first_piece=1000000")
+    model, optimizer = job(disks.folders)
+    step(model, optimizer, 0)
+    infinity.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
+    moved = wrapped(model).engine.store.io.nbytes(native.Op.READ) + wrapped(model).engine.store.io.nbytes(native.Op.WRITE)
+    assert moved > 0
+    infinity.unwrap_model(model, optimizer)
+    monkeypatch.setenv("INFINITY_FAULTS", "read_only=1,file=1,first_piece=60")
+    with pytest.raises(infinity.StorageError, match=disks.folders[1]) as raised:
+        model, optimizer = job(disks.folders)
+        for number in range(9):
+            step(model, optimizer, number)
+            model.state_dict()
+    assert raised.value.errno == errno.EROFS
+
+    monkeypatch.setenv("INFINITY_FAULTS", "")
+    model, optimizer = job([disks.folders[0], disks.folders[2]])
+    infinity.load_checkpoint(tmp_path / "checkpoint", model, optimizer)
+    for number in (1, 2):
+        step(model, optimizer, number)
+    assert differing(expected, model.state_dict()) == []
+    infinity.unwrap_model(model, optimizer)
