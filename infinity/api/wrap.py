@@ -104,7 +104,7 @@ def wrap_model(
         if config.shard_in_node:
             ranks = join_node(ranks, mesh)
         collectives = Collectives(ranks, traffic)
-        collectives.allow_flags(len(list(model.parameters())) + 1)
+        collectives.allow_flags(2 * len(list(model.parameters())) + 1)
         return _wrap(model, optimizer, config, collectives, mesh)
     except BaseException:
         ties.undo()

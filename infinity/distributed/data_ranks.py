@@ -32,6 +32,7 @@ class DataRanks:
     compresses: bool = False  # whether gathered weights pass as 8-bit codes
     row: Channel | None = None  # the ranks that have the other slices
     replicas: Channel | None = None
+    both: Channel | None = None  # all data ranks, where there are a row and replicas
     tensor: Channel | None = None  # the ranks that have the other parts of each tensor
     stages: Channel | None = None  # the ranks that have the other stages of the model
     node: Channel | None = None  # this machine's ranks, where gathered weights are shared out among them too
@@ -109,6 +110,25 @@ class DataRanks:
         """On which this rank comes together with all others: its row's, then its replicas', its tensors' other parts', its model's other
         stages'."""
         return [*self.unit_channels, *([self.stages] if self.stages is not None else [])]
+
+    @property
+    def data(self) -> Channel | None:
+        """Where all data ranks meet; None where there are no others."""
+        return self.both or self.row or self.replicas
+
+    @property
+    def places(self) -> list[Channel]:
+        """Where this rank meets all others: the data ranks, those with its tensors' other parts, those with its model's other stages."""
+        return [channel for channel in (self.data, self.tensor, self.stages) if channel is not None]
+
+    @property
+    def unit_places(self) -> list[Channel]:
+        """Where it meets those that have the same units, or other parts of them."""
+        return [channel for channel in (self.data, self.tensor) if channel is not None]
+
+    def place_of(self, channel: Channel) -> Channel:
+        """Returns where the ranks of ``channel`` meet before something passes over it: of data ranks all meet in one place."""
+        return self.data if channel in self.data_channels else channel
 
     @property
     def unit_channels(self) -> list[Channel]:

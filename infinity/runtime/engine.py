@@ -112,7 +112,13 @@ class Engine:
         if stepping and self.ranks.data_size > 1:
             trained = [unit for unit in self.units if any(shard.spec.stepped for shard in unit.shards)]
             self.reducer = Reducer(
-                self.collectives, trained, self.gradients, self.ledger, self.schedule, self.passes.landed_at_home
+                self.collectives,
+                trained,
+                self.gradients,
+                self.ledger,
+                self.schedule,
+                self.passes.landed_at_home,
+                self.steps_units_early,
             )
             self.gradients.reduce_with(self.reducer)
         self.activations = self._resources.make_activations()
@@ -128,6 +134,7 @@ class Engine:
             window_nbytes=self.plan.device_window_nbytes,
             units_ahead=self.plan.units_ahead,
             give_way=self.passes.give_way,
+            before_gather=self.reducer.start_due if self.reducer is not None else lambda: None,
             collectives=self.collectives,
             device=self.device,
             journal=self.journal,
@@ -280,7 +287,7 @@ class Engine:
         for handle in self.group_of if training else ():
             set_raw_grad(handle.param, None)  # of a backward that was cut short before the engine heard of it
         self.schedule.begin("train" if training else "infer")
-        self.prefetcher.begin_pass()
+        self.prefetcher.begin_pass(training=training)
 
     def end_backward(self) -> None:
         """Ends the outermost backward: every gradient is on its way home, or waits for those of the same pass."""
@@ -314,6 +321,10 @@ class Engine:
     def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> None:
         """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward."""
         self._landed_listeners.append(listener)
+
+    def steps_units_early(self) -> bool:
+        """Tells whether somebody steps units while the backward goes on, or makes their updates ahead."""
+        return self.steps.streaming or self.shadow_policy is not None
 
     def tell_landed(self, unit: ParamUnit) -> None:
         """Tells the listeners that all gradients of ``unit`` have landed."""
