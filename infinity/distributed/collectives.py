@@ -44,6 +44,7 @@ class Collectives(Exchanges):
         self.traffic = traffic if traffic is not None else Traffic()
         self._traces_agree = False
         self._passes = 0  # that have begun since the last backward or step
+        self._key_after_step = b""  # of the last forward that was the first after a step
 
     def note_progress(self, *, steps: int, backwards: int) -> None:
         """Sets what this rank says at every meeting of how far it is."""
@@ -58,19 +59,41 @@ class Collectives(Exchanges):
         place = self.ranks.data
         if place is None:
             return
-        place.lockstep.end()
         self._passes += training
         digest = hashlib.blake2b(np.fromiter(trace, np.int64).tobytes(), digest_size=DIGEST_NBYTES).digest()
         key = digest + repr((sorted(resident), training, self._passes if training else 0)).encode()
-        said = digest + place.lockstep.digest_of(key)
+        if training and self._passes == 1:
+            self._key_after_step = key
+        self._enter_pass()
+        if not place.lockstep.goes_on_with(key):
+            place.lockstep.end()
+            said, enter = self._propose(key)
+            place.announce(f"a forward {self._progress}", said, then=enter)
+
+    def _propose(self, key: bytes) -> tuple[list[int], Callable[[torch.Tensor], None]]:
+        """Makes the flags that say how the last pass known by ``key`` went, and what is done with everybody's."""
+        lockstep = self.ranks.data.lockstep
+        said = key[:DIGEST_NBYTES] + lockstep.digest_of(key)
 
         def enter(found: torch.Tensor) -> None:
             most, least = found[: len(said)], 255 - found[len(said) :]
             same = (most == least).tolist()
             self._traces_agree = all(same[:DIGEST_NBYTES])
-            place.lockstep.begin(key, agreed=all(same) and bool(most[DIGEST_NBYTES:].any()))
+            lockstep.begin(key, agreed=all(same) and bool(most[DIGEST_NBYTES:].any()))
 
-        place.announce(f"a forward {self._progress}", [*said, *(255 - byte for byte in said)], then=enter)
+        return [*said, *(255 - byte for byte in said)], enter
+
+    def meet_for_step(self, what: str, *, over_stages: str) -> None:
+        """Waits until every rank is at the step ``what``, of which other stages are told ``over_stages``. With it goes how the first forward
+        after a step went last time: where all say the same of that, the next one has begun, and does not meet."""
+        for place in self.ranks.places:
+            said = f"{over_stages if place is self.ranks.stages else what} {self._progress_on(place)}"
+            if place is self.ranks.data and self._key_after_step:
+                place.lockstep.end()
+                flags, enter = self._propose(self._key_after_step)
+                place.announce(said, flags, then=enter).wait()
+            else:
+                place.rendezvous(said)
 
     def _enter_pass(self) -> None:
         """Waits for the data ranks to begin the pass, if it has just begun."""

@@ -159,11 +159,10 @@ class Exchanges:
                     other.fail(error)
                 raise
 
-    def rendezvous(self, what: str, *, over_stages: str | None = None) -> None:
-        """Waits until every rank is at ``what``. ``over_stages``: what is said of it to other stages, where that is less."""
+    def rendezvous(self, what: str) -> None:
+        """Waits until every rank is at ``what``."""
         for channel in self.ranks.places:
-            said = what if channel is not self.ranks.stages or over_stages is None else over_stages
-            channel.rendezvous(f"{said} {self._progress_on(channel)}")
+            channel.rendezvous(f"{what} {self._progress_on(channel)}")
 
     def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool = False) -> None:
         """Raises UsageError where the data ranks do not have the same ``tensors``. ``over_tensors``: nor those with other parts of

@@ -68,6 +68,10 @@ class Lockstep:
         self._key, self._started, self._is_over = key, [], False
         self._agreed = self._known[key] if agreed else None
 
+    def goes_on_with(self, key: bytes) -> bool:
+        """Whether the agreed pass that has begun is known by ``key``, and nothing of it was started yet."""
+        return self._agreed is not None and not self._is_over and not self._started and self._key == key
+
     # --- what comes next ---
 
     @property

@@ -14,7 +14,7 @@ from ..errors import InfinityError, PeerError
 from . import farewell
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-HEARING_INTERVAL = timedelta(milliseconds=200)  # after which one that waits asks whether the others still come
+HEARING_INTERVAL = timedelta(milliseconds=500)  # after which one that waits asks whether the others still come
 LONGEST_NAP = 1e-3  # seconds between two looks at a device
 
 
@@ -62,8 +62,9 @@ class Pending:
                 work.wait(HEARING_INTERVAL)
                 return None
             except RuntimeError:
-                if work.is_completed():
-                    raise
+                if work.is_completed():  # just now, perhaps: it is asked itself how it ended
+                    work.wait()
+                    return None
             self.hear(settling)
 
     def _watch(self, work: dist.Work, settling: bool) -> None:

@@ -119,7 +119,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
         clip = self._clip_factor() if engine.config.max_grad_norm is not None else 1.0
         if not engine.collectives.ranks.alone:
-            engine.collectives.rendezvous(self._digest(clip), over_stages=self._digest(clip, of_parameters=False))
+            engine.collectives.meet_for_step(self._digest(clip), over_stages=self._digest(clip, of_parameters=False))
         if not begun:
             engine.begin_step()
         version = engine.steps.index if begun else engine.steps.index + 1
