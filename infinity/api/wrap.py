@@ -100,7 +100,9 @@ def wrap_model(
         check_stages(model, description, collectives)
         compare_values(model, collectives)
         local_size = -collectives.least([-ranks.local_size], "ranks on a machine", over_stages=True)[0]
-        ranks = dataclasses.replace(ranks, shard=config.shard, compresses=config.compress_gathers, local_size=local_size)
+        ranks = dataclasses.replace(
+            ranks, shard=config.shard, compresses=config.compress_gathers, reduction=config.reduction, local_size=local_size
+        )
         if config.shard_in_node:
             ranks = join_node(ranks, mesh)
         collectives = Collectives(ranks, traffic)

@@ -7,7 +7,7 @@ agreed     of a pass: all ranks of the row run its collectives in the order of t
 Every collective of a row is the next one of an agreed pass, or comes behind a rendezvous on one channel, whatever group its bytes take, so that
 no two ranks can wait for each other in different places. Bytes travel in the dtype they have, or as 8-bit codes where weights are compressed; sums are
 taken in fp32, in the order of the ranks, and rounded once. The transport never adds, so that the result does not depend on its
-algorithm.
+algorithm: but for Config(reduction="fast"), where it adds in the dtype that gradients have, in an order of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .lockstep import Collective
 from .pending import Pending, all_gather
 from .quantize import decode_blocks, encode_blocks
 
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
 MOST_OFFERED = 254  # what fits a byte beside BACKWARD_OVER; the rest is offered at the next rendezvous
 BACKWARD_OVER = 255
 DIGEST_NBYTES = 4  # of a trace, among the flags of a pass's meeting
@@ -168,19 +169,17 @@ class Collectives(Exchanges):
         then: Callable[[], None] | None = None,
     ) -> Pending:
         self._enter_pass()
-        place, least = self.ranks.data, None
-        group, size, nbytes, where = channel.bulk, channel.size, whole.numel(), whole.device
+        place, group, least = self.ranks.data, channel.bulk, None
 
-        def stand_in() -> dist.Work:
-            nothing = torch.zeros(nbytes, dtype=torch.uint8, device=where)
-            return all_gather(torch.empty_like(nothing), nothing[: nbytes // size], group=group, async_op=True)
+        def begin(given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
+            return all_gather(taken, given, group=group, async_op=True)
 
-        collective = Collective(what, whole.numel(), stand_in)
+        collective = Collective(what, whole.numel(), _stand_in(mine, whole, begin))
         if place.lockstep.next != collective:
             least = 255 - int(place.rendezvous(f"{what} {self._progress}", [255 - min(offered, MOST_OFFERED)]).max())
         place.lockstep.note(collective)
         start = time.perf_counter()
-        work = self._do(lambda: all_gather(whole, mine, group=group, async_op=True), what)
+        work = self._do(lambda: begin(mine, whole), what)
 
         def finish() -> None:
             edge = "all-gather" if channel is self.ranks.row else "all-gather in node"
@@ -220,17 +219,23 @@ class Collectives(Exchanges):
         Everyone has to have met before (:meth:`agree`), or it is what an agreed pass goes on with.
         """
         start = time.perf_counter()
-        raw = bytes_of(flat)
-        received = raw
-        works = []
+        raw, works, is_fast = bytes_of(flat), [], self.ranks.reduction == "fast"
+        received = flat
         if self.ranks.size > 1:
-            received, group = torch.empty_like(raw), self.ranks.row.reductions
-            self._go_on_with(what, raw, lambda given, taken: dist.all_to_all_single(taken, given, group=group, async_op=True))
-            works.append(self._do(lambda: dist.all_to_all_single(received, raw, group=group, async_op=True), what))
+            group = self.ranks.row.reductions
+            received = flat.new_empty(flat.numel() // self.ranks.size) if is_fast else torch.empty_like(flat)
+
+            def begin(given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
+                if is_fast:
+                    return reduce_scatter(taken, given, group=group, async_op=True)
+                return dist.all_to_all_single(bytes_of(taken), bytes_of(given), group=group, async_op=True)
+
+            self._go_on_with(what, flat, received, begin)
+            works.append(self._do(lambda: begin(flat, received), what))
 
         def finish() -> None:
             moved = raw.numel() - raw.numel() // self.ranks.size
-            total = _ordered_sum(received.view(flat.dtype).view(self.ranks.size, -1))
+            total = received.float() if is_fast else _ordered_sum(received.view(self.ranks.size, -1))
             if self.ranks.replicas is not None:
                 everyones = self._gather_over_replicas(total, what)
                 total = _ordered_sum(everyones)
@@ -242,25 +247,27 @@ class Collectives(Exchanges):
 
     def _gather_over_replicas(self, total: torch.Tensor, what: str) -> torch.Tensor:
         channel, what = self.ranks.replicas, f"{what} over replicas"
-        everyones, group = total.new_empty(channel.size, total.numel()), channel.bulk
-        whole, mine, size = bytes_of(everyones.view(-1)), bytes_of(total), channel.size
-        self._go_on_with(
-            what, whole, lambda given, taken: all_gather(taken, given[: len(given) // size], group=group, async_op=True)
-        )
-        work = self._do(lambda: all_gather(whole, mine, group=group, async_op=True), what)
-        self._pending([work], what, lambda: None, total.device).wait()
+        everyones = total.new_empty(channel.size, total.numel())
+
+        def begin(given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
+            return all_gather(taken, given, group=channel.bulk, async_op=True)
+
+        mine, whole = bytes_of(total), bytes_of(everyones.view(-1))
+        self._go_on_with(what, mine, whole, begin)
+        self._pending([self._do(lambda: begin(mine, whole), what)], what, lambda: None, total.device).wait()
         return everyones
 
-    def _go_on_with(self, what: str, bytes_: torch.Tensor, start: Callable[[torch.Tensor, torch.Tensor], dist.Work]) -> None:
-        """Notes a collective that starts now. Meets, where the agreed pass does not go on with it."""
-        nbytes, where = bytes_.numel(), bytes_.device
-
-        def stand_in() -> dist.Work:
-            nothing = torch.zeros(nbytes, dtype=torch.uint8, device=where)
-            return start(nothing, torch.empty_like(nothing))
-
+    def _go_on_with(
+        self,
+        what: str,
+        given: torch.Tensor,
+        taken: torch.Tensor,
+        begin: Callable[[torch.Tensor, torch.Tensor], dist.Work],
+    ) -> None:
+        """Notes a collective that begins now. Meets, where the agreed pass does not go on with it."""
         self._enter_pass()
-        lockstep, collective = self.ranks.data.lockstep, Collective(what, nbytes, stand_in)
+        lockstep = self.ranks.data.lockstep
+        collective = Collective(what, given.nbytes, _stand_in(given, taken, begin))
         if lockstep.is_open and lockstep.next != collective:
             self.ranks.data.rendezvous(f"{what} {self._progress}")
         lockstep.note(collective)
@@ -271,6 +278,19 @@ class Collectives(Exchanges):
         counted.nbytes += nbytes
         counted.busy_seconds += now - start
         self.traffic.mark(edge, what, start, now)
+
+
+def _stand_in(
+    given: torch.Tensor, taken: torch.Tensor, begin: Callable[[torch.Tensor, torch.Tensor], dist.Work]
+) -> Callable[[], dist.Work]:
+    """Makes what begins the same collective with tensors like these, which nobody looks at. It holds neither of them."""
+    sizes, dtype, where = (given.numel(), taken.numel()), given.dtype, given.device
+
+    def stand_in() -> dist.Work:
+        mine, whole = (torch.zeros(size, dtype=dtype, device=where) for size in sizes)
+        return begin(mine, whole)
+
+    return stand_in
 
 
 def _ordered_sum(parts: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ class DataRanks:
     local_size: int = 1  # ranks on this machine: they share its memory and its disks
     shard: str = "parameters"  # what is sliced besides: "optimizer" < "gradients" < "parameters"
     compresses: bool = False  # whether gathered weights pass as 8-bit codes
+    reduction: str = "ordered"  # how gradients are added up: in the order of the ranks, or as the "fast"est transport does
     row: Channel | None = None  # the ranks that have the other slices
     replicas: Channel | None = None
     both: Channel | None = None  # all data ranks, where there are a row and replicas
