@@ -15,12 +15,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from ..machine.traffic import Traffic
+from . import lockstep
 from .channel import Channel
 from .data_ranks import DataRanks
 from .exchanges import Exchanges, bytes_of
@@ -32,6 +34,9 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 MOST_OFFERED = 254  # what fits a byte beside BACKWARD_OVER; the rest is offered at the next rendezvous
 BACKWARD_OVER = 255
 DIGEST_NBYTES = 4  # of a trace, among the flags of a pass's meeting
+SAID_NBYTES = (
+    DIGEST_NBYTES + lockstep.DIGEST_NBYTES
+)  # of these flags, which go with their complements: the largest and the smallest are known
 
 
 class Collectives(Exchanges):
@@ -45,7 +50,7 @@ class Collectives(Exchanges):
         self.traffic = traffic if traffic is not None else Traffic()
         self._traces_agree = False
         self._passes = 0  # that have begun since the last backward or step
-        self._key_after_step = b""  # of the last forward that was the first after a step
+        self._found_after_step: list[int] = []  # units that the first forward after a step found gathered
 
     def note_progress(self, *, steps: int, backwards: int) -> None:
         """Sets what this rank says at every meeting of how far it is."""
@@ -61,40 +66,41 @@ class Collectives(Exchanges):
         if place is None:
             return
         self._passes += training
-        digest = hashlib.blake2b(np.fromiter(trace, np.int64).tobytes(), digest_size=DIGEST_NBYTES).digest()
-        key = digest + repr((sorted(resident), training, self._passes if training else 0)).encode()
+        found = sorted(resident)
+        key = _key_of(trace, found, self._passes if training else 0)
         if training and self._passes == 1:
-            self._key_after_step = key
+            self._found_after_step = found
         self._enter_pass()
         if not place.lockstep.goes_on_with(key):
             place.lockstep.end()
-            said, enter = self._propose(key)
-            place.announce(f"a forward {self._progress}", said, then=enter)
+            place.announce(f"a forward {self._progress}", self._flags_of(key), then=partial(self._begin, key))
 
-    def _propose(self, key: bytes) -> tuple[list[int], Callable[[torch.Tensor], None]]:
-        """Makes the flags that say how the last pass known by ``key`` went, and what is done with everybody's."""
-        lockstep = self.ranks.data.lockstep
-        said = key[:DIGEST_NBYTES] + lockstep.digest_of(key)
+    def _flags_of(self, key: bytes) -> list[int]:
+        """Makes the flags that say what a pass known by ``key`` expects, and how the last one went."""
+        said = key[:DIGEST_NBYTES] + self.ranks.data.lockstep.digest_of(key)
+        return [*said, *(255 - byte for byte in said)]
 
-        def enter(found: torch.Tensor) -> None:
-            most, least = found[: len(said)], 255 - found[len(said) :]
-            same = (most == least).tolist()
+    def _begin(self, key: bytes, found: torch.Tensor, *, only_agreed: bool = False) -> None:
+        """Begins a pass, of which everybody's flags have been ``found``: agreed where all said the same."""
+        most, least = found[:SAID_NBYTES], 255 - found[SAID_NBYTES:]
+        same = (most == least).tolist()
+        agreed = all(same) and bool(most[DIGEST_NBYTES:].any())
+        if agreed or not only_agreed:
             self._traces_agree = all(same[:DIGEST_NBYTES])
-            lockstep.begin(key, agreed=all(same) and bool(most[DIGEST_NBYTES:].any()))
+            self.ranks.data.lockstep.begin(key, agreed=agreed)
 
-        return [*said, *(255 - byte for byte in said)], enter
-
-    def meet_for_step(self, what: str, *, over_stages: str) -> None:
-        """Waits until every rank is at the step ``what``, of which other stages are told ``over_stages``. With it goes how the first forward
-        after a step went last time: where all say the same of that, the next one has begun, and does not meet."""
+    def meet_for_step(self, what: str, *, over_stages: str, trace: Iterable[int]) -> None:
+        """Waits until every rank is at the step ``what``, of which other stages are told ``over_stages``. With it goes how a forward after a step
+        went last time, of which the units of ``trace`` are expected: where all say the same of that, it has begun, and does not meet."""
         for place in self.ranks.places:
             said = f"{over_stages if place is self.ranks.stages else what} {self._progress_on(place)}"
-            if place is self.ranks.data and self._key_after_step:
-                place.lockstep.end()
-                flags, enter = self._propose(self._key_after_step)
-                place.announce(said, flags, then=enter).wait()
-            else:
+            if place is not self.ranks.data:
                 place.rendezvous(said)
+                continue
+            key = _key_of(trace, self._found_after_step, 1)
+            # Ranks whose last pass went another way may not find the same units gathered: what one says here is nobody's word.
+            flags = self._flags_of(key) if place.lockstep.was_followed else [255] * (2 * SAID_NBYTES)
+            place.announce(said, flags, then=partial(self._begin, key, only_agreed=True)).wait()
 
     def _enter_pass(self) -> None:
         """Waits for the data ranks to begin the pass, if it has just begun."""
@@ -266,11 +272,10 @@ class Collectives(Exchanges):
     ) -> None:
         """Notes a collective that begins now. Meets, where the agreed pass does not go on with it."""
         self._enter_pass()
-        lockstep = self.ranks.data.lockstep
-        collective = Collective(what, given.nbytes, _stand_in(given, taken, begin))
-        if lockstep.is_open and lockstep.next != collective:
+        passing, collective = self.ranks.data.lockstep, Collective(what, given.nbytes, _stand_in(given, taken, begin))
+        if passing.is_open and passing.next != collective:
             self.ranks.data.rendezvous(f"{what} {self._progress}")
-        lockstep.note(collective)
+        passing.note(collective)
 
     def _count(self, edge: str, nbytes: int, what: str, start: float) -> None:
         now = time.perf_counter()
@@ -278,6 +283,13 @@ class Collectives(Exchanges):
         counted.nbytes += nbytes
         counted.busy_seconds += now - start
         self.traffic.mark(edge, what, start, now)
+
+
+def _key_of(trace: Iterable[int], resident: list[int], number: int) -> bytes:
+    """Makes what passes that go the same way are known by; its first bytes are the trace's. ``number``: among the training passes since the last
+    backward or step; 0 for another pass."""
+    digest = hashlib.blake2b(np.fromiter(trace, np.int64).tobytes(), digest_size=DIGEST_NBYTES).digest()
+    return digest + repr((resident, number)).encode()
 
 
 def _stand_in(

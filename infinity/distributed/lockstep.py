@@ -42,11 +42,14 @@ class Lockstep:
         self._started: list[Collective] = []
         self._agreed: list[Collective] | None = None
         self._is_over = True  # what is started now belongs to no pass
+        self.was_followed = False  # the last pass was agreed, and went so to its end
 
     # --- a pass ---
 
     def end(self) -> None:
         """Ends the pass: remembers how it went, unless it was left before its end."""
+        if not self._is_over:
+            self.was_followed = self.is_agreed and not self.is_open
         if not self._is_over and not self.is_open:
             self._known[self._key] = self._started
             self._known.move_to_end(self._key)

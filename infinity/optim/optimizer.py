@@ -119,7 +119,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
         clip = self._clip_factor() if engine.config.max_grad_norm is not None else 1.0
         if not engine.collectives.ranks.alone:
-            engine.collectives.meet_for_step(self._digest(clip), over_stages=self._digest(clip, of_parameters=False))
+            over_stages, trace = self._digest(clip, of_parameters=False), engine.schedule.expected_after_step()
+            engine.collectives.meet_for_step(self._digest(clip), over_stages=over_stages, trace=trace)
         if not begun:
             engine.begin_step()
         version = engine.steps.index if begun else engine.steps.index + 1
