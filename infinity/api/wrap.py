@@ -38,7 +38,7 @@ from ..state.partition import Group, is_managed, parameter_names
 from ..state.parts import Parts, called_for, parts_of
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
-from .agreement import broadcast_rest, check_stages, compare_values, describe, free_everywhere, own_budgets
+from .agreement import broadcast_rest, check_stages, compare_values, describe, free_everywhere, own_budgets, share_processors
 from .before import Before, MovedRest
 from .checks import check, check_tensor_parallel, tell_of_the_rest
 from .lay_out import choose_device, groups_of_optimizer, lay_out_groups, shards_of_group, unit_size
@@ -103,6 +103,7 @@ def wrap_model(
         ranks = dataclasses.replace(
             ranks, shard=config.shard, compresses=config.compress_gathers, reduction=config.reduction, local_size=local_size
         )
+        share_processors(collectives)
         if config.shard_in_node:
             ranks = join_node(ranks, mesh)
         collectives = Collectives(ranks, traffic)
