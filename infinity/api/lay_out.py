@@ -14,6 +14,7 @@ from .. import native
 from ..config.choices import MOMENT_DTYPES
 from ..config.config import Config
 from ..distributed.collectives import Collectives
+from ..distributed.data_ranks import DataRanks
 from ..errors import CapacityError, ConfigError
 from ..forwards.tiles import SMALLEST_TILE_NBYTES, candidates
 from ..machine.accelerator import make_device
@@ -53,12 +54,15 @@ def choose_device(model: nn.Module, config: Config, collectives: Collectives) ->
     return make_device(where, collectives.traffic)
 
 
-def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> tuple[MemoryPlan, list[UnitSize]]:
-    """Returns :func:`wrap_model`'s plan for the model, and the sizes of its units. Nothing is allocated or changed."""
+def lay_out(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, ranks: DataRanks | None = None
+) -> tuple[MemoryPlan, list[UnitSize]]:
+    """Returns :func:`wrap_model`'s plan for the model, and the sizes of its units. Nothing is allocated or changed. ``ranks``: those that are
+    planned for, which need not be there; None: one."""
     check(model, optimizer, config)
     rule = recognise(optimizer) if optimizer is not None else None
     group_of = groups_of_optimizer(optimizer)
-    alone = Collectives()
+    alone = Collectives(ranks)
     device = choose_device(model, config, alone)
     try:
         shards_of = partial(shards_of_group, group_of=group_of, rule=rule, optimizer=optimizer, config=config, collectives=alone)

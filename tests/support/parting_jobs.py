@@ -20,6 +20,7 @@ import infinity
 from infinity.distributed import tree
 from infinity.distributed.channel import Channel
 from infinity.distributed.meeting import Meeting
+from infinity.planning.cluster import edges_of, gathers_of
 from infinity.runtime.registry import wrapped
 
 AGREED = 4  # steps after which passes are agreed
@@ -197,6 +198,26 @@ def counted(blocks: int) -> dict[str, Any]:
         Meeting._begin = begin
     infinity.unwrap_model(model, optimizer)
     return {"met": found}
+
+
+def moved(config: dict, blocks: int = 8) -> dict[str, Any]:
+    """Bytes of a step in the steady state, over every edge and from other ranks, and what the plan of the same job predicts."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(blocks)))
+    config = {"params": "host", "optimizer": "host", "units": ["Linear"]} | config
+    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), config)
+    engine, counted = wrapped(model).engine, []
+    for step in range(6):
+        model(data(step, dist.get_rank())).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.wait_idle()
+        stats = infinity.stats(model).as_dict()
+        counted.append({name: edge["nbytes"] for edges in (stats["edges"], stats["collectives"]) for name, edge in edges.items()})
+    found = {name: nbytes - counted[-2].get(name, 0) for name, nbytes in counted[-1].items()}
+    gathers = gathers_of(engine.sizes, engine.plan.device_window_nbytes)
+    predicted = edges_of(engine.plan, engine.sizes, gathers)
+    infinity.unwrap_model(model, optimizer)
+    return {"found": found, "predicted": predicted, "gathers": gathers}
 
 
 if __name__ == "__main__":
