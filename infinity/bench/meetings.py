@@ -29,7 +29,8 @@ from .settings import Settings
 
 RANKS = (8, 16, 32)
 LATENCY_SECONDS, LATENCY_RANKS = 5e-3, 8
-WIDTH, BLOCKS, BATCH, STEPS = 128, 12, 4, 2
+WIDTH, BATCH, STEPS = 128, 4, 1
+BLOCKS, FEW_BLOCKS = 12, 6  # the second for 32 processes, or a small scale: then meetings weigh more
 PORT = 29411  # in a namespace of its own
 
 
@@ -113,7 +114,7 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    blocks = BLOCKS if scale >= 1 else 4
+    blocks = BLOCKS if scale >= 1 and dist.get_world_size() < 32 else FEW_BLOCKS
     model: Any = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(blocks)])
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer = infinity.wrap_model(model, optimizer, {"params": "host", "optimizer": "host", "units": ["Linear"]})
@@ -144,7 +145,7 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
         step()
     with mock.patch.object(Meeting, "_begin", counting):
         step()
-    times = alternate({name: stepping(name) for name in ("ours", "none", "each")}, 4 * rounds, warm_up=1)
+    times = alternate({name: stepping(name) for name in ("ours", "none", "each")}, 8 * rounds, warm_up=1)
     return _told(times, STEPS * BATCH * dist.get_world_size(), met)
 
 
