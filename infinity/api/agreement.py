@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import socket
 from fractions import Fraction
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..config.config import Config
 from ..distributed.collectives import Collectives
 from ..distributed.data_ranks import DataRanks
 from ..errors import ConfigError
+from ..machine import processors
 from ..machine.device import Device
 from ..machine.tiers import Tier
 from ..planning.budgets import measured_free
@@ -171,6 +173,16 @@ def share_of_machine(model: nn.Module, collectives: Collectives, local_size: int
     everyones = collectives.collect((me, own), "the bytes of the stages")
     here = sum(nbytes for machine, nbytes in everyones if machine == me)
     return Fraction(collectives.least([own * PARTS // max(1, here)], "parts of a machine")[0], PARTS)
+
+
+def share_processors(collectives: Collectives) -> None:
+    """Tells every rank where the others on its machine may run, so that it starts no more threads than its part of the processors."""
+    if collectives.ranks.alone:
+        processors.share_with([])
+        return
+    mine = collectives.ranks.world_rank, socket.gethostname(), sorted(processors.allowed())
+    everyones = collectives.collect(mine, "where the ranks may run")
+    processors.share_with([set(theirs) for rank, host, theirs in everyones if host == mine[1] and rank != mine[0]])
 
 
 def own_budgets(config: Config, ranks: DataRanks) -> Config:

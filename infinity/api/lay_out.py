@@ -15,6 +15,7 @@ from .. import native
 from ..config.choices import MOMENT_DTYPES
 from ..config.config import Config
 from ..distributed.collectives import Collectives
+from ..distributed.data_ranks import DataRanks
 from ..errors import CapacityError, ConfigError, InternalError
 from ..forwards.tiles import SMALLEST_TILE_NBYTES, candidates
 from ..machine.accelerator import make_device
@@ -54,14 +55,17 @@ def choose_device(model: nn.Module, config: Config, collectives: Collectives) ->
     return make_device(where, collectives.traffic)
 
 
-def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> tuple[MemoryPlan, list[UnitSize]]:
-    """Returns :func:`wrap_model`'s plan for the model, and the sizes of its units. Nothing is allocated or changed."""
+def lay_out(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, ranks: DataRanks | None = None
+) -> tuple[MemoryPlan, list[UnitSize]]:
+    """Returns :func:`wrap_model`'s plan for the model, and the sizes of its units. Nothing is allocated or changed. ``ranks``: those that are
+    planned for, which need not be there; None: one."""
     from .scratch import lay_out_here  # which needs what is below
 
     check(model, optimizer, config)
     rule = recognise(optimizer) if optimizer is not None else None
     group_of = groups_of_optimizer(optimizer)
-    alone = Collectives()
+    alone = Collectives(ranks)
     device = choose_device(model, config, alone)
     try:
         shards_of = partial(shards_of_group, group_of=group_of, rule=rule, optimizer=optimizer, config=config, collectives=alone)

@@ -41,7 +41,7 @@ from ..state.partition import Group, is_managed, parameter_names
 from ..state.parts import Parts, called_for, parts_of
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
-from .agreement import broadcast_rest, check_stages, compare_values, describe, own_budgets, share_of_machine
+from .agreement import broadcast_rest, check_stages, compare_values, describe, own_budgets, share_of_machine, share_processors
 from .before import Before, MovedRest
 from .checks import check, check_tensor_parallel, tell_of_the_rest
 from .lay_out import choose_device, groups_of_optimizer, shards_of_group, unit_size
@@ -98,8 +98,9 @@ def wrap_model(
         config = _check_everywhere(model, optimizer, config, ties, collectives)
         whole = cast(nn.Module, model)  # checked
         ranks = _settle(whole, config, collectives, mesh)
+        share_processors(collectives)
         collectives = Collectives(ranks, traffic)
-        collectives.allow_flags(len(list(whole.parameters())) + 1)
+        collectives.allow_flags(2 * len(list(whole.parameters())) + 1)
         return _wrap(whole, optimizer, config, collectives, mesh)
     except BaseException:
         ties.undo()
@@ -114,6 +115,7 @@ def _settle(model: nn.Module, config: Config, collectives: Collectives, mesh: An
         collectives.ranks,
         shard=config.shard,
         compresses=config.compress_gathers,
+        reduction=config.reduction,
         local_size=local_size,
         machine_share=share_of_machine(model, collectives, local_size),
     )

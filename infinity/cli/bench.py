@@ -30,6 +30,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "startup": "infinity.bench.startup",
     "disks": "infinity.bench.disks",
     "ranks": "infinity.bench.ranks",
+    "meetings": "infinity.bench.meetings",
     "tensor_parallel": "infinity.bench.tensor_parallel",
     "pipeline": "infinity.bench.pipeline",
     "integrations": "infinity.bench.integrations",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import infinity
 
@@ -21,6 +21,15 @@ from ..machine.tiers import Tier
 from .training.options import HOMES
 from .training.settings import AUTO, engine_config, engine_settings
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..config.config import Config
+    from ..planning.cluster import Machine
+    from ..planning.memory_plan import MemoryPlan
+    from ..planning.unit_sizes import UnitSize
+
+USABLE = 0.9  # of a machine's memory and disks: the rest is the system's, and the libraries'
 BAR = 48  # characters of the memory map
 STATE = {"weights": "weight", "optimizer": "exp_avg", "gradients": "grad"}
 
@@ -45,6 +54,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--batch-size", type=int, default=4, metavar="N", help="samples of a step (default 4)")
     add("--sequence-length", type=int, metavar="N", help="tokens of a sample (default 256)")
     add("--gradient-checkpointing", action="store_true", help="the backward computes activations again")
+    add("--machine", metavar="FILE", help="plan for this kind of machine: a TOML file, or dgx-h100, which comes along")
+    add("--nodes", type=int, default=1, metavar="N", help="how many of them, with one rank for each device (default 1)")
     add("--svg", type=Path, metavar="FILE", help="draw the memory map")
     add("--json", action="store_true", help="the plan as one JSON object on stdout")
 
@@ -69,13 +80,17 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
 
     from ..api.lay_out import lay_out
     from ..machine.rates import Rates
+    from ..planning.cluster import Machine
     from ..planning.predict import predict
     from .training.compute import compute_time
     from .training.job import make_optimizer
     from .training.model import choose_sequence_length, read_model_config
 
     logging.set_verbosity_error()
-    settings = _settings(args)
+    if args.nodes < 1:
+        raise ConfigError(f"--nodes {args.nodes}: give at least 1")
+    machine = Machine.read(args.machine) if args.machine is not None else None
+    settings = _settings(args, machine)
     model_config = read_model_config(args.model, trust=args.trust_remote_code)
     length = choose_sequence_length(args.sequence_length, model_config)
     if getattr(model_config.get_text_config(), "vocab_size", 1) == 0:
@@ -90,7 +105,10 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001 - a config may be wrong in every way
             raise ConfigError(f"transformers cannot build a causal LM from {args.model}: {error!r}") from None
     config = engine_config(settings, model)
-    plan, units = lay_out(model, make_optimizer(model, lr=1e-4, weight_decay=0.1), config)
+    optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+    if machine is not None:
+        return _plan_cluster(args, machine, model, model_config, optimizer, config, length)
+    plan, units = lay_out(model, optimizer, config)
     compute = compute_time(
         model, model_config, batch=args.batch_size, length=length, dtype=dtype, checkpointing=args.gradient_checkpointing
     )
@@ -98,10 +116,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     rates = Rates.measure(config.nvme_paths if on_disk else ())
     prediction = predict(plan, units, rates, compute_seconds=compute.seconds)
     tokens = args.batch_size * length
-    return {
-        "parameters": sum(param.numel() for param in model.parameters()),
-        "units": list(_units(plan, units)),
-        "tiers": {str(tier): {"nbytes": plan.planned_nbytes(tier), "parts": plan.terms[tier]} for tier in Tier},
+    return _described(model, plan, units) | {
         "edges": prediction.edges,
         "seconds": prediction.seconds,
         "compute": compute.how,
@@ -123,9 +138,60 @@ def _deepspeed(model, config) -> dict[str, Any]:
     return asdict(deepspeed_bytes(sum(sizes), max(sizes), **homes))
 
 
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
+def _described(model: nn.Module, plan: MemoryPlan, units: list[UnitSize]) -> dict[str, Any]:
+    return {
+        "parameters": sum(param.numel() for param in model.parameters()),
+        "units": list(_units(plan, units)),
+        "tiers": {str(tier): {"nbytes": plan.planned_nbytes(tier), "parts": plan.terms[tier]} for tier in Tier},
+    }
+
+
+def _plan_cluster(
+    args: argparse.Namespace,
+    machine: Machine,
+    model: nn.Module,
+    model_config: Any,
+    optimizer: Any,
+    config: Config,
+    length: int,
+) -> dict[str, Any]:
+    """Plans one rank of ``args.nodes`` machines; nothing of this one is measured."""
+    from ..api.lay_out import lay_out
+    from ..distributed.data_ranks import DataRanks
+    from ..planning.cluster import predict_cluster
+    from .training.compute import step_flops
+
+    ranks = DataRanks(size=args.nodes * machine.devices, local_size=machine.devices)
+    plan, units = lay_out(model, optimizer, config, ranks)
+    flops = step_flops(model, model_config, batch=args.batch_size, length=length, checkpointing=args.gradient_checkpointing)
+    found = predict_cluster(plan, units, machine, args.nodes, flops=flops)
+    tokens = args.batch_size * length * found.ranks
+    return _described(model, plan, units) | {
+        "machine": machine.name,
+        "nodes": args.nodes,
+        "ranks": found.ranks,
+        "edges": found.edges,
+        "seconds": found.seconds,
+        "compute": "assumed",
+        "rates": {key: value for key, value in asdict(machine).items() if isinstance(value, (int, float))},
+        "step_seconds": found.step_seconds,
+        "tokens_per_step": tokens,
+        "tokens_per_second": tokens / found.step_seconds,
+        "bottleneck": found.bottleneck,
+        "assumptions": [*found.assumptions, "what the forward saves is not counted: give its room with --device-memory"],
+        "sources": list(machine.sources),
+    }
+
+
+def _settings(args: argparse.Namespace, machine: Machine | None) -> dict[str, Any]:
     from ..machine import scratch
 
+    if machine is not None:  # each rank's part of its node
+        each = {"device_memory": machine.device_memory, "host_memory": machine.host_memory // machine.devices}
+        each["nvme_capacity"] = machine.disks * machine.disk_capacity // machine.devices
+        for name, nbytes in each.items():
+            if getattr(args, name) is None:
+                setattr(args, name, str(int(USABLE * nbytes)))
     args.micro_batch = args.trace = args.max_grad_norm = None
     if args.nvme_capacity is not None and not args.nvme_path and args.config is None:
         args.nvme_path = [Path(".")]  # of another machine's disk only the size is known
@@ -184,9 +250,12 @@ def text(found: dict[str, Any]) -> Iterator[str]:
                 filled = max(1, round(BAR * nbytes / of_tier["nbytes"]))
                 yield f"  {what:<28}{format_nbytes(nbytes):>11}  {'#' * filled}"
     moved = ", ".join(f"{edge} {format_nbytes(nbytes)}" for edge, nbytes in found["edges"].items() if nbytes)
-    yield f"a step of {found['tokens_per_step']:,} tokens moves {moved}"
+    whose = " of each rank" if "ranks" in found else ""
+    if "ranks" in found:
+        yield f"{found['nodes']} x {found['machine']}, {found['ranks']} ranks; above is one of them"
+    yield f"a step of {found['tokens_per_step']:,} tokens moves {moved}{whose}"
     needs = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in found["seconds"].items() if seconds)
-    yield f"and needs {needs} (compute {found['compute']} on this machine)"
+    yield f"and needs {needs} (compute {found['compute']}{'' if 'ranks' in found else ' on this machine'})"
     if (theirs := found.get("deepspeed")) is not None:
         yield f"{'beside DeepSpeed, by its own layout':<42}{'DeepSpeed':>12}{'Infinity':>12}"
         for tier, nbytes in theirs["tiers"].items():
@@ -194,6 +263,8 @@ def text(found: dict[str, Any]) -> Iterator[str]:
         for edge, nbytes in theirs["edges"].items():
             yield f"  {'moved in a step, ' + edge:<40}{format_nbytes(nbytes):>12}{format_nbytes(found['edges'][edge]):>12}"
     yield f"predicted: {found['step_seconds']:.3g} s per step, {found['tokens_per_second']:,.1f} tokens/s; {found['bottleneck']} decides"
+    for name in ("assumptions", "sources"):
+        yield from [f"{name}:", *(f"  {line}" for line in found[name])] if name in found else []
 
 
 WIDTH, ROW, LEFT = 900, 64, 70

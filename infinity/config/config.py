@@ -17,7 +17,7 @@ import torch
 from ..errors import ConfigError
 from ..machine.sizes import parse_nbytes
 from ..untrusted import parse_json, read_text
-from .choices import AUTO, DTYPES, HOMES, MASTERS, MOMENT_DTYPES, SHARDED
+from .choices import AUTO, DTYPES, HOMES, MASTERS, MOMENT_DTYPES, REDUCTIONS, SHARDED
 from .deepspeed import translate_deepspeed
 
 logger = logging.getLogger(__name__)
@@ -58,11 +58,16 @@ class Config:
         that the backward's gather stays inside it (ZeRO++'s secondary partition); whether gathered weights pass as
         8-bit codes with a scale per 256 elements, which computes with weights that are off by up to 1/254 of their
         block's largest.
+    reduction
+        With several ranks, how gradients are added up: ``"ordered"``, in fp32, in the order of the ranks, so that the sum is one process's;
+        ``"fast"``, by the backend's reduce-scatter, in the dtype of the gradients and an order of its own: the same on all ranks, but
+        not always the same as in another run, on other machines or with another number of ranks.
     device
         What computes: ``"cuda"``, ``"cuda:1"``, ``"cpu"``. None: where the model's parameters are; the CPU for one on ``meta``.
         Buffers, and parameters that the engine does not move, are moved there.
     update_threads
-        Threads of the optimizer's kernels; None: as many as torch computes with.
+        Threads of the optimizer's kernels; None: as many as torch computes with, but no more than this rank's part of the processors; under torchrun,
+        which tells torch to compute with one, that part.
     speculate
         Whether units are updated in the backward already, as if clipping will not change their gradients; where it does, the
         update is made again from the state that was kept. The bits are the same. It takes room for a second copy of
@@ -93,6 +98,7 @@ class Config:
     shard: str = "parameters"
     shard_in_node: bool = False
     compress_gathers: bool = False
+    reduction: str = "ordered"
     device: str | torch.device | None = None
     update_threads: int | None = None
     micro_batch: int | None = None
@@ -110,6 +116,7 @@ class Config:
         self._choose("master", MASTERS)
         self._choose("moments", MOMENT_DTYPES)
         self._choose("shard", SHARDED)
+        self._choose("reduction", REDUCTIONS)
         for name in ("device_memory", "host_memory", "nvme_capacity"):
             self._set(name, parse_nbytes(getattr(self, name), name))
         for name in ("param_dtype", "grad_dtype"):

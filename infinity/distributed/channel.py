@@ -1,169 +1,190 @@
-"""Channel: exchanges a few bytes between all ranks of a process group before each collective.
+"""Channel: brings the ranks of one process group together, and tells them where they are not at the same place.
 
-What a rank says is what it is about to do, and after how many steps and backwards. Ranks that come to different collectives
-would mix up their bytes or end in the transport's abort: a rendezvous makes that an error that names both. A rank that fails
-says so at its next rendezvous, and all others raise its reason.
+What a rank says at a meeting is what it is about to do, and after how many steps and backwards. Ranks that come to different collectives
+would mix up their bytes or end in the transport's abort: a meeting before them makes that an error that names both, and so does the agreed
+sequence of a pass (see `lockstep`). A rank that fails says so at its next meeting, and all others raise its reason.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import InfinityError, PeerError, UsageError
-from . import farewell
+from .lockstep import Lockstep
+from .meeting import Meeting
+from .pending import all_gather, ranks_lost
+from .tree import Merge, Tree
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 SAID_NBYTES = 448  # what a rank is about to do, or why it failed
 FAILED = "failed: "
-HEARING_SECONDS = 5.0  # that a failed rank waits for another one to come to a rendezvous
-
-
-@dataclass(eq=False)
-class Pending:
-    """A collective under way. ``wait`` raises PeerError when a rank is gone."""
-
-    works: list
-    what: str
-    finish: Callable[[], None] | None = None
-    release: Callable[[], None] = lambda: None  # of its memory, once nothing moves any more
-    least_offered: int = 0  # reductions that all ranks of the row offered to start, at its rendezvous
-
-    def wait(self) -> None:
-        try:
-            for work in self.works:
-                work.wait()
-            self.works = []
-            if self.finish is not None:
-                finish, self.finish = self.finish, None
-                finish()
-        except RuntimeError as error:
-            raise (error if isinstance(error, InfinityError) else ranks_lost(self.what, error)) from error
-        finally:
-            self.works = []
-            self.release()
-
-    def drop(self) -> None:
-        """Waits until nothing moves any more; what came is not used."""
-        self.finish = None
-        try:
-            self.wait()
-        except PeerError:
-            pass
-
-
-def ranks_lost(what: str, error: BaseException) -> PeerError:
-    if known := farewell.reasons():
-        return PeerError(f"rank {dist.get_rank()} lost its peers at '{what}': {known}")
-    text = str(error).strip().splitlines() or [type(error).__name__]
-    silent = farewell.silent()
-    heard = f" Nothing was heard from {silent}." if silent else ""
-    return PeerError(
-        f"rank {dist.get_rank()} lost its peers at '{what}': {text[0]} A rank has ended, or did not come within the process "
-        f"group's timeout: its own output tells why.{heard}"
-    )
+HEARING_SECONDS = 5.0  # that a failed rank waits for another one to come to a meeting
 
 
 class Channel:
     """Brings the ranks of one process group together. Used from one thread at a time."""
 
-    def __init__(self, group: dist.ProcessGroup, *, reductions: dist.ProcessGroup | None = None):
-        self.group = group  # for rendezvous, and for what the host has
+    def __init__(self, group: dist.ProcessGroup, tree: Tree, *, reductions: dist.ProcessGroup | None = None, alarms: Any = None):
+        self.group = group  # for what the host has
+        self.tree = tree  # for meetings
         self.bulk = group  # for gathers of what the device has
         self.reductions = reductions or group  # for gradients, whose bytes do not wait for a gather's
+        self.lockstep = Lockstep()
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)  # in the world
-        self.flags_nbytes = 8  # what a rendezvous has room for: the same on all ranks
+        self.flags_nbytes = 32  # what a meeting has room for: the same on all ranks
+        self._alarms = alarms  # a store of this channel's own
         self._ended = False  # the ranks are no longer at the same place, or some are gone
-        self._unheard: tuple | None = None  # the transport still reads it
+        self._meeting: Meeting | None = None  # the last one
+        self._farewell: Meeting | None = None  # at which this rank said that it failed
+        self._reason: str | None = None  # why it did
 
     def carry(self, bulk: dist.ProcessGroup, reductions: dist.ProcessGroup | None = None) -> None:
         """Has gathers pass over ``bulk`` and gradients over ``reductions``, groups that reach the device's memory."""
         self.bulk, self.reductions = bulk, reductions or bulk
 
-    def rendezvous(self, what: str, flags: Sequence[int] = ()) -> torch.Tensor:
-        """Waits for all ranks to come to ``what``. Returns everyone's ``flags`` (0 to 255 each): uint8 [ranks, flags].
+    # --- meetings ---
+
+    def announce(
+        self,
+        what: str,
+        flags: Sequence[int] = (),
+        *,
+        settling: bool = False,
+        then: Callable[[torch.Tensor], None] = lambda found: None,
+    ) -> Meeting:
+        """Says that this rank is about to do ``what``, with ``flags`` (0 to 255 each). What the others say is known when the meeting is
+        waited for; the next one waits for it, too. ``settling``: only to complete what another rank has started. ``then``: given the flags as
+        soon as they are known."""
+        if self._ended:
+            raise PeerError(f"rank {dist.get_rank()} cannot go on at '{what}': this job failed before. Start it again.")
+        self.finish_meeting()
+        self._meeting = Meeting(self, what, flags, settling=settling, then=then)
+        return self._meeting
+
+    def rendezvous(self, what: str, flags: Sequence[int] = (), *, settling: bool = False) -> torch.Tensor:
+        """Waits for all ranks to come to ``what``. Returns the largest of everyone's ``flags``: uint8 [flags].
 
         Raises UsageError when another rank comes to something else, PeerError when one failed or is gone. Both are raised
         on all ranks, which are at the same place afterwards.
         """
-        if self._ended:
-            raise PeerError(f"rank {dist.get_rank()} cannot go on at '{what}': this job failed before. Start it again.")
-        messages = self._exchange(what, flags)
-        texts = [_text(row[:SAID_NBYTES]) for row in messages]
-        for peer, theirs in zip(self.ranks, texts):
-            if theirs.startswith(FAILED):
-                raise self._heard(PeerError(f"rank {peer} {theirs}"))
-        for peer, theirs in zip(self.ranks, texts):
-            if theirs != _cut(what):
-                error = UsageError(
-                    f"rank {dist.get_rank()} is at '{what}' while rank {peer} is at '{theirs}': all ranks must run the same "
-                    "modules in the same order, and make the same calls that need every rank (step, state_dict, "
-                    "clip_grad_norm_, saving, loading)."
-                )
-                raise self._heard(error)
-        return messages[:, SAID_NBYTES : SAID_NBYTES + len(flags)]
+        return self.announce(what, flags, settling=settling).wait()
 
-    def _heard(self, error: InfinityError) -> InfinityError:
-        error.heard_on = self
-        return error
+    def finish_meeting(self) -> None:
+        """Waits for the last meeting, if nobody has. Raises what :meth:`rendezvous` does."""
+        if self._meeting is not None and not self._meeting.is_over:
+            self._meeting.wait()
 
     def fail(self, error: BaseException) -> None:
-        """Comes to the next rendezvous with ``error`` instead: all others raise it there."""
+        """Comes to the next meeting with ``error`` instead: all others raise it there."""
         if getattr(error, "heard_on", None) is not self and not self._ended:
-            try:
-                self._exchange(_failure(error), ())
-            except PeerError:
-                pass  # they are gone already
+            with contextlib.suppress(InfinityError):  # another one's, or they are gone already
+                self._begin_farewell(error).wait()
+            self._reason = None
 
     def tell(self, error: BaseException) -> None:
         """Sends ``error`` without waiting for the others. This rank cannot go on afterwards."""
         if not self._ended:
-            try:
-                self._exchange(_failure(error), (), wait=False)
-            except PeerError:
-                pass
+            with contextlib.suppress(InfinityError):
+                self._farewell = self._begin_farewell(error)
             self._ended = True
+
+    def _begin_farewell(self, error: BaseException) -> Meeting:
+        with contextlib.suppress(InfinityError):
+            self.finish_meeting()
+        self._reason = f"{FAILED}{type(error).__name__}: {error}"
+        self._meeting = Meeting(self, self._reason, failed=True)
+        return self._meeting
 
     @property
     def has_ended(self) -> bool:
         """Whether this rank can meet nobody here any more."""
         return self._ended
 
-    @property
-    def was_heard(self) -> bool:
-        """Whether the others have come to the rendezvous at which this rank told that it failed, or are gone."""
-        return self._unheard is None or self._unheard[0].is_completed()
+    def is_heard(self) -> bool:
+        """Tells whether the others have come to the meeting at which this rank told that it failed, or are gone."""
+        if self._farewell is not None:
+            try:
+                if not self._farewell.poll():
+                    return False
+                self._farewell.wait()
+            except (InfinityError, RuntimeError):
+                pass
+            self._farewell = None
+        return True
+
+    # --- what meetings ask ---
+
+    def raise_alarm(self) -> None:
+        """Calls the ranks that wait for a collective of the agreed sequence to the meeting that this rank comes to next."""
+        if self._alarms is not None:
+            with contextlib.suppress(RuntimeError):  # a store that is gone: so is the job
+                self._alarms.set(str(self.tree.begun), "")
+
+    def hears_alarm(self) -> bool:
+        """Tells whether another rank waits at the next meeting, because it does not go on with the agreed sequence."""
+        try:
+            return self._alarms is not None and self._alarms.check([str(self.tree.begun)])
+        except RuntimeError:
+            return False
+
+    def complete(self, merge: Merge, what: str) -> torch.Tensor:
+        """Waits for the result of ``merge``. Raises PeerError where a rank is gone."""
+        try:
+            return merge.wait()
+        except RuntimeError as error:
+            raise self.lost(what, error) from error
+
+    def come_together(self, reach: int) -> None:
+        """Ends the agreement on a sequence of which the first ``reach`` collectives were started by some rank."""
+        try:
+            self.lockstep.part(reach)
+        except RuntimeError as error:
+            raise self.lost("completing what other ranks have started", error) from error
+        if self.rank == 0 and self._alarms is not None:
+            with contextlib.suppress(RuntimeError):
+                self._alarms.delete_key(str(self.tree.begun - 1))
+
+    def refusal(self, what: str) -> InfinityError:
+        """Makes the error of a meeting at which not all could say the same, on every rank: all tell each other in words."""
+        texts = self._tell_in_words(self._reason or what)
+        error: InfinityError | None = None
+        for peer, theirs in zip(self.ranks, texts):
+            if theirs.startswith(FAILED):
+                error = error or PeerError(f"rank {peer} {theirs}")
+        for peer, theirs in zip(self.ranks, texts):
+            if theirs != _cut(what):
+                error = error or UsageError(
+                    f"rank {dist.get_rank()} is at '{what}' while rank {peer} is at '{theirs}': all ranks must run the same "
+                    "modules in the same order, and make the same calls that need every rank (step, state_dict, "
+                    "clip_grad_norm_, saving, loading)."
+                )
+        error = error or UsageError(
+            f"rank {dist.get_rank()} is at '{what}', as all ranks are, but other ranks came there another way."
+        )
+        error.heard_on = self
+        return error
 
     def lost(self, what: str, error: RuntimeError) -> PeerError:
         """Makes the error for a transport that has given up."""
         self._ended = True
         return ranks_lost(what, error)
 
-    def _exchange(self, what: str, flags: Sequence[int], *, wait: bool = True) -> torch.Tensor:
-        messages = torch.zeros(SAID_NBYTES + self.flags_nbytes, dtype=torch.uint8, device="cpu")
+    def _tell_in_words(self, what: str) -> list[str]:
+        words = torch.zeros(SAID_NBYTES, dtype=torch.uint8, device="cpu")
         encoded = bytearray(_cut(what).encode())
-        messages[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
-        if len(flags):
-            messages[SAID_NBYTES : SAID_NBYTES + len(flags)] = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        everyones = torch.empty(self.size, messages.numel(), dtype=torch.uint8, device="cpu")
+        words[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
+        everyones = torch.empty(self.size, SAID_NBYTES, dtype=torch.uint8, device="cpu")
         try:
-            work = all_gather(everyones.view(-1), messages, group=self.group, async_op=True)
-            if wait:
-                work.wait()
-            else:
-                self._unheard = work, everyones, messages
+            all_gather(everyones.view(-1), words, group=self.group)
         except RuntimeError as error:
             raise self.lost(what, error) from error
-        return everyones
-
-
-def _failure(error: BaseException) -> str:
-    return f"{FAILED}{type(error).__name__}: {error}"
+        return [_text(row) for row in everyones]
 
 
 def _cut(what: str) -> str:

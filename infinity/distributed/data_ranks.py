@@ -32,8 +32,10 @@ class DataRanks:
     machine_share: Fraction = Fraction(1)  # of which this rank has such a part
     shard: str = "parameters"  # what is sliced besides: "optimizer" < "gradients" < "parameters"
     compresses: bool = False  # whether gathered weights pass as 8-bit codes
+    reduction: str = "ordered"  # how gradients are added up: in the order of the ranks, or as the "fast"est transport does
     row: Channel | None = None  # the ranks that have the other slices
     replicas: Channel | None = None
+    both: Channel | None = None  # all data ranks, where there are a row and replicas
     tensor: Channel | None = None  # the ranks that have the other parts of each tensor
     stages: Channel | None = None  # the ranks that have the other stages of the model
     node: Channel | None = None  # this machine's ranks, where gathered weights are shared out among them too
@@ -111,6 +113,25 @@ class DataRanks:
         """On which this rank comes together with all others: its row's, then its replicas', its tensors' other parts', its model's other
         stages'."""
         return [*self.unit_channels, *([self.stages] if self.stages is not None else [])]
+
+    @property
+    def data(self) -> Channel | None:
+        """Where all data ranks meet; None where there are no others."""
+        return self.both or self.row or self.replicas
+
+    @property
+    def places(self) -> list[Channel]:
+        """Where this rank meets all others: the data ranks, those with its tensors' other parts, those with its model's other stages."""
+        return [channel for channel in (self.data, self.tensor, self.stages) if channel is not None]
+
+    @property
+    def unit_places(self) -> list[Channel]:
+        """Where it meets those that have the same units, or other parts of them."""
+        return [channel for channel in (self.data, self.tensor) if channel is not None]
+
+    def place_of(self, channel: Channel) -> Channel:
+        """Returns where the ranks of ``channel`` meet before something passes over it: of data ranks all meet in one place."""
+        return self.data if channel in self.data_channels else channel
 
     @property
     def unit_channels(self) -> list[Channel]:

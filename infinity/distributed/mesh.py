@@ -22,8 +22,10 @@ import torch.distributed as dist
 from ..errors import ConfigError
 from ..machine import numa
 from . import farewell
-from .channel import Channel, ranks_lost
+from .channel import Channel
 from .data_ranks import DataRanks
+from .pending import ranks_lost
+from .tree import Tree, family_of
 
 SLICE_AXES = ("dp", "dp_shard", "fsdp", "cp", "sp")  # of these only one of the first three may be larger than 1
 DATA_AXES = ("dp_replicate", *SLICE_AXES)
@@ -55,26 +57,40 @@ def data_ranks(mesh: Any) -> DataRanks:
     stage, part, replica, rank = (int(at) for at in (rows == me).nonzero()[0])
     here = rows[stage]
     row, column, others = (line.tolist() for line in (here[part, replica], here[part, :, rank], here[:, replica, rank]))
-    of_row = of_replicas = of_tensor = of_stages = None
+    of_row = of_replicas = of_both = of_tensor = of_stages = None
     # Each rank makes its own groups only: no collective of the whole job for each.
     if len(row) > 1:
         # Two groups over the same ranks: a reduction's bytes do not wait for a gather's.
-        groups = [_gloo_group(row, f"{what} of wrap {wrap}") for what in ("gathers", "reductions")]
-        own_groups += groups
-        of_row = Channel(groups[0], reductions=groups[1])
+        reductions = _gloo_group(row, f"reductions of wrap {wrap}")
+        of_row = _channel(row, f"gathers of wrap {wrap}", own_groups, reductions)
+        own_groups.append(reductions)
     if len(column) > 1:
-        own_groups.append(_gloo_group(column, f"replicas of wrap {wrap}"))
-        of_replicas = Channel(own_groups[-1])
+        of_replicas = _channel(column, f"replicas of wrap {wrap}", own_groups)
+    if of_row is not None and of_replicas is not None:
+        of_both = _channel(sorted(here[part].flatten().tolist()), f"data of wrap {wrap}", own_groups)
     if len(others) > 1:
-        own_groups.append(_gloo_group(others, f"parts of wrap {wrap}"))
-        of_tensor = Channel(own_groups[-1])
+        of_tensor = _channel(others, f"parts of wrap {wrap}", own_groups)
     if rows.size(0) > 1:
-        own_groups.append(_gloo_group(rows[:, part, replica, rank].tolist(), f"stages of wrap {wrap}"))
-        of_stages = Channel(own_groups[-1])
+        of_stages = _channel(rows[:, part, replica, rank].tolist(), f"stages of wrap {wrap}", own_groups)
     return DataRanks(
-        wrap=wrap, rank=rank, size=len(row), local_size=local_size, row=of_row, replicas=of_replicas, tensor=of_tensor,
+        wrap=wrap, rank=rank, size=len(row), local_size=local_size, row=of_row, replicas=of_replicas, both=of_both, tensor=of_tensor,
         stages=of_stages,        allowed_processors=frozenset(allowed) if allowed is not None else None, own_groups=own_groups,
     )  # fmt: skip
+
+
+def _channel(
+    ranks: list[int], what: str, own_groups: list[dist.ProcessGroup], reductions: dist.ProcessGroup | None = None
+) -> Channel:
+    """Makes a channel of ``ranks`` (ascending), with groups that are added to ``own_groups``."""
+    own_groups.append(group := _gloo_group(ranks, what))
+    families = [
+        _gloo_group([ranks[place] for place in family], f"{what}: meetings below {family[0]}") if family else None
+        for family in family_of(ranks.index(dist.get_rank()), len(ranks))
+    ]
+    own_groups += [family for family in families if family is not None]
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    alarms = dist.PrefixStore(f"infinity/{start}/alarms of {what}, ranks {ranks}", dist.distributed_c10d._get_default_store())
+    return Channel(group, Tree(*families), reductions=reductions, alarms=alarms)
 
 
 def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
@@ -94,8 +110,7 @@ def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
         for members in nodes.values():
             nodes_of_rows.append(tuple(members))
             if me in members:
-                ranks.own_groups.append(_gloo_group(members, f"a machine of wrap {ranks.wrap}"))
-                node_channel = Channel(ranks.own_groups[-1])
+                node_channel = _channel(list(members), f"a machine of wrap {ranks.wrap}", ranks.own_groups)
     return dataclasses.replace(ranks, nodes=tuple(nodes_of_rows), node=node_channel)
 
 

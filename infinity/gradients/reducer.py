@@ -3,11 +3,15 @@
 average   this rank's slice of the mean of all ranks' whole gradients (see `whole`)
 order     of the units' reductions: the first rank's forward reversed, those that several modules share last
 
-All ranks reduce every unit in one order. A reduction starts where all ranks are at the same place: when the backward
-comes to a unit they meet, for its gather or in passing, and tell how many each has ready; at the end of the backward the
+All ranks reduce every unit in one order. A reduction starts where all ranks are at the same place. In an agreed pass (see `lockstep`) that is
+where it started last time: before the same gather, and among those that no gather follows as soon as it is ready. Else, when the backward
+comes to a unit, the ranks meet, for its gather or in passing, and tell how many each has ready. At the end of the backward the
 rest follows. Where weights stay (ZeRO-2) nothing is gathered, so nobody waits elsewhere, and one starts as soon as it is
-ready. A unit that is not ready when the backward has come a unit further will hardly be: it brings zeros for what it did
-not get. A parameter that no rank has a gradient of keeps none, and a gradient that comes late takes another round.
+ready. A unit that is not ready when the backward has come a unit further will hardly be.
+
+Nobody asks, before a reduction, who has what: a rank brings **negative zeros** for what it did not get, to which adding changes no bit. At the
+end of the backward all ranks meet once and tell which gradients they had. A parameter that no rank had one of keeps none; an average that
+consists of such zeros lands only then; and a gradient that came after its unit's turn takes another round.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ..distributed.channel import Pending
 from ..distributed.collectives import Collectives
+from ..distributed.pending import Pending
 from ..machine.ledger import Ledger
 from ..planning.schedule import Schedule
 from ..state.handle import ParamHandle
@@ -40,16 +44,20 @@ class Reducer:
         ledger: Ledger,
         schedule: Schedule,
         on_reduced: Callable[[ParamUnit], None],
+        decides_early: Callable[[], bool],
     ):
         self._collectives, self._ranks, self._bank = collectives, collectives.ranks, bank
         self._schedule = schedule
         self._on_reduced = on_reduced  # told when a unit's averages are at home
+        self._decides_early = decides_early  # whether that has to be known in mid-backward: then ranks meet for every unit
         self._units = list(units)
         self._whole = WholeGradients(ledger, bank.device)
         self._order: list[ParamUnit] = []
         self._ready: list[ParamUnit] = []
         self._position = 0  # in the order
-        self._incomplete: list[ParamUnit] = []  # reduced before all of their gradients had come, on some rank
+        self._incomplete: list[ParamUnit] = []  # reduced before it was known that all of their gradients had come, on all ranks
+        self._got: set[ParamHandle] = set()  # of which this rank had a gradient in this backward
+        self._undecided: list[ParamHandle] = []  # of which perhaps nobody had one: their averages are negative zeros
         self._pending: list[Pending | ParamUnit] = []  # reductions, each unit's followed by the unit
         self.waits_elsewhere = collectives.ranks.size > 1 and not collectives.ranks.keeps_weights  # for gathers, in mid-backward
         self._unread = False  # a backward has ended since the last average (ZeRO-1)
@@ -70,6 +78,8 @@ class Reducer:
         self._ready.append(unit)
         if not self.waits_elsewhere:
             self._start_more(self.count_ready())
+        elif self._collectives.is_agreed:
+            self.start_due(only_ready=True)
 
     @property
     def offered(self) -> int:
@@ -79,13 +89,28 @@ class Reducer:
     def come_to_unit(self, least: int | None) -> None:
         """Starts what all ranks can, as the backward comes to a unit. ``least``: what they offered at its gather; None where it needed
         none, and they meet in passing. Ranks that come to fewer units are met at their backward's end."""
-        if self.waits_elsewhere and not self.waits_for_more:
+        if not self.waits_elsewhere or self.waits_for_more:
+            return
+        if self._collectives.is_agreed or self._collectives.was_agreed:
+            self.start_due(only_ready=True)
+        else:
             self._start_more(self._collectives.offer(self.count_ready()) if least is None else least)
 
     def start_offered(self, least: int | None) -> None:
         """Starts what all ranks offered at a gather, if they met for one."""
         if self.waits_elsewhere and not self.waits_for_more and least is not None:
             self._start_more(least)
+
+    def start_due(self, *, only_ready: bool = False) -> None:
+        """Starts the reductions with which the agreed pass goes on. ``only_ready``: as far as this rank has their gradients."""
+        while self._position < len(self._order) and self._is_next(self._order[self._position]):
+            if only_ready and not self.count_ready():
+                break
+            self._start_more(1)
+
+    def _is_next(self, unit: ParamUnit) -> bool:
+        stepped = [number for number, shard in enumerate(unit.shards) if shard.spec.stepped]
+        return bool(stepped) and self._collectives.is_next(f"reducing {unit.name} ({stepped[0]})")
 
     def count_ready(self) -> int:
         """Counts how many more units of the order this rank could start by now."""
@@ -112,17 +137,41 @@ class Reducer:
         if self._ranks.keeps_gradients:
             self._unread = True
             return
-        while self.waits_elsewhere and (least := self._collectives.offer(None)) is not None:
+        self.start_due()
+        met = self.waits_elsewhere and not self._collectives.was_agreed
+        while met and (least := self._collectives.offer(None)) is not None:
             self._start_more(least)  # another rank is still in its backward
         self._start_more(len(self._units))
-        # A gradient that came after its unit's turn (a second use, a nested backward) takes another round.
-        while any(self._collectives.agree([not self._whole.is_empty], "the end of a backward")):
-            for unit in self._order:
-                self._start(unit, again=True)
-        self._pending += self._incomplete  # complete now
+        self._collectives.end_pass()
+        self._decide()
+        for unit in self._incomplete:  # complete now
+            self._on_reduced(unit)
         self._incomplete = []
-        self._finish()
         self._ready, self._position = [], 0
+
+    def _decide(self) -> None:
+        """Learns which gradients any rank had, lands those that were not known to be any, and gives late ones another round."""
+        shards = [(unit, shard) for unit in self._order for shard in unit.shards if shard.spec.stepped]
+        handles = [handle for unit, shard in shards for handle in unit.handles if handle.shard is shard]
+        while True:
+            late = {handle for handle in handles if self._whole.has_gradient(handle)}
+            flags = self._collectives.agree(
+                [*(handle in self._got or handle in late for handle in handles), *(handle in late for handle in handles)],
+                "the end of a backward",
+            )
+            self._finish()
+            anywhere = {handle for handle, had in zip(handles, flags) if had}
+            undecided, self._undecided, self._got = self._undecided, [], set()
+            for handle in undecided:
+                if handle in anywhere:
+                    begin, end = handle.shard.slice_part(handle.index)
+                    self._bank.land_average(handle, torch.full((end - begin,), -0.0, device=self._bank.device.where))
+            late_anywhere = {handle for handle, is_late in zip(handles, flags[len(handles) :]) if is_late}
+            if not late_anywhere:
+                return
+            for unit, shard in shards:
+                wanted = [handle for handle in unit.handles if handle.shard is shard and handle in late_anywhere]
+                self._reduce(unit, shard, self._whole.pop_got(shard), wanted, f"reducing {unit.name}", decided=True)
 
     def reduce_all(self) -> None:
         """Ends the backwards of a joined pass: averages all that they have added up. Every rank comes here, and all meet once.
@@ -139,12 +188,13 @@ class Reducer:
         handles = {shard: [handle for handle in unit.handles if handle.shard is shard] for unit, shard in shards}
         got = {shard: self._whole.pop_got(shard) for _, shard in shards}
         flags = [handle.index in got[shard] for _, shard in shards for handle in handles[shard]]
+        self._collectives.end_pass()
         anywhere = iter(self._collectives.agree(flags, "reducing the gradients of a pass"))
         self._is_reducing_all, self._failure = True, None
         try:
             for unit, shard in shards:
                 wanted = [handle for handle in handles[shard] if next(anywhere)]
-                self._reduce(unit, shard, got[shard], wanted, f"reducing {unit.name}")
+                self._reduce(unit, shard, got[shard], wanted, f"reducing {unit.name}", decided=True)
             self._finish()
         finally:
             self._is_reducing_all = False
@@ -166,33 +216,46 @@ class Reducer:
             if isinstance(pending, Pending):
                 pending.drop()
         self._pending.clear()
-        self._incomplete = []
+        self._incomplete, self._undecided, self._got = [], [], set()
         self._ready, self._position = [], 0
         self.waits_for_more = self._is_reducing_all = False
 
     # --- one unit ---
 
-    def _start(self, unit: ParamUnit, *, again: bool = False) -> None:
-        incomplete = False
+    def _start(self, unit: ParamUnit) -> None:
+        is_complete = True
         for number, shard in enumerate(unit.shards):
             if shard.spec.stepped:
-                incomplete |= self._average(unit, shard, self._whole.pop_got(shard), f"{unit.name} ({number})")
-        if not again:
-            (self._incomplete if incomplete else self._pending).append(unit)
+                is_complete &= self._average(unit, shard, self._whole.pop_got(shard), f"reducing {unit.name} ({number})")
+        (self._pending if is_complete else self._incomplete).append(unit)
 
     def _average(self, unit: ParamUnit, shard: ParamShard, got: set[int], what: str) -> bool:
-        """Starts averaging where any rank has a gradient; the reduction before this one is finished meanwhile. Returns
-        whether more may come on some rank."""
-        what = f"reducing {what}"
+        """Starts averaging what any rank has; the reduction before this one is finished meanwhile. Returns whether it is known that no more
+        comes on any rank."""
         handles = [handle for handle in unit.handles if handle.shard is shard]
+        self._got |= {handle for handle in handles if handle.index in got}
+        has_met = self.waits_elsewhere or self._collectives.was_agreed
+        if has_met and not self._decides_early():
+            self._reduce(unit, shard, got, handles, what)
+            return False
         *anywhere, incomplete = self._collectives.agree(
             [*(handle.index in got for handle in handles), unit not in self._ready], what
         )
-        self._reduce(unit, shard, got, [handle for handle, wanted in zip(handles, anywhere) if wanted], what)
-        return incomplete
+        self._reduce(unit, shard, got, [handle for handle, wanted in zip(handles, anywhere) if wanted], what, decided=True)
+        return not incomplete
 
-    def _reduce(self, unit: ParamUnit, shard: ParamShard, got: set[int], wanted: list[ParamHandle], what: str) -> None:
-        """Starts averaging the gradients ``wanted`` of a shard, of which this rank has ``got``; every rank of the row does."""
+    def _reduce(
+        self,
+        unit: ParamUnit,
+        shard: ParamShard,
+        got: set[int],
+        wanted: list[ParamHandle],
+        what: str,
+        *,
+        decided: bool = False,
+    ) -> None:
+        """Starts averaging the gradients ``wanted`` of a shard, of which this rank has ``got``; every rank of the row does. ``decided``: it is
+        known that of each some rank has one."""
         if not wanted:
             return
         if self._ranks.keeps_gradients:
@@ -202,14 +265,18 @@ class Reducer:
             whole, charge = self._whole.pop(shard)
         for handle in wanted:
             if handle.index not in got:
-                shard.layout.placements[handle.index].view(whole).zero_()
+                shard.layout.placements[handle.index].view(whole).fill_(-0.0)
 
         def done(average: torch.Tensor) -> None:
             with self._landing():
                 for handle in wanted:
                     begin, end = shard.slice_part(handle.index)
                     first = shard.own_slice[0]
-                    self._bank.land_average(handle, average[begin - first : end - first])
+                    part = average[begin - first : end - first]
+                    if decided or handle.index in got or not _is_nothing(part):
+                        self._bank.land_average(handle, part)
+                    else:
+                        self._undecided.append(handle)
 
         pending = self._collectives.reduce(whole, what, done)
         if not self._ranks.keeps_gradients:
@@ -242,12 +309,18 @@ class Reducer:
         """Averages every gradient that has landed. Every rank comes here."""
         if not self._unread:
             return
-        for unit in self._units:
-            for number, shard in enumerate(unit.shards):
-                if not shard.spec.stepped:
-                    continue
-                records = {handle.index: handle.grad for handle in unit.handles if handle.shard is shard}
-                got = {i for i, record in records.items() if record.state is GradState.LANDED and not record.averaged}
-                self._average(unit, shard, got, f"{unit.name} ({number})")
+        shards = [(unit, shard) for unit in self._units for shard in unit.shards if shard.spec.stepped]
+        handles = [[handle for handle in unit.handles if handle.shard is shard] for unit, shard in shards]
+        got = [{h.index for h in of_shard if h.grad.state is GradState.LANDED and not h.grad.averaged} for of_shard in handles]
+        flags = [handle.index in had for of_shard, had in zip(handles, got) for handle in of_shard]
+        anywhere = iter(self._collectives.agree(flags, "averaging the gradients"))
+        for (unit, shard), of_shard, had in zip(shards, handles, got):
+            wanted = [handle for handle in of_shard if next(anywhere)]
+            self._reduce(unit, shard, had, wanted, f"reducing {unit.name}", decided=True)
         self._finish()
         self._unread = False
+
+
+def _is_nothing(average: torch.Tensor) -> bool:
+    """Whether an fp32 average consists of negative zeros, as it does where nobody had a gradient."""
+    return bool((average.view(torch.int32) == torch.iinfo(torch.int32).min).all())

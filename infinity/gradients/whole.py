@@ -45,6 +45,10 @@ class WholeGradients:
         """Tells whether any parameter of ``shard`` has a gradient here."""
         return bool(self._got.get(shard))
 
+    def has_gradient(self, handle: ParamHandle) -> bool:
+        """Tells whether ``handle``'s parameter has a gradient here."""
+        return handle.index in self._got.get(handle.shard, ())
+
     def pop_got(self, shard: ParamShard) -> set[int]:
         """Forgets which parameters of ``shard`` have a gradient, and returns their indices."""
         return self._got.pop(shard, set())

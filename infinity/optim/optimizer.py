@@ -124,7 +124,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
         clip = self._clip_factor() if engine.config.max_grad_norm is not None else 1.0
         if not engine.collectives.ranks.alone:
-            engine.collectives.rendezvous(self._digest(clip), over_stages=self._digest(clip, of_parameters=False))
+            over_stages, trace = self._digest(clip, of_parameters=False), engine.schedule.expected_after_step()
+            engine.collectives.meet_for_step(self._digest(clip), over_stages=over_stages, trace=trace)
         if not begun:
             engine.begin_step()
         version = engine.steps.index if begun else engine.steps.index + 1
@@ -171,7 +172,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         stepper.carry_out(steps)
         self._engine.count_backwards(0)
         self._engine.steps.finish(version)
-        self._engine.collectives.progress.note(steps=version, backwards=0)
+        self._engine.collectives.note_progress(steps=version, backwards=0)
 
     def _digest(self, clip: float, *, of_parameters: bool = True) -> str:
         """Digests the step's inputs: ranks that differ raise. Other stages have other parameters, with the same settings."""

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from ..distributed import farewell
-from ..distributed.channel import ranks_lost
+from ..distributed.pending import ranks_lost
 from ..errors import ConfigError, InfinityError, UsageError
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of

@@ -63,6 +63,10 @@ class Schedule:
         """Returns the trace that this pass is expected to follow."""
         return self._traces.get(self._kind, [])
 
+    def expected_after_step(self) -> list[int]:
+        """Returns the trace that the first training pass after a step is expected to follow."""
+        return self._current if self._kind == "train" and self._current else self._traces.get("train", [])
+
     def next_use(self, unit: int) -> float:
         """Returns how many uses of units from now on ``unit`` is expected next: infinity where it is not, in this pass."""
         uses = self._uses.get(unit, [])
@@ -71,8 +75,7 @@ class Schedule:
 
     def first(self) -> Iterator[int]:
         """Yields the units a training pass begins with, in order, each once: what a step's end can already fetch."""
-        trace = self._current if self._kind == "train" and self._current else self._traces.get("train", [])
-        return iter(dict.fromkeys(trace))
+        return iter(dict.fromkeys(self.expected_after_step()))
 
     def _expected(self, backward: bool) -> Iterator[int]:
         expected = self._traces.get(self._kind)

@@ -104,7 +104,13 @@ class Engine:
         if stepping and self.ranks.data_size > 1:
             trained = [unit for unit in self.units if any(shard.spec.stepped for shard in unit.shards)]
             self.reducer = Reducer(
-                self.collectives, trained, self.gradients, self.ledger, self.schedule, self.backward.landed_at_home
+                self.collectives,
+                trained,
+                self.gradients,
+                self.ledger,
+                self.schedule,
+                self.backward.landed_at_home,
+                self.steps_units_early,
             )
             self.gradients.reduce_with(self.reducer)
         self.activations = self._resources.make_activations()
@@ -120,6 +126,7 @@ class Engine:
             window_nbytes=self.plan.device_window_nbytes,
             units_ahead=self.plan.units_ahead,
             give_way=self.backward.give_way,
+            before_gather=self.reducer.start_due if self.reducer is not None else lambda: None,
             collectives=self.collectives,
             device=self.device,
             journal=self.journal,
@@ -281,11 +288,15 @@ class Engine:
     def count_backwards(self, count: int) -> None:
         """Sets how many backwards have ended since the last step."""
         self.steps.count_backwards(count)
-        self.collectives.progress.note(steps=self.steps.index, backwards=count)
+        self.collectives.note_progress(steps=self.steps.index, backwards=count)
 
     def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> None:
         """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward."""
         self.backward.listen(listener)
+
+    def steps_units_early(self) -> bool:
+        """Tells whether somebody steps units while the backward goes on, or makes their updates ahead."""
+        return self.steps.streaming or self.shadow_policy is not None
 
     # --- what the optimizer asks ---
 

@@ -93,7 +93,7 @@ class Passes:
         for handle in engine.group_of if training else ():
             set_raw_grad(handle.param, None)  # of a backward that was cut short before the engine heard of it
         engine.schedule.begin("train" if training else "infer")
-        engine.prefetcher.begin_pass()
+        engine.prefetcher.begin_pass(training=training)
 
     @staticmethod
     def _foreign_storages(module: torch.nn.Module) -> set[int]:

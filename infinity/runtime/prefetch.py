@@ -43,6 +43,7 @@ class Prefetcher:
         window_nbytes: int,
         units_ahead: int,
         give_way: Callable[[], bool],
+        before_gather: Callable[[], None],
         collectives: Collectives,
         device: Device,
         journal: Journal,
@@ -55,6 +56,7 @@ class Prefetcher:
         self._computing: tuple[int, float] | None = None  # the unit that was asked for last, and since when it is there
         self._collectives, self._ranks, self._device = collectives, collectives.ranks, device
         self._give_way = give_way  # asks the backward to let a unit go; False when it cannot
+        self._before_gather = before_gather  # starts what comes first on every rank
         self._resident: dict[ParamUnit, None] = {}  # least recently used first
         self._holds: Counter[ParamUnit] = Counter()
         self.misses = 0  # units waited for that nobody had fetched ahead
@@ -108,6 +110,7 @@ class Prefetcher:
 
     def release_idle(self) -> None:
         """Sends every idle unit home: the pass is over, and at rest a parameter holds no storage."""
+        self._collectives.end_pass()
         if self._ranks.keeps_weights:
             return
         for unit in [unit for unit in self._resident if unit not in self._holds]:
@@ -147,12 +150,11 @@ class Prefetcher:
             self._copy_ahead(islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD))
         return least
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, *, training: bool) -> None:
         """Begins a root forward: the schedule knows what is expected."""
         self._computing = None
         self.look_ahead.begin_pass(self.schedule.expected())
-        if self._ranks.size > 1:
-            self._collectives.note_trace(self.schedule.expected())
+        self._collectives.begin_pass(self.schedule.expected(), [unit.index for unit in self._resident], training=training)
 
     def _note_compute(self) -> None:
         if self._computing is not None:
@@ -181,6 +183,7 @@ class Prefetcher:
         if self._resident_nbytes() + unit.weight_nbytes > self._window.nbytes:
             return None
         self._stage(unit)
+        self._before_gather()
         least = unit.start_gather(self._store, self._ledger, offered=offered)
         self._resident[unit] = None
         return least
@@ -226,6 +229,7 @@ class Prefetcher:
     def _bring(self, unit: ParamUnit, offered: int) -> int | None:
         self._stage(unit)
         self._make_room(unit)
+        self._before_gather()
         least = unit.start_gather(self._store, self._ledger, offered=offered)
         self._resident[unit] = None
         self._finish(unit)

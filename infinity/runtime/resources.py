@@ -91,7 +91,7 @@ class Resources:
             slots.address if slots else 0,
             slots.nbytes if slots else 0,
             plan.slot_count if slots else 0,
-            self._config.update_threads or min(torch.get_num_threads(), processors.available()),
+            self._config.update_threads or processors.for_updates(torch.get_num_threads()),
             owner=slots,
             checksums=self._config.checksums,
         )

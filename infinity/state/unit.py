@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from .. import native
-from ..distributed.channel import Pending
-from ..errors import InfinityError, PeerError, StorageError, UsageError
+from ..distributed.pending import Pending
+from ..errors import InfinityError, StorageError, UsageError
 from ..machine.device import PAST, Copy, Device, Event
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
@@ -196,10 +196,7 @@ class ParamUnit(UnitBuffers):
     def _fail_gather(self) -> None:
         _first_error(self._pieces)
         for pending in self._pending:  # what is under way still writes to the device's memory
-            try:
-                pending.wait()
-            except PeerError:
-                pass
+            pending.drop()
         self._pending = []
         try:
             self.arriving.wait()

@@ -84,6 +84,26 @@ def check_refused(answer: tuple[int, str, str], *patterns: str) -> None:
 # --- what it prints ---
 
 
+def test_a_cluster_is_planned_on_paper(run):
+    """Four machines of eight devices: one of 32 ranks is shown, with what was assumed and where the figures are from."""
+    status, out, err = run("--machine", "dgx-h100", "--nodes", 4, "--json", budgets={})
+    found = json.loads(out)
+    assert (status, err) == (0, "") and found["ranks"] == 32 and found["assumptions"] and found["sources"]
+    assert found["tokens_per_step"] == 32 * run_tokens(run) and found["edges"]["all-gather"] > 0
+    status, out, _ = run("--machine", "dgx-h100", "--nodes", 4, budgets={})
+    assert status == 0 and "4 x DGX H100, 32 ranks" in out and "assumptions:" in out and "sources:" in out
+
+
+def run_tokens(run) -> int:
+    return json.loads(run("--json")[1])["tokens_per_step"]
+
+
+@pytest.mark.parametrize("words", [("--machine", "none"), ("--machine", "dgx-h100", "--nodes", "0")])
+def test_a_cluster_that_cannot_be_is_refused(run, words):
+    status, out, err = run(*words)
+    assert status == 2 and out == "" and err.startswith("infinity plan:")
+
+
 def test_json_has_its_keys_and_they_agree(planned):
     """One object on stdout; parts sum to tiers, units to parameters, tokens and seconds to the rate."""
     found = planned()

@@ -14,6 +14,7 @@ import torch
 from infinity.distributed import collectives as module
 from infinity.distributed.collectives import BACKWARD_OVER, MOST_OFFERED, Collectives
 from infinity.distributed.data_ranks import DataRanks
+from infinity.distributed.lockstep import Lockstep
 from infinity.errors import ConfigError, PeerError, UsageError
 
 
@@ -21,11 +22,14 @@ def replicas(of: torch.Tensor, monkeypatch) -> Collectives:
     """This rank's collectives beside one replica, which has ``of``; nobody shares the arrays."""
 
     def all_gather(out, mine, **how):
+        out, mine = out.view(torch.float32), mine.view(torch.float32)
         out.view(2, -1)[0].copy_(mine)
         out.view(2, -1)[1].copy_(of)
+        return SimpleNamespace(wait=lambda limit: None, is_completed=lambda: True)
 
     monkeypatch.setattr(module, "all_gather", all_gather)
-    return Collectives(DataRanks(replicas=SimpleNamespace(rank=0, size=2, bulk=None)))
+    place = SimpleNamespace(rank=0, size=2, bulk=None, lockstep=Lockstep(), finish_meeting=lambda: None)
+    return Collectives(DataRanks(replicas=place))
 
 
 def test_averages_are_over_all_data_ranks(monkeypatch):
@@ -44,9 +48,9 @@ def test_an_offer_is_the_least_of_all_ranks(mine, theirs, least):
 
     def rendezvous(what, flags):
         other = BACKWARD_OVER if theirs is None else theirs
-        return torch.tensor([flags, [other]], dtype=torch.uint8)
+        return torch.tensor([flags, [255 - other]], dtype=torch.uint8).amax(0)
 
-    ranks = DataRanks(size=2, row=SimpleNamespace(rank=0, size=2, rendezvous=rendezvous))
+    ranks = DataRanks(size=2, row=SimpleNamespace(rank=0, size=2, rendezvous=rendezvous, finish_meeting=lambda: None))
     assert Collectives(ranks).offer(mine) == least
 
 

@@ -76,6 +76,7 @@ def two(tmp_path_factory) -> dict[str, list[Any]]:
     jobs["parity:bf16"] = {"config": split, "dtype": torch.bfloat16}
     jobs["parity:tight"] = {"config": split | {"host_memory": "6MiB", "device_memory": "2.5MiB"}}
     jobs["parity:compressed"] = {"config": {"params": "host", "optimizer": "host", "compress_gathers": True}}
+    jobs["parity:fast"] = {"config": {"params": "host", "optimizer": "host", "reduction": "fast"}}
     jobs["parity:int8"] = {"config": {"params": "host", "optimizer": "host", "moments": "int8"}}
     jobs |= {f"other_values:{same}": {"same": same} for same in (True, False)}
     jobs |= {f"full_disk:{rank}": {"path": str(folder / f"full-{rank}"), "full": rank} for rank in (0, 1)}
@@ -108,6 +109,8 @@ def four(tmp_path_factory, two) -> dict[str, list[Any]]:
     (folder / "swap").mkdir()
     host = {"params": "host", "optimizer": "host"}
     jobs = {f"parity:{mode}": {"config": host | {"shard": mode}} for mode in MODES}
+    jobs["parity:fast"] = {"config": host | {"reduction": "fast"}}
+    jobs["parity:fast-hybrid"] = {"config": host | {"reduction": "fast"}, "shape": (2, 2), "names": ("dp_replicate", "dp_shard")}
     jobs["parity:hybrid"] = {"config": host, "shape": (2, 2), "names": ("dp_replicate", "dp_shard")}
     jobs["elsewhere:hybrid"] = jobs["parity:hybrid"]
     jobs["elsewhere:nodes"] = {"config": host | {"shard_in_node": True}, "nodes": True}
@@ -139,6 +142,28 @@ def test_ranks_on_devices_of_their_own_have_the_same_bits(two, mode, what):
     where it does."""
     same = f"{what}-{mode}" if what in ("clip", "micro") else f"{mode}-{'nvme' if what == 'nvme' else 'host'}"
     assert same_run(two[f"elsewhere:{what}-{mode}"], two[f"parity:{same}"])
+
+
+def check_fast(found: list[dict], world: int) -> None:
+    """All ranks have the same bits, near those of one process, and as many bytes have passed as in order."""
+    weights, _, _ = one_process(world)
+    for of_rank in found:
+        assert not models.differing(of_rank["weights"], found[0]["weights"])
+        assert max(float((of_rank["weights"][name] - value).abs().max()) for name, value in weights.items()) < 1e-5
+
+
+def test_the_fast_reduction_is_near_and_the_same_on_all_ranks(two):
+    check_fast(two["parity:fast"], 2)
+    passed = [
+        two[name][0]["stats"]["collectives"]["reduce-scatter"]["nbytes"] for name in ("parity:fast", "parity:parameters-host")
+    ]
+    assert passed[0] == passed[1] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["fast", "fast-hybrid"])
+def test_the_fast_reduction_of_four_ranks_and_of_replicas(four, case):
+    check_fast(four[f"parity:{case}"], 4)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 import torch
 from pair import Pair, run_pair
 
-from infinity.distributed.channel import Pending
+from infinity.distributed.pending import Pending
 from infinity.gradients.reducer import Reducer
 from infinity.machine.device import Device
 from infinity.machine.ledger import Ledger
@@ -36,6 +36,14 @@ class Collectives:
         self._pair, self._rank, self.traffic = pair, rank, Traffic()
         keeps = {"keeps_weights": shard != "parameters", "keeps_gradients": shard == "optimizer"}
         self.ranks = SimpleNamespace(rank=rank, size=2, data_size=2, **keeps)
+
+    is_agreed = was_agreed = False  # passes in which ranks meet
+
+    def end_pass(self) -> None:
+        pass
+
+    def is_next(self, what: str) -> bool:
+        return False
 
     def agree(self, flags: list, what: str) -> list[bool]:
         return [any(both) for both in zip(*self._pair.exchange(self._rank, what, list(flags)), strict=True)]

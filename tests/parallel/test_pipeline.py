@@ -99,7 +99,8 @@ def test_data_ranks_gather_and_reduce_once_a_step_and_meet_once_for_gradients(tw
         for number, step in enumerate(rank["steps"]):
             assert step["all-gather"] == step["reduce-scatter"] == 1.0
             if number:
-                assert step["meetings"] == step["units"] + 1 <= 8 and step["misses"] == 0
+                assert step["meetings"] <= step["units"] + 2 and step["misses"] == 0
+        assert rank["steps"][-1]["meetings"] == 1  # for all gradients; the step that came before has agreed on the rest
 
 
 @pytest.mark.parametrize("window", [2, 3])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from infinity.distributed.lockstep import Lockstep
 from infinity.errors import PeerError, UsageError
 
 SECONDS = 60  # that a rank waits for the other
@@ -48,6 +49,7 @@ class PairChannel:
     def __init__(self, pair: Pair, rank: int):
         self.pair, self.rank, self.size, self.ranks, self.flags_nbytes = pair, rank, 2, [0, 1], 8
         self.group = self.bulk = self.reductions = self
+        self.lockstep = Lockstep()
 
     def rendezvous(self, what: str, flags: tuple = ()) -> torch.Tensor:
         both = self.pair.exchange(self.rank, "rendezvous", (what, [int(flag) for flag in flags]))
@@ -55,7 +57,15 @@ class PairChannel:
             raise PeerError(next(said for said, _ in both if said.startswith("failed: ")))
         if both[0][0] != both[1][0]:
             raise UsageError(f"'{both[0][0]}' and '{both[1][0]}'")
-        return torch.tensor([flags for _, flags in both], dtype=torch.uint8)
+        return torch.tensor([flags for _, flags in both], dtype=torch.uint8).amax(0)
+
+    def announce(self, what: str, flags: tuple = (), *, then: Callable[[torch.Tensor], None] = lambda found: None) -> Any:
+        found = self.rendezvous(what, flags)
+        then(found)
+        return SimpleNamespace(wait=lambda: found)
+
+    def finish_meeting(self) -> None:
+        pass
 
     def fail(self, error: BaseException) -> None:
         self.pair.exchange(self.rank, "rendezvous", (f"failed: {error}", []))

@@ -29,6 +29,7 @@ from ranks import serve
 
 import infinity
 from infinity.distributed.channel import Channel
+from infinity.distributed.meeting import Meeting
 from infinity.runtime.registry import wrapped
 from infinity.state.unit import ParamUnit
 
@@ -168,15 +169,15 @@ def counted(kind: str, config: dict) -> dict[str, Any]:
     chunks, optimizer = infinity.wrap_model(chunks, optimizer, config, mesh=mesh)
     schedule = infinity.parallel.attach(schedule_of(kind, chunks, numbers, count, mesh))
     engine, meetings = wrapped(chunks).engine, []
-    rendezvous = Channel.rendezvous
+    announce = Channel.announce
 
-    def counting(self: Channel, what: str, flags: Any = ()) -> torch.Tensor:
+    def counting(self: Channel, what: str, *how: Any, **more: Any) -> Meeting:
         meetings.append(what)
-        return rendezvous(self, what, flags)
+        return announce(self, what, *how, **more)
 
-    Channel.rendezvous = counting
+    Channel.announce = counting
     weights, found = sum(unit.weight_nbytes for unit in engine.units), []
-    for number in range(3):
+    for number in range(4):
         edges = {name: engine.traffic.collectives[name].nbytes for name in ("all-gather", "reduce-scatter")}
         misses = engine.prefetcher.misses
         meetings.clear()
@@ -185,7 +186,7 @@ def counted(kind: str, config: dict) -> dict[str, Any]:
         found.append(told | {"meetings": len(meetings), "misses": engine.prefetcher.misses - misses, "units": len(engine.units)})
         optimizer.step()
         optimizer.zero_grad()
-    Channel.rendezvous = rendezvous
+    Channel.announce = announce
     infinity.unwrap_model(chunks, optimizer)
     return {"steps": found}
 

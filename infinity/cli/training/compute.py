@@ -45,8 +45,7 @@ class Compute:
 def compute_time(model: nn.Module, config: Any, *, batch: int, length: int, dtype: torch.dtype, checkpointing: bool) -> Compute:
     """Measures or estimates the compute time of a step of ``model``, which may be on meta, with ``config`` (transformers')."""
     layers = _layer_count(config)
-    params = sum(param.numel() for param in model.parameters())
-    flops = _flops(config, params, batch * length, length) * (4 / 3 if checkpointing else 1)
+    flops = step_flops(model, config, batch=batch, length=length, checkpointing=checkpointing)
     try:
         if layers and _is_small(_with_layers(config, 3), batch * length, length, dtype):
             one, three = (_measure(config, count, batch, length, dtype, checkpointing) for count in (1, 3))
@@ -54,6 +53,12 @@ def compute_time(model: nn.Module, config: Any, *, batch: int, length: int, dtyp
     except Exception:  # noqa: BLE001 - an architecture that cannot be had smaller: it is estimated
         pass
     return Compute(flops / _product_rate(dtype), "estimated")
+
+
+def step_flops(model: nn.Module, config: Any, *, batch: int, length: int, checkpointing: bool) -> float:
+    """Counts the multiplications and additions of a forward and backward, and of the forward once more with ``checkpointing``."""
+    params = sum(param.numel() for param in model.parameters())
+    return _flops(config, params, batch * length, length) * (4 / 3 if checkpointing else 1)
 
 
 def _with_layers(config: Any, layers: int) -> Any:

@@ -1,0 +1,163 @@
+"""meetings: what it costs that the ranks of a row make sure that all of them do the same, over gloo, on this machine.
+
+Three ways take turns step by step in the same processes: as it is, without any meeting (`none`: each rank takes its own word for everybody's),
+and with a meeting before each collective (`each`). Few rows of small matrices: the step is bound by messages, as one of hundreds of ranks is,
+and not by arithmetic. Processes outnumber the cores, so that the processor seconds of all of them tell more than the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .delayed_network import DelayedNetwork, why_not
+from .launch import RUN_SECONDS, launch_ranks, run_as_rank
+from .results import Measured, row
+from .rounds import Times, alternate, paired
+from .settings import Settings
+
+RANKS = (8, 16, 32)
+LATENCY_SECONDS, LATENCY_RANKS = 5e-3, 8
+WIDTH, BATCH, STEPS = 128, 4, 1
+BLOCKS, FEW_BLOCKS = 12, 6  # the second for 32 processes, or a small scale: then meetings weigh more
+PORT = 29411  # in a namespace of its own
+
+
+def measure(settings: Settings) -> Measured:
+    """Measures rows ``meetings.<processes>`` (tokens/s) with their ratios to both other ways, ``.cpu`` (processor ms per step) and ``.count``
+    (meetings per step); ``meetings.latency5ms``: 8 processes on a network where a message takes 5 ms."""
+    found = Measured([])
+    for ranks in RANKS:
+        with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
+            _add_rows(found, f"meetings.{ranks}", launch_ranks(__name__, ranks, folder, settings))
+    missing = why_not()
+    _add_rows(found, "meetings.latency5ms", missing if missing is not None else _launch_delayed(settings))
+    return found
+
+
+def _add_rows(found: Measured, name: str, told: dict[str, Any] | str) -> None:
+    if isinstance(told, str):
+        found.notes.append(f"{name}: {told}")
+        return
+    seconds, cpu = told["seconds"], told["cpu"]
+    ratios = {way: paired(seconds["ours"], seconds[way]) for way in ("none", "each")}
+    found.rows.append(row(name, "tokens/s", [told["tokens"] / each for each in seconds["ours"]], ratios=ratios))
+    ratios = {way: paired(cpu["ours"], cpu[way]) for way in ("none", "each")}
+    found.rows.append(row(f"{name}.cpu", "ms", [1e3 * each for each in cpu["ours"]], ratios=ratios))
+    found.rows.append(row(f"{name}.count", "meetings", [told["meetings"]]))
+
+
+def _launch_delayed(settings: Settings) -> dict[str, Any] | str:
+    with DelayedNetwork(LATENCY_RANKS, LATENCY_SECONDS) as network, tempfile.TemporaryDirectory(dir=settings.folder) as folder:
+        shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(LATENCY_RANKS)}
+        shared |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        command = [sys.executable, "-P", "-m", __name__, folder, str(settings.rounds), str(settings.scale)]
+        ranks = [network.start(place, command, shared | {"RANK": str(place)}) for place in range(LATENCY_RANKS)]
+        try:
+            out, err = ranks[0].communicate(timeout=RUN_SECONDS)
+            return json.loads(out.strip().splitlines()[-1])
+        except (ValueError, IndexError):
+            return (err.strip().splitlines() or ["no word"])[-1][:200]
+        finally:
+            for rank in ranks:
+                with ExitStack() as last:
+                    last.callback(rank.communicate)
+                    if rank.poll() is None:
+                        os.killpg(rank.pid, signal.SIGKILL)
+
+
+# --- one rank ---
+
+
+class _Nobody:
+    """The result of a meeting that did not take place: what this rank said itself."""
+
+    def __init__(self, message: torch.Tensor):
+        self._message = message
+
+    def poll(self) -> bool:
+        return True
+
+    def wait(self) -> torch.Tensor:
+        return self._message
+
+
+@contextmanager
+def _way(name: str) -> Iterator[None]:
+    from ..distributed.lockstep import DIGEST_NBYTES, Lockstep
+    from ..distributed.tree import Tree
+
+    with ExitStack() as changed:
+        if name == "none":
+            changed.enter_context(mock.patch.object(Tree, "begin", lambda self, message, combine: _Nobody(message)))
+        elif name == "each":
+            changed.enter_context(mock.patch.object(Lockstep, "digest_of", lambda self, key: bytes(DIGEST_NBYTES)))
+        yield
+
+
+def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
+    import infinity
+
+    from ..distributed.meeting import Meeting
+    from ..runtime.registry import wrapped
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    blocks = BLOCKS if scale >= 1 and dist.get_world_size() < 32 else FEW_BLOCKS
+    model: Any = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(blocks)])
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer = infinity.wrap_model(model, optimizer, {"params": "host", "optimizer": "host", "units": ["Linear"]})
+    batch, met = torch.randn(BATCH, WIDTH), 0
+    begin = Meeting._begin
+
+    def counting(self: Meeting) -> None:
+        nonlocal met
+        met += 1
+        begin(self)
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def stepping(name: str) -> Callable[[], None]:
+        def run() -> None:
+            dist.barrier()
+            with _way(name):
+                for _ in range(STEPS):
+                    step()
+            wrapped(model).engine.wait_idle()
+
+        return run
+
+    for _ in range(4):
+        step()
+    with mock.patch.object(Meeting, "_begin", counting):
+        step()
+    times = alternate({name: stepping(name) for name in ("ours", "none", "each")}, 8 * rounds, warm_up=1)
+    return _told(times, STEPS * BATCH * dist.get_world_size(), met)
+
+
+def _told(times: dict[str, Times], tokens: int, meetings: int) -> dict[str, Any]:
+    """Adds up the processor seconds of all ranks; the clock is the first one's."""
+    cpu = torch.tensor([each.cpu for each in times.values()], dtype=torch.float64)
+    dist.all_reduce(cpu)
+    return {
+        "tokens": tokens, "seconds": {name: each.wall for name, each in times.items()},
+        "cpu": dict(zip(times, cpu.tolist())), "meetings": meetings,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_as_rank(_run_rank)

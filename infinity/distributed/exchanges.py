@@ -1,0 +1,210 @@
+"""Exchanges: what the ranks of a job tell each other outside of a pass: values, agreements, and that one of them failed.
+
+progress   how many steps and backwards a rank has done: part of what is said at every meeting
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError, InfinityError
+from .channel import HEARING_SECONDS, Channel
+from .data_ranks import DataRanks
+from .pending import all_gather, ranks_lost
+
+
+class Exchanges:
+    """Passes values between the ranks of one job. In a job of one rank every exchange is nothing to do.
+
+    Used from the thread that runs the model.
+    """
+
+    def __init__(self, ranks: DataRanks | None = None):
+        self.ranks = ranks if ranks is not None else DataRanks()
+        self._progress, self._progress_of_stages = "", "(after 0 steps)"
+        self._is_closed = False
+
+    def note_progress(self, *, steps: int, backwards: int) -> None:
+        """Sets what this rank says at every meeting of how far it is."""
+        self._progress = f"(after {steps} steps and {backwards} backwards)"
+        self._progress_of_stages = f"(after {steps} steps)"  # a stage that trains nothing runs no backward
+
+    def _progress_on(self, channel: Channel) -> str:
+        return self._progress_of_stages if channel is self.ranks.stages else self._progress
+
+    def allow_flags(self, count: int) -> None:
+        """Makes room for ``count`` flags wherever ranks with the same units meet, each with the same number."""
+        for channel in self.ranks.unit_places:
+            channel.flags_nbytes = max(channel.flags_nbytes, count)
+
+    def agree(self, flags: Sequence[int], what: str) -> list[bool]:
+        """Tells which of ``flags`` any rank with the same units has set."""
+        if self.ranks.alone:
+            return [bool(flag) for flag in flags]
+        flags = [int(flag) for flag in flags]
+        for channel in self.ranks.unit_places:
+            flags = channel.rendezvous(f"{what} {self._progress}", flags).tolist()
+        return [bool(flag) for flag in flags]
+
+    def exchange(self, values: torch.Tensor, what: str, *, over_tensors: bool = False, over_stages: bool = False) -> torch.Tensor:
+        """Collects ``values`` (of one shape) of every rank that has a slice: [size, ...], on every rank in the same order. ``over_tensors``:
+        of those that have other parts of the tensors, too; ``over_stages``: and of those that have other stages."""
+        found = values.unsqueeze(0)
+        wanted = (True, self.ranks.row), (over_tensors, self.ranks.tensor), (over_stages, self.ranks.stages)
+        for is_wanted, channel in wanted:
+            if is_wanted and channel is not None:
+                self.ranks.place_of(channel).rendezvous(f"{what} {self._progress_on(channel)}")
+                raw = bytes_of(found.contiguous().reshape(-1)).cpu()
+                everyones = raw.new_empty(channel.size * raw.numel())
+                self._do(lambda c=channel, e=everyones, r=raw: all_gather(e, r, group=c.group), what)
+                found = everyones.view(values.dtype).view(-1, *values.shape).to(values.device)
+        return found
+
+    def exchange_over_stages(self, value: torch.Tensor, what: str) -> torch.Tensor:
+        """Collects one ``value`` of every stage, which all ranks of a stage have: [stages, ...]."""
+        channel = self.ranks.stages
+        if channel is None:
+            return value.unsqueeze(0)
+        channel.rendezvous(f"{what} {self._progress_on(channel)}")
+        everyones = value.new_empty(channel.size, *value.shape, device="cpu")
+        self._do(lambda: all_gather(everyones.view(-1), value.cpu().reshape(-1), group=channel.group), what)
+        return everyones.to(value.device)
+
+    def least(self, values: Sequence[int], what: str, *, over_stages: bool = False) -> list[int]:
+        """Finds the smallest of each of ``values`` over all ranks with the same units; ``over_stages``: over all ranks."""
+        found = torch.tensor(values, dtype=torch.int64, device="cpu")
+        for channel in self.ranks.channels if over_stages else self.ranks.unit_channels:
+            self.ranks.place_of(channel).rendezvous(what)
+            everyones = found.new_empty(channel.size, found.numel())
+            self._do(lambda c=channel, e=everyones, f=found: all_gather(e.view(-1), f, group=c.group), what)
+            found = everyones.amin(0)
+        return found.tolist()
+
+    def assemble(self, out: torch.Tensor, pieces: Sequence[tuple[int, int]], what: str) -> None:
+        """Completes flat ``out``: of each rank (in order) the elements it has, which it has filled in, go to all others."""
+        if self.ranks.size == 1:
+            return
+        self.ranks.data.rendezvous(f"{what} {self._progress}")
+        for peer, (begin, end) in enumerate(pieces):
+            if begin < end:
+                raw = bytes_of(out[begin:end])
+                source = self.ranks.row.ranks[peer]
+                self._do(lambda raw=raw, source=source: dist.broadcast(raw, source, group=self.ranks.row.group), what)
+
+    def broadcast(self, tensor: torch.Tensor, what: str, *, over_tensors: bool = False) -> torch.Tensor:
+        """Makes ``tensor`` the first data rank's, in place; contiguous. ``over_tensors``: the first of all ranks'."""
+        if self.ranks.data_size > 1 or (over_tensors and self.ranks.tensor is not None):
+            raw = bytes_of(tensor.view(-1))
+            sent = raw.cpu()
+            # To the first rank of each part, then of each row, then along the rows.
+            for channel in (self.ranks.tensor if over_tensors else None, self.ranks.replicas, self.ranks.row):
+                if channel is not None:
+                    self.ranks.place_of(channel).rendezvous(what)
+                    self._do(lambda channel=channel: dist.broadcast(sent, channel.ranks[0], group=channel.group), what)
+            if sent is not raw:
+                raw.copy_(sent)
+        return tensor
+
+    def collect(self, mine: Any, what: str, among: Sequence[Channel] | None = None) -> list[Any]:
+        """Collects every rank's ``mine``, anything that can be pickled, in the order of slices; then the next replica's; then that of
+        the next part of the tensors; then that of the next stage. ``among``: of the ranks on these channels only."""
+        found = [mine]
+        for channel in self.ranks.channels if among is None else among:
+            self.ranks.place_of(channel).rendezvous(what)
+            everyones: list = [None] * channel.size
+            self._do(lambda c=channel, e=everyones, f=found: dist.all_gather_object(e, f, group=c.group), what)
+            found = [item for of_one in everyones for item in of_one]
+        return found
+
+    def compare(self, mine: dict[str, str], what: str, *, over_stages: bool = False) -> None:
+        """Raises ConfigError where a rank's description differs from the first one's of those with the same units, with the first
+        difference; ``over_stages``: of all."""
+        if self.ranks.alone:
+            return
+        everyones = self.collect(
+            (self.ranks.world_rank, mine), what, self.ranks.channels if over_stages else self.ranks.unit_channels
+        )
+        first_rank, firsts = everyones[0]
+        for peer, theirs in everyones:
+            for key in dict.fromkeys([*firsts, *theirs]):
+                first, other = firsts.get(key, "absent"), theirs.get(key, "absent")
+                if first != other:
+                    raise ConfigError(
+                        f"{what}: {key} is {first} on rank {first_rank} and {other} on rank {peer}. All ranks must be given the "
+                        "same."
+                    )
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Brings all ranks through the block, or makes all of them raise; they can go on then."""
+        try:
+            yield
+        except BaseException as error:
+            for channel in self.ranks.places:
+                channel.fail(error)
+            raise
+        for number, channel in enumerate(self.ranks.places):
+            try:
+                channel.rendezvous(what)
+            except InfinityError as error:
+                for other in self.ranks.places[number + 1 :]:
+                    other.fail(error)
+                raise
+
+    def rendezvous(self, what: str) -> None:
+        """Waits until every rank is at ``what``."""
+        for channel in self.ranks.places:
+            channel.rendezvous(f"{what} {self._progress_on(channel)}")
+
+    def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool = False) -> None:
+        """Raises UsageError where the data ranks do not have the same ``tensors``. ``over_tensors``: nor those with other parts of
+        tensors, which have these in common."""
+        places = self.ranks.unit_places if over_tensors else [self.ranks.data] if self.ranks.data is not None else []
+        if places:
+            digest = hashlib.blake2b(digest_size=8)
+            for tensor in tensors:
+                # Of a copy: NumPy would make the storage one that cannot be resized any more.
+                copied = tensor.detach().clone(memory_format=torch.contiguous_format)
+                digest.update(bytes_of(copied.view(-1)).cpu().numpy())
+            for channel in places:
+                channel.rendezvous(f"{what}, to values of digest {digest.hexdigest()}, {self._progress}")
+
+    def tell(self, error: BaseException) -> None:
+        """Lets the others know that this rank cannot go on. Gives them a moment to hear it: this process may end next."""
+        if all(channel.has_ended for channel in self.ranks.places):
+            return
+        for channel in self.ranks.places:
+            channel.tell(error)
+        deadline = time.monotonic() + HEARING_SECONDS
+        while self.ranks.places and not any(channel.is_heard() for channel in self.ranks.places) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Ends the groups that were made for this job, and lets this thread run on every processor again."""
+        if self.ranks.allowed_processors is not None and not self._is_closed:
+            os.sched_setaffinity(0, self.ranks.allowed_processors)
+        self._is_closed = True
+        for group in self.ranks.own_groups:
+            try:
+                dist.destroy_process_group(group)
+            except (RuntimeError, ValueError, AssertionError, AttributeError):
+                pass  # the job's process group went first
+        self.ranks.own_groups.clear()
+
+    def _do(self, work: Callable[[], Any], what: str) -> Any:
+        try:
+            return work()
+        except RuntimeError as error:
+            raise ranks_lost(what, error) from error
+
+
+def bytes_of(flat: torch.Tensor) -> torch.Tensor:
+    return flat.detach().view(torch.uint8)

@@ -1,0 +1,111 @@
+"""Meeting: every rank of a channel says what it is about to do, and hears whether all are about to do the same.
+
+It is announced when it is made, and checked when it is waited for. In between a rank can do whatever does not hang on it. Bytes that it
+carries: a header (see `Word`) and flags, of which all hear the largest of each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .channel import Channel
+
+
+class Word(IntEnum):
+    """The header's numbers, int64. All hear the largest of each."""
+
+    FAILED = 0  # 1: this rank says why it cannot go on
+    SETTLING = 1  # 1: it puts right what an exception left, and meets again
+    PARTED = 2  # 1: it has left the agreed sequence
+    REACH = 3  # collectives of the agreed sequence that it has started
+    DIGEST = 4  # of what it is about to do
+    MINUS_DIGEST = 5  # the largest of which is minus the smallest digest
+
+
+HEADER_NBYTES = 8 * len(Word)
+
+
+class Meeting:
+    """One meeting. Made on every rank of the channel, in the same order."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        what: str,
+        flags: Sequence[int] = (),
+        *,
+        failed: bool = False,
+        settling: bool = False,
+        then: Callable[[torch.Tensor], None] = lambda found: None,
+    ):
+        self._channel, self._what, self._flags = channel, what, flags
+        self._failed, self._settling, self._then = failed, settling, then
+        self._found: torch.Tensor | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        lockstep = self._channel.lockstep
+        if parted := lockstep.is_open or self._failed:
+            self._channel.raise_alarm()
+        digest = int.from_bytes(hashlib.blake2b(self._said.encode(), digest_size=7).digest(), "big")
+        header = [self._failed, self._settling, parted, lockstep.reach, digest, -digest]
+        self._merge = self._channel.tree.begin(_message(header, self._flags, self._channel.flags_nbytes), _merged)
+
+    @property
+    def _said(self) -> str:
+        lockstep = self._channel.lockstep
+        return f"{self._what}, having begun {lockstep.reach} collectives of the pass" if lockstep.is_open else self._what
+
+    def wait(self) -> torch.Tensor:
+        """Returns the largest of everyone's flags, uint8 [flags]. Raises UsageError where another rank is at something else, PeerError where one
+        failed or is gone. Both are raised on all ranks, which are at the same place afterwards."""
+        while self._found is None:
+            said, message = self._said, self._channel.complete(self._merge, self._what)
+            header = message[:HEADER_NBYTES].view(torch.int64).tolist()
+            if header[Word.PARTED]:
+                self._channel.come_together(header[Word.REACH])
+            if header[Word.FAILED] or (not header[Word.SETTLING] and header[Word.DIGEST] != -header[Word.MINUS_DIGEST]):
+                self._found = message
+                raise self._channel.refusal(said)
+            if header[Word.SETTLING] and not self._settling:
+                self._begin()
+                continue
+            if not header[Word.SETTLING]:
+                self._then(self._flags_of(message))
+            self._found = message
+        return self._flags_of(self._found)
+
+    def _flags_of(self, message: torch.Tensor) -> torch.Tensor:
+        return message[HEADER_NBYTES : HEADER_NBYTES + len(self._flags)]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its result is known, or was raised."""
+        return self._found is not None
+
+    def poll(self) -> bool:
+        """Tells whether everyone has come, without waiting for them."""
+        return self._merge.poll()
+
+
+def _message(header: Sequence[int], flags: Sequence[int], flags_nbytes: int) -> torch.Tensor:
+    message = torch.zeros(HEADER_NBYTES + flags_nbytes, dtype=torch.uint8, device="cpu")
+    message[:HEADER_NBYTES] = torch.tensor(header, dtype=torch.int64, device="cpu").view(torch.uint8)
+    if len(flags):
+        message[HEADER_NBYTES : HEADER_NBYTES + len(flags)] = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+    return message
+
+
+def _merged(messages: Sequence[torch.Tensor]) -> torch.Tensor:
+    found = messages[0].clone()
+    headers, flags = found[:HEADER_NBYTES].view(torch.int64), found[HEADER_NBYTES:]
+    for message in messages[1:]:
+        torch.maximum(headers, message[:HEADER_NBYTES].view(torch.int64), out=headers)
+        torch.maximum(flags, message[HEADER_NBYTES:], out=flags)
+    return found

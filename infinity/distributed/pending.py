@@ -1,0 +1,92 @@
+"""Pending: a collective under way, and what is said of one that does not end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..errors import InfinityError, PeerError
+from . import farewell
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+HEARING_INTERVAL = timedelta(milliseconds=500)  # after which one that waits asks whether the others still come
+LONGEST_NAP = 1e-3  # seconds between two looks at a device
+
+
+@dataclass(eq=False)
+class Pending:
+    """A collective under way. ``wait`` raises PeerError when a rank is gone."""
+
+    works: list
+    what: str
+    finish: Callable[[], None] | None = None
+    release: Callable[[], None] = lambda: None  # of its memory, once nothing moves any more
+    least_offered: int | None = None  # reductions that all ranks of the row offered to start, where they met for it
+    hear: Callable[[bool], None] = lambda settling: None  # asked while it does not end: raises where the others do not come
+    is_on_host: bool = True  # the transport can be waited for with a limit, and again
+
+    def wait(self, *, settling: bool = False) -> None:
+        """Waits until the bytes are there. ``settling``: nobody wants them."""
+        try:
+            for work in self.works:
+                self._wait(work, settling)
+            self.works = []
+            if self.finish is not None:
+                finish, self.finish = self.finish, None
+                finish()
+        except RuntimeError as error:
+            for work in self.works:  # what failed, or is given up, may still move bytes
+                with contextlib.suppress(RuntimeError):
+                    work.wait()
+            self.works = []
+            raise (error if isinstance(error, InfinityError) else ranks_lost(self.what, error)) from error
+        finally:
+            self.release()
+
+    def drop(self) -> None:
+        """Waits until nothing moves any more; what came is not used."""
+        self.finish = None
+        with contextlib.suppress(PeerError):
+            self.wait(settling=True)
+
+    def _wait(self, work: dist.Work, settling: bool) -> None:
+        if not self.is_on_host:
+            return self._watch(work, settling)
+        while True:
+            try:
+                work.wait(HEARING_INTERVAL)
+                return None
+            except RuntimeError:
+                if work.is_completed():  # just now, perhaps: it is asked itself how it ended
+                    work.wait()
+                    return None
+            self.hear(settling)
+
+    def _watch(self, work: dist.Work, settling: bool) -> None:
+        """Waits on the host for a device's transport, whose own wait only orders its queues: what comes late is to be heard of."""
+        nap, asked = 1e-5, time.monotonic()
+        while not work.is_completed():
+            time.sleep(nap)
+            nap = min(2 * nap, LONGEST_NAP)
+            if time.monotonic() - asked > HEARING_INTERVAL.total_seconds():
+                self.hear(settling)
+                asked = time.monotonic()
+        work.wait()
+
+
+def ranks_lost(what: str, error: BaseException) -> PeerError:
+    """Makes the error for ranks that are gone, or do not come; with what is known of them."""
+    if known := farewell.reasons():
+        return PeerError(f"rank {dist.get_rank()} lost its peers at '{what}': {known}")
+    text = str(error).strip().splitlines() or [type(error).__name__]
+    silent = farewell.silent()
+    heard = f" Nothing was heard from {silent}." if silent else ""
+    return PeerError(
+        f"rank {dist.get_rank()} lost its peers at '{what}': {text[0]} A rank has ended, or did not come within the process "
+        f"group's timeout: its own output tells why.{heard}"
+    )

@@ -1,0 +1,191 @@
+"""Cluster: predicts bytes and seconds of a step on machines that are not here, from the same plan that runs there.
+
+machine     a file's word for one node: devices, host memory, disks, links (``machines/`` has some)
+gathers     how often each unit's weights are gathered in a step: a walk through the forward and the backward in the plan's window
+ring        what a collective passes over: each rank receives all but its own part, from its neighbour, in as many messages as there are others
+
+The resources of a node work beside each other, so that the slowest decides; what is assumed beyond the file is told with the result.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..machine.sizes import parse_nbytes
+from ..untrusted import read_text
+from .memory_plan import MemoryPlan
+from .step_traffic import traffic
+from .unit_sizes import UnitSize
+
+MACHINES = Path(__file__).parent / "machines"
+FIELDS = {
+    "devices": ("count", "memory", "flops", "efficiency"), "host": ("memory", "bandwidth", "checksum"),
+    "disks": ("count", "capacity", "read", "write"), "links": ("device", "host", "network", "latency"),
+}  # fmt: skip
+MEETINGS = 2  # of a step: at the end of its backward and at its beginning
+CHILDREN = 32  # of a rank in the tree of a meeting
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One node. Bytes, bytes per second in one direction, operations per second, seconds."""
+
+    name: str
+    devices: int
+    device_memory: int
+    device_flops: float  # that blocks reach: the peak times the efficiency
+    host_memory: int
+    host_bandwidth: float
+    checksum_rate: float
+    disks: int
+    disk_capacity: int
+    disk_read: float
+    disk_write: float
+    device_link: float
+    host_link: float
+    network: float
+    latency: float
+    sources: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, given: str) -> Machine:
+        """Reads the file ``given``, or the one of that name among those that come with the package. Raises ConfigError for one that is not there,
+        or lacks something."""
+        path = Path(given) if Path(given).exists() else MACHINES / Path(given).with_suffix(".toml").name
+        try:
+            found = tomllib.loads(read_text(path))
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            known = ", ".join(sorted(each.stem for each in MACHINES.glob("*.toml")))
+            raise ConfigError(f"--machine {given}: {error}. Give a TOML file, or one of {known}") from None
+        values = {(part, key): _value(found, part, key, given) for part, keys in FIELDS.items() for key in keys}
+        return cls(
+            name=str(found.get("name", given)), devices=int(values["devices", "count"]), device_memory=int(values["devices", "memory"]),
+            device_flops=values["devices", "flops"] * values["devices", "efficiency"], host_memory=int(values["host", "memory"]),
+            host_bandwidth=values["host", "bandwidth"], checksum_rate=values["host", "checksum"], disks=int(values["disks", "count"]),
+            disk_capacity=int(values["disks", "capacity"]), disk_read=values["disks", "read"], disk_write=values["disks", "write"],
+            device_link=values["links", "device"], host_link=values["links", "host"], network=values["links", "network"],
+            latency=values["links", "latency"], sources=tuple(map(str, found.get("sources", ()))),
+        )  # fmt: skip
+
+
+def _value(found: dict[str, Any], part: str, key: str, given: str) -> float:
+    value = found.get(part, {}).get(key) if isinstance(found.get(part, {}), dict) else None
+    if isinstance(value, str):
+        value = parse_nbytes(value, f"{given}: {part}.{key}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"--machine {given}: [{part}] needs {key}, a number above 0 (or bytes as text); it has {value!r}")
+    if key == "count" and value != int(value):
+        raise ConfigError(f"--machine {given}: [{part}] has {key} = {value}, which is not a whole number")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class ClusterPrediction:
+    """One step. ``edges``: bytes of one rank; ``seconds``: what each resource needs alone."""
+
+    ranks: int
+    gathers: int
+    edges: dict[str, int]
+    seconds: dict[str, float]
+    assumptions: tuple[str, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """The slowest resource's time, and what no other hides: the meetings."""
+        return max(seconds for what, seconds in self.seconds.items() if what != "meetings") + self.seconds["meetings"]
+
+    @property
+    def bottleneck(self) -> str:
+        """The resource that needs most."""
+        return max(self.seconds, key=self.seconds.__getitem__)
+
+
+def predict_cluster(
+    plan: MemoryPlan, units: Sequence[UnitSize], machine: Machine, nodes: int, *, flops: float
+) -> ClusterPrediction:
+    """Predicts a step of ``nodes`` machines with one rank for each device, sharded over all of them. ``units`` are one rank's: sliced.
+
+    ``flops``: operations of one rank's forward and backward.
+    """
+    ranks = nodes * machine.devices
+    gathers = gathers_of(units, plan.device_window_nbytes)
+    edges = edges_of(plan, units, gathers)
+    received = edges["all-gather"] + edges["reduce-scatter"]
+    messages = (sum(gathers) + len(units)) * (ranks - 1)
+    seconds = {
+        "compute": flops / machine.device_flops,
+        "devices' links": received / machine.device_link,
+        # What a node receives once, its devices share; with one node nothing crosses.
+        "network": received * ranks / max(1, ranks - 1) * (nodes - 1) / nodes / machine.network
+        + messages * machine.latency * (nodes > 1),
+        "host's links": max(edges["host->device"], edges["device->host"]) / machine.host_link,
+        "optimizer": machine.devices * edges["optimizer"] / machine.host_bandwidth,
+        "checksums": machine.devices * (edges["nvme->host"] + edges["host->nvme"]) / machine.checksum_rate,
+        "disks": machine.devices
+        * (edges["nvme->host"] / machine.disk_read + edges["host->nvme"] / machine.disk_write)
+        / machine.disks,
+        "meetings": MEETINGS * 2 * max(1, math.ceil(math.log(ranks, CHILDREN))) * machine.latency if ranks > 1 else 0.0,
+    }
+    assumptions = (
+        f"{machine.name}: rates of the machine file, which names its sources; devices reach {machine.device_flops / 1e12:.0f} TFLOP/s",
+        "one rank for each device, all of them data ranks (ZeRO-3); every disk has an equal part of the state",
+        f"rings: each rank receives all but its own part, in {ranks - 1} messages a collective, {machine.latency * 1e6:g} us each between nodes",
+        "compute, links, network, disks and the processor work beside each other; meetings are waited for",
+        f"a unit is gathered {sum(gathers) / max(1, len(units)):.2g} times a step on average, in a window of {plan.device_window_nbytes:,} bytes",
+    )
+    return ClusterPrediction(ranks, sum(gathers), edges, seconds, assumptions)
+
+
+def edges_of(plan: MemoryPlan, units: Sequence[UnitSize], gathers: Sequence[int]) -> dict[str, int]:
+    """Counts the bytes of one rank's step over every edge, and those that it receives from other ranks."""
+    edges = traffic(plan, units)
+    edges |= {"all-gather": 0, "reduce-scatter": 0}
+    for index, (unit, count) in enumerate(zip(units, gathers)):
+        from_disk = plan.tiers_of(index)["weight"].value == "nvme" and "weight" not in plan.kept_of(index)
+        edges["host->device"] -= (2 - count) * unit.slice_nbytes
+        edges["nvme->host"] -= (2 - count) * unit.slice_nbytes * from_disk
+        for shard in unit.shards:
+            others = shard.numel - shard.numel // shard.slices
+            edges["all-gather"] += count * others * shard.spec.dtype.itemsize
+            edges["reduce-scatter"] += others * shard.spec.grad_dtype.itemsize * shard.spec.stepped
+    return edges
+
+
+def gathers_of(units: Sequence[UnitSize], window_nbytes: int) -> list[int]:
+    """Counts how often each unit is gathered in a forward through all of them and the backward that follows.
+
+    What computes stays, and in the backward the unit before it; the next one comes ahead where there is room; what is needed last goes first.
+    """
+    forward = list(range(len(units)))
+    uses = (
+        forward + forward[-2:0:-1]
+    )  # the last one is still there, and the first one's input has no gradient that would need its weights
+    found, resident = [0] * len(units), set[int]()
+
+    def next_use(unit: int, place: int) -> float:
+        return next((at for at in range(place + 1, len(uses)) if uses[at] == unit), math.inf)
+
+    def make_room(unit: int, place: int, held: set[int]) -> bool:
+        while sum(units[each].weight_nbytes for each in resident) + units[unit].weight_nbytes > window_nbytes:
+            if not (idle := resident - held):
+                return False
+            resident.remove(max(idle, key=lambda each: next_use(each, place)))
+        return True
+
+    for place, unit in enumerate(uses):
+        in_backward = place >= len(units)
+        held = {unit, uses[place - 1]} if in_backward else {unit}
+        if unit not in resident:
+            make_room(unit, place, held)
+            resident.add(unit)
+            found[unit] += 1
+        if place + 1 < len(uses) and (ahead := uses[place + 1]) not in resident and make_room(ahead, place, held):
+            resident.add(ahead)
+            found[ahead] += 1
+    return found

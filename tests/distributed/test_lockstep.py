@@ -1,0 +1,198 @@
+"""Lockstep: passes of several ranks that nobody meets in, and what becomes of ranks that part in one.
+
+Words used here: see `ranks` (job, launch), `parting_jobs` and `infinity.distributed.lockstep`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import parting_jobs
+import pytest
+import torch
+from ranks import launch
+
+import infinity
+from infinity.distributed.lockstep import Collective, Lockstep
+from infinity.distributed.tree import CHILDREN, family_of
+
+SCRIPT = "parting_jobs.py"
+HOWS = [
+    "another order",
+    "fewer",
+    "evaluates",
+    "reads",
+    "raises in a forward",
+    "raises in a backward",
+    "skips a backward",
+    "skips a step",
+]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> dict[str, list[Any]]:
+    """Everything that two ranks do here, in one launch."""
+    jobs: dict[str, dict] = {f"parts:{how}": {"how": how} for how in HOWS}
+    jobs |= {f"parts:whole-{how}": {"how": how, "shard": "gradients"} for how in ("raises in a backward", "evaluates")}
+    jobs |= {f"changes:{shard}": {"shard": shard} for shard in ("parameters", "gradients", "optimizer")}
+    jobs |= {f"moved:{budget}": {"config": {"device_memory": budget}} for budget in (None, "260KiB", "300KiB", "400KiB")}
+    jobs["moved:nvme"] = {"config": models.at_home("nvme", "nvme", tmp_path_factory.mktemp("swap")) | {"host_memory": "6MiB"}}
+    jobs |= {f"counted:{blocks}": {"blocks": blocks} for blocks in (4, 12)}
+    return launched(tmp_path_factory.mktemp("two"), 2, jobs)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> dict[str, list[Any]]:
+    """Four ranks: three that hear of one, in a tree of three levels, and replicas."""
+    jobs: dict[str, dict] = {f"parts:{how}": {"how": how, "children": 1} for how in HOWS}
+    jobs |= {f"parts:replicas-{how}": {"how": how, "replicas": True} for how in ("another order", "raises in a backward")}
+    return launched(tmp_path_factory.mktemp("four"), 4, jobs)
+
+
+def launched(folder, world: int, jobs: dict[str, dict], **more: Any) -> dict[str, list[Any]]:
+    results, done = launch(folder, world, jobs, script=SCRIPT, environment={"RANK_TIMEOUT": "40"}, **more)
+    assert done.returncode == 0, (
+        [found for found in results.values() if found[0] is None or not isinstance(found[0], dict)],
+        done.stderr[-4000:],
+    )
+    return results
+
+
+def check_parted(found: list[dict], how: str) -> None:
+    """All ranks were told, in that step and no other one; none has stepped with anything else than one process has."""
+    for rank, of_rank in enumerate(found):
+        assert of_rank["off"] < 1e-6, how
+        assert of_rank["said"] and {step for step, _, _ in of_rank["said"]} == {4}, of_rank["said"]
+        told = [text for _, kind, text in of_rank["said"] if kind == "UsageError"]
+        assert told and all(f"rank {rank} is at" in text for text in told), of_rank["said"]
+        assert of_rank["agreed"][3] and of_rank["agreed"][-1]  # before, and again
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_ranks_that_part_in_an_agreed_pass_are_told_and_go_on(two, how):
+    """Rank 1 does something else in mid-pass while rank 0 waits for what it does not start: both get an error, try again, and end with the
+    weights of plain torch."""
+    check_parted(two[f"parts:{how}"], how)
+
+
+@pytest.mark.parametrize("how", ["raises in a backward", "evaluates"])
+def test_ranks_that_keep_their_weights_are_told_too(two, how):
+    check_parted(two[f"parts:whole-{how}"], how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [*HOWS, "replicas-another order", "replicas-raises in a backward"])
+def test_all_of_four_ranks_are_told(four, how):
+    check_parted(four[f"parts:{how}"], how)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hears_no_alarm_waits_until_the_timeout(tmp_path):
+    """The twin: without the alarm rank 0 waits for a gather that rank 1 never starts, and nothing but the timeout ends that."""
+    jobs = {"parts": {"how": "evaluates", "deaf": True}}
+    results, done = launch(tmp_path, 2, jobs, script=SCRIPT, environment={"RANK_TIMEOUT": "6"})
+    assert done.returncode != 0
+    assert any(found is not None and found.kind == "PeerError" for found in results["parts"])
+
+
+@pytest.mark.parametrize("shard", ["parameters", "gradients", "optimizer"])
+def test_ranks_that_change_together_go_on_with_the_bits_of_one_process(two, shard):
+    """All ranks leave a block out in some steps; a parameter gets a gradient on one rank, or on none, in turn. Where nobody has one it is None."""
+    first, second = two[f"changes:{shard}"]
+    model = parting_jobs.build()
+    model, optimizer = infinity.wrap_model(model, parting_jobs.adamw(model), {"params": "device", "optimizer": "device"})
+    parting_jobs.in_turn(model, optimizer, 2, 10, order=parting_jobs.changing_order, scaled=parting_jobs.changing_use)
+    assert not models.differing(first["weights"], parting_jobs.state_of(model))
+    infinity.unwrap_model(model, optimizer)
+    assert all(torch.equal(value, second["weights"][name]) for name, value in first["weights"].items())
+    assert first["grads"] == second["grads"] == [step % 3 == 1 for step in range(10)]
+
+
+def test_meetings_of_a_step_do_not_grow_with_the_model(two):
+    """Two in each step from the third on, for 4 units and for 12; the first steps, in which nothing is agreed yet, do meet for each."""
+    few, many = (two[f"counted:{blocks}"][0]["met"] for blocks in (4, 12))
+    assert few[3:] == many[3:] == [2, 2, 2]
+    assert many[0] > few[0] > 4
+
+
+@pytest.mark.parametrize("budget", [None, "260KiB", "300KiB", "400KiB", "nvme"])
+def test_a_step_moves_the_bytes_that_the_plan_predicts(two, budget):
+    """Over every edge and from the other rank, in windows of two to all units, in the steady state: exactly."""
+    for of_rank in two[f"moved:{budget}"]:
+        found, predicted = of_rank["found"], of_rank["predicted"]
+        assert {name: predicted[name] for name in found if name in predicted} == {
+            name: found[name] for name in found if name in predicted
+        }
+        assert found["all-gather"] > 0 and found["reduce-scatter"] > 0
+    assert (
+        len({sum(two[f"moved:{each}"][0]["gathers"]) for each in ("260KiB", "300KiB", "400KiB")}) == 3
+    )  # the twin: they do differ
+
+
+# --- without ranks ---
+
+
+def collective(what: str, started: list[str] | None = None) -> Collective:
+    class Work:
+        def wait(self) -> None:
+            pass
+
+    def stand_in() -> Work:
+        if started is not None:
+            started.append(what)
+        return Work()
+
+    return Collective(what, 8, stand_in)
+
+
+def passed(lockstep: Lockstep, key: bytes, names: str, *, agreed: bool) -> None:
+    lockstep.begin(key, agreed=agreed)
+    for name in names:
+        lockstep.note(collective(name))
+    lockstep.end()
+
+
+def test_a_pass_is_known_by_how_it_went():
+    """Digests are equal for equal passes, and differ for others, another key, and none."""
+    one, other = Lockstep(), Lockstep()
+    passed(one, b"k", "abc", agreed=False)
+    passed(other, b"k", "abd", agreed=False)
+    assert one.digest_of(b"k") != other.digest_of(b"k") and not any(one.digest_of(b"other"))
+    passed(other, b"k", "abc", agreed=False)
+    assert one.digest_of(b"k") == other.digest_of(b"k")
+
+
+def test_what_another_rank_has_started_is_completed():
+    """Method: of five agreed collectives this rank has started two, another one four."""
+    lockstep, started = Lockstep(), []
+    lockstep.begin(b"k", agreed=False)
+    for name in "abcde":
+        lockstep.note(collective(name, started))
+    lockstep.end()
+    lockstep.begin(b"k", agreed=True)
+    assert lockstep.next == collective("a")
+    for name in "ab":
+        lockstep.note(collective(name))
+    assert lockstep.is_open and lockstep.reach == 2
+    lockstep.part(4)
+    assert started == ["c", "d"] and not lockstep.is_open and not lockstep.is_agreed
+
+
+def test_a_pass_that_was_left_does_not_replace_a_whole_one():
+    lockstep = Lockstep()
+    passed(lockstep, b"k", "abc", agreed=False)
+    before = lockstep.digest_of(b"k")
+    passed(lockstep, b"k", "a", agreed=True)
+    assert lockstep.digest_of(b"k") == before
+
+
+@pytest.mark.parametrize("size", [1, 2, CHILDREN + 1, CHILDREN + 2, 1000, 5000])
+def test_every_rank_of_a_tree_has_one_parent_and_few_children(size):
+    parents = {}
+    for place in range(size):
+        own, above = family_of(place, size)
+        assert len(own) <= CHILDREN + 1 and (not above) == (place == 0)
+        for child in own[1:]:
+            assert parents.setdefault(child, place) == place and family_of(child, size)[1] == own
+    assert sorted(parents) == list(range(1, size))

@@ -1,0 +1,83 @@
+"""Cluster: machine files, gathers in a window, and how a prediction grows with nodes. Bytes beside measured ones: `distributed/test_lockstep.py`."""
+
+from __future__ import annotations
+
+import pytest
+from torch import float32
+
+import infinity
+from infinity import native
+from infinity.machine.tiers import Tier
+from infinity.planning.cluster import MACHINES, Machine, gathers_of, predict_cluster
+from infinity.planning.memory_plan import MemoryPlan
+from infinity.planning.unit_sizes import ShardSize, UnitSize
+from infinity.state.shard_spec import ShardSpec
+
+SPEC = ShardSpec(
+    wrapped_dtype=float32, dtype=float32, master=native.Master.OWN, grad_dtype=float32, moment_dtype=float32, moment_count=2, stepped=True
+)  # fmt: skip
+HOST = {name: Tier.HOST for name in ("weight", "master", "exp_avg", "exp_avg_sq", "grad")}
+
+
+def units_of(count: int, ranks: int = 2, numel: int = 1 << 20) -> list[UnitSize]:
+    return [UnitSize(f"unit {index}", (ShardSize(SPEC, numel, ranks),)) for index in range(count)]
+
+
+def plan_of(window: int, tiers: dict = HOST) -> MemoryPlan:
+    return MemoryPlan(tiers, 1, 0, 0, 0, 1, 0, 0, window)
+
+
+@pytest.mark.parametrize(("window", "gathers"), [
+    (2, [1, 2, 2, 2, 2, 2, 1, 1]), (3, [1, 2, 2, 2, 2, 1, 1, 1]), (7, [1, 1, 1, 1, 1, 1, 1, 1]), (100, [1] * 8),
+])  # fmt: skip
+def test_gathers_of_a_window(window, gathers):
+    """What is still there when the backward begins is not gathered again; the first unit's backward needs no weights."""
+    units = units_of(8)
+    assert gathers_of(units, window * units[0].weight_nbytes) == gathers
+
+
+def test_machine_files_that_come_along_are_whole_and_name_sources():
+    for path in MACHINES.glob("*.toml"):
+        machine = Machine.read(path.stem)
+        assert machine.sources and machine.devices >= 1 and machine.device_memory > 0
+    assert Machine.read("dgx-h100").devices == Machine.read("dgx-h100.toml").devices == 8
+
+
+@pytest.mark.parametrize(("harm", "said"), [
+    (lambda text: text.replace("flops = 989e12", ""), "needs flops"), (lambda text: text.replace("latency = 10e-6", "latency = -1"), "needs latency"),
+    (lambda text: text.replace("count = 8", "count = 2.5"), "not a whole number"), (lambda text: text + "[", "dgx.toml"),
+    (lambda text: text.replace('memory = "80GB"', 'memory = "many"'), "many"), (lambda text: text.replace("[links]", "[lines]"), "needs device"),
+])  # fmt: skip
+def test_machine_files_that_lack_something_are_refused(tmp_path, harm, said):
+    path = tmp_path / "dgx.toml"
+    path.write_text(harm((MACHINES / "dgx-h100.toml").read_text()))
+    with pytest.raises(infinity.ConfigError, match=said):
+        Machine.read(str(path))
+
+
+def test_a_machine_that_is_not_there_is_told_with_those_that_are(tmp_path):
+    with pytest.raises(infinity.ConfigError, match="dgx-h100"):
+        Machine.read(str(tmp_path / "none.toml"))
+
+
+def test_nodes_share_the_state_and_pass_more():
+    """Per rank: state and its traffic shrink with the ranks, what passes between them nears the whole weights, and one node needs no network."""
+    machine = Machine.read("dgx-h100")
+    one, four = (
+        predict_cluster(plan_of(1 << 40), units_of(16, nodes * 8, 1 << 26), machine, nodes, flops=1e15) for nodes in (1, 4)
+    )
+    assert four.ranks == 4 * one.ranks and four.edges["optimizer"] * 4 == one.edges["optimizer"]
+    assert one.edges["all-gather"] == 16 * (7 << 26) // 8 * 4 and four.edges["all-gather"] == 16 * (31 << 26) // 32 * 4
+    assert one.seconds["network"] == 0 < four.seconds["network"]
+    assert one.step_seconds >= max(one.seconds.values()) and one.bottleneck == "compute"
+
+
+def test_the_slowest_resource_decides():
+    """Method: state on disk, and hardly any compute. The disks' time is their bytes over their rates."""
+    machine = Machine.read("dgx-h100")
+    tiers = HOST | {"exp_avg": Tier.NVME, "exp_avg_sq": Tier.NVME}
+    units = units_of(4, 8, 1 << 26)
+    found = predict_cluster(plan_of(1 << 40, tiers), units, machine, 1, flops=1.0)
+    assert found.bottleneck == "disks"
+    nbytes = 2 * sum(shard.nbytes("exp_avg") for unit in units for shard in unit.shards) * machine.devices
+    assert found.seconds["disks"] == pytest.approx(nbytes / (8 * machine.disk_read) + nbytes / (8 * machine.disk_write))

@@ -1,0 +1,224 @@
+"""Jobs in which ranks part in the middle of an agreed pass (see `ranks`). Started by torchrun with the folder of the launch."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+
+from ranks import serve
+
+import infinity
+from infinity.distributed import tree
+from infinity.distributed.channel import Channel
+from infinity.distributed.meeting import Meeting
+from infinity.planning.cluster import edges_of, gathers_of
+from infinity.runtime.registry import wrapped
+
+AGREED = 4  # steps after which passes are agreed
+
+
+class Blocks(nn.Module):
+    """Six blocks, each a unit, run in the order that is asked for, and a parameter that is used when it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5), scaled: bool = False) -> torch.Tensor:
+        for index in order:
+            x = torch.tanh(self.blocks[index](x))
+        return (x * self.scale if scaled else x).square().mean()
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Blocks()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def data(step: int, of_rank: int) -> torch.Tensor:
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + of_rank))
+
+
+def wrap(shard: str, tight: bool, mesh: Any = None) -> tuple[Any, Any]:
+    """Wraps the blocks. ``tight``: in the least device memory that works, so that the backward gathers, too."""
+    config = {"params": "host", "optimizer": "host", "shard": shard, "units": ["Linear"]}
+    if tight:
+        try:
+            model = build()
+            infinity.wrap_model(model, adamw(model), config | {"device_memory": 1}, mesh=mesh)
+        except infinity.CapacityError as error:
+            config["device_memory"] = int(re.search(r"works here is [^()]*\((\d+) bytes", str(error))[1])
+    model = build()
+    return infinity.wrap_model(model, adamw(model), config, mesh=mesh)
+
+
+def in_turn(model: nn.Module, optimizer: torch.optim.Optimizer, world: int, steps: int, **how: Any) -> None:
+    """What one process does to be equal to ``world`` ranks. ``how``: of a step and a rank, what the forward is given."""
+    for step in range(steps):
+        for rank in range(world):
+            (model(data(step, rank), **{key: choose(step, rank, world) for key, choose in how.items()}) / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+class Own(Exception):
+    """What a user's own code raises."""
+
+
+def parts(how: str, shard: str = "parameters", children: int = 32, deaf: bool = False, replicas: bool = False) -> dict[str, Any]:
+    """Trains until passes are agreed; then the last rank does something else, once. Every rank tries its step again until it succeeds."""
+    tree.CHILDREN = children
+    if deaf:
+        Channel.hears_alarm = lambda self: False
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = (
+        dist.device_mesh.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard")) if replicas else None
+    )
+    model, optimizer = wrap(shard, tight=True, mesh=mesh)
+    lockstep = wrapped(model).engine.ranks.data.lockstep
+    said, agreed, todo = [], [], how if rank == world - 1 else ""
+
+    def attempt(step: int) -> None:
+        nonlocal todo
+        doing, todo = (todo, "") if step == AGREED else ("", todo)
+        order = {"another order": (0, 1, 3, 2, 4, 5), "leaves out": (0, 1, 3, 4, 5), "fewer": (0, 1)}.get(doing, (0, 1, 2, 3, 4, 5))
+        if doing == "evaluates":
+            with torch.no_grad():
+                model(data(step, rank))
+        if doing == "reads":
+            with infinity.full_params(model, ["blocks.4"]):
+                pass
+        hooks = []
+        if doing == "raises in a forward":
+            hooks = [model.blocks[3].register_forward_pre_hook(fail)]
+        if doing == "raises in a backward":
+            hooks = [model.blocks[3].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)]
+        try:
+            loss = model(data(step, rank), order)
+            agreed.append(lockstep.is_agreed)
+            if doing == "skips a backward":
+                raise Own("skipped")
+            loss.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if doing == "skips a step":
+            raise Own("skipped")
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in range(AGREED + 4):
+        for _ in range(4):
+            try:
+                attempt(step)
+                break
+            except (Own, infinity.UsageError) as error:
+                said.append((step, type(error).__name__, str(error)))
+                optimizer.zero_grad()
+    weights = state_of(model)
+    infinity.unwrap_model(model, optimizer)
+    single = build()
+    in_turn(single, adamw(single), world, AGREED + 4)
+    plain = state_of(single)
+    off = max(float((weights[name] - plain[name]).abs().max()) for name in plain)
+    return {"said": said, "off": off, "agreed": agreed}
+
+
+def fail(*_: Any) -> None:
+    raise Own("the user's own")
+
+
+def changing_order(step: int, rank: int, world: int) -> tuple[int, ...]:
+    """All ranks leave a block out in some steps."""
+    return (0, 1, 3, 4, 5) if step in (4, 5, 8) else (0, 1, 2, 3, 4, 5)
+
+
+def changing_use(step: int, rank: int, world: int) -> bool:
+    """The last rank, or none, uses a parameter."""
+    return step % 3 == 1 and rank == world - 1
+
+
+def changes(shard: str) -> dict[str, Any]:
+    """Steps that change on all ranks together, and an evaluation between a backward and its step."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, optimizer = wrap(shard, tight=True)
+    grads = []
+    for step in range(10):
+        model(data(step, rank), changing_order(step, rank, world), changing_use(step, rank, world)).backward()
+        grads.append(model.scale.grad is not None)
+        if step == 6:
+            with torch.no_grad():
+                model(data(step, rank))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = state_of(model)
+    infinity.unwrap_model(model, optimizer)
+    return {"weights": weights, "grads": grads}
+
+
+def counted(blocks: int) -> dict[str, Any]:
+    """Meetings of every step of a model of so many blocks."""
+    met, begin = 0, Meeting._begin
+
+    def counting(self: Meeting) -> None:
+        nonlocal met
+        met += 1
+        begin(self)
+
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(blocks)))
+    config = {"params": "host", "optimizer": "host", "units": ["Linear"]}
+    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    Meeting._begin, found = counting, []
+    try:
+        for _ in range(6):
+            met = 0
+            model(torch.ones(2, 32)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(met)
+    finally:
+        Meeting._begin = begin
+    infinity.unwrap_model(model, optimizer)
+    return {"met": found}
+
+
+def moved(config: dict, blocks: int = 8) -> dict[str, Any]:
+    """Bytes of a step in the steady state, over every edge and from other ranks, and what the plan of the same job predicts."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(blocks)))
+    config = {"params": "host", "optimizer": "host", "units": ["Linear"]} | config
+    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), config)
+    engine, counted = wrapped(model).engine, []
+    for step in range(6):
+        model(data(step, dist.get_rank())).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.wait_idle()
+        stats = infinity.stats(model).as_dict()
+        counted.append({name: edge["nbytes"] for edges in (stats["edges"], stats["collectives"]) for name, edge in edges.items()})
+    found = {name: nbytes - counted[-2].get(name, 0) for name, nbytes in counted[-1].items()}
+    gathers = gathers_of(engine.sizes, engine.plan.device_window_nbytes)
+    predicted = edges_of(engine.plan, engine.sizes, gathers)
+    infinity.unwrap_model(model, optimizer)
+    return {"found": found, "predicted": predicted, "gathers": gathers}
+
+
+if __name__ == "__main__":
+    serve(globals())
