@@ -15,9 +15,13 @@ from .errors import CapacityError, ConfigError, CorruptionError, InfinityError, 
 if TYPE_CHECKING:
     from . import parallel
     from .api.accumulate import accumulate
+    from .api.average import ema, swa
     from .api.full_params import full_params
+    from .api.named_weights import named_weights
+    from .api.park import park, resume
     from .api.stats import Stats, stats
     from .api.unwrap import unwrap_model
+    from .api.watch import Watch
     from .api.wrap import wrap_model
     from .checkpoint.load import load_checkpoint
     from .checkpoint.pretrained import save_pretrained
@@ -38,14 +42,20 @@ __all__ = [
     "Stats",
     "StorageError",
     "UsageError",
+    "Watch",
     "accumulate",
     "clip_grad_norm_",
+    "ema",
     "full_params",
     "load_checkpoint",
+    "named_weights",
     "parallel",
+    "park",
+    "resume",
     "save_checkpoint",
     "save_pretrained",
     "stats",
+    "swa",
     "unwrap_model",
     "wrap_model",
 ]
@@ -54,17 +64,23 @@ __all__ = [
 _HOMES = {
     "Config": "config.config",
     "Stats": "api.stats",
+    "Watch": "api.watch",
     "accumulate": "api.accumulate",
     "clip_grad_norm_": "optim.clipping",
+    "ema": "api.average",
     "full_params": "api.full_params",
     "load_checkpoint": "checkpoint.load",
+    "named_weights": "api.named_weights",
+    "park": "api.park",
+    "resume": "api.park",
     "save_checkpoint": "checkpoint.save",
     "save_pretrained": "checkpoint.pretrained",
     "stats": "api.stats",
+    "swa": "api.average",
     "unwrap_model": "api.unwrap",
     "wrap_model": "api.wrap",
 }
-_ROOMS = ("parallel",)  # whose functions are called by their room's name
+_ROOMS = ("integrations", "parallel")  # whose functions are called by their room's name
 
 
 def __getattr__(name: str):

@@ -69,6 +69,7 @@ cuda_driver = _C.cuda_driver  # (version as 13000, ""), or (0, why it cannot be 
 move_streams = _C.move_streams
 simd_unit = _C.simd_unit
 trim_heap = _C.trim_heap
+map_large_buffers = _C.map_large_buffers
 simd_units = _C.simd_units
 uring_refusal = _C.uring_refusal
 

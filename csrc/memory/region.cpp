@@ -62,6 +62,13 @@ void Region::pin(int device) {
   driver_ = driver;
 }
 
+void Region::discard() {
+  if (driver_) driver_->unregister_host(data_, device_);  // which holds the pages
+  driver_ = nullptr;
+  if (nbytes_ && madvise(data_, nbytes_, MADV_DONTNEED) != 0)
+    throw StorageError(errno, "", concat("cannot give ", nbytes_, " bytes of host memory back"));
+}
+
 Region::~Region() {
   if (process_ != getpid()) return;  // what lies at that address in a child is not ours
   if (driver_) driver_->unregister_host(data_, device_);
@@ -105,6 +112,14 @@ void Pages::stop() {
   std::lock_guard<std::mutex> lock(joining_);
   for (std::thread& thread : thread_) thread.join();
   thread_.clear();
+}
+
+void map_large_buffers(std::size_t nbytes) {
+#ifdef __GLIBC__
+  (void)mallopt(M_MMAP_THRESHOLD, static_cast<int>(nbytes));
+#else
+  (void)nbytes;
+#endif
 }
 
 void trim_heap() {

@@ -38,6 +38,10 @@ class Region {
   // writes to it meanwhile. Ends early once `stopped` is set.
   void populate(int threads, const std::atomic<bool>* stopped = nullptr);
 
+  // Gives the pages back to the kernel; the addresses stay, and read as zeros until they are written to. What was pinned is not any
+  // more. Not for memory that an I/O engine has registered: it would go on with the old pages. Throws StorageError.
+  void discard();
+
   std::byte* data() const { return data_; }
   std::size_t nbytes() const { return nbytes_; }
   bool huge_pages() const { return huge_pages_; }
@@ -81,5 +85,9 @@ class Pages {
 // Gives the kernel what was freed: the C library keeps it otherwise, in pieces too small for the next buffer of that size,
 // and a group's limit counts it.
 void trim_heap();
+
+// Has the C library map every buffer of at least `nbytes` by itself, from now on, and unmap it when it is freed: a heap with holes is
+// address space, which trim_heap() does not give back and ulimits count.
+void map_large_buffers(std::size_t nbytes);
 
 }  // namespace infinity

@@ -116,6 +116,7 @@ void bind_memory(py::module_& m) {
     return py::make_tuple(driver ? driver->version() : 0, refusal);
   });
   m.def("trim_heap", &trim_heap, py::call_guard<py::gil_scoped_release>());
+  m.def("map_large_buffers", &map_large_buffers, py::arg("nbytes"));
   py::class_<Region, std::shared_ptr<Region>>(m, "Region", py::buffer_protocol())
       .def(py::init([](std::size_t nbytes, bool huge_pages, int touch_threads) {
              py::gil_scoped_release release;
@@ -127,6 +128,7 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("huge_pages", &Region::huge_pages)
       .def("pin", &Region::pin, py::arg("device") = 0, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("pinned", &Region::pinned)
+      .def("discard", &Region::discard, py::call_guard<py::gil_scoped_release>())
       .def("populate", [](Region& region, int threads) { region.populate(threads); }, py::arg("threads"),
            py::call_guard<py::gil_scoped_release>())
       .def_buffer([](Region& r) {

@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+from fractions import Fraction
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from ..config.choices import AUTO
 from ..config.config import Config
 from ..distributed.collectives import Collectives
 from ..distributed.data_ranks import DataRanks
@@ -30,6 +34,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
     """Describes what has to be the same on every rank."""
     inputs = {f"Config({field.name})": repr(getattr(config, field.name)) for field in dataclasses.fields(config)
             if field.name not in ("nvme_paths", "trace", "device")}  # fmt: skip
+    inputs["Config(nvme_paths)"] = "found where needed" if config.nvme_paths == AUTO else "given"
     inputs["the model"] = type(model).__name__
     names_of = {param: name for name, param in model.named_parameters()}
     given = {param for group in (optimizer.param_groups if optimizer is not None else []) for param in group["params"]}
@@ -153,10 +158,26 @@ def broadcast_rest(model: nn.Module, collectives: Collectives) -> None:
             overwrite(tensor, collectives.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), name))
 
 
+PARTS = 10**6  # into which a machine is divided
+
+
+def share_of_machine(model: nn.Module, collectives: Collectives, local_size: int) -> Fraction:
+    """Tells which part this rank has of the memory and the disks of its machine: equal ones, but for stages of a pipeline, whose parts are as
+    their parameters are. Ranks with the same units have the same, the least of theirs: their plans must not differ."""
+    if collectives.ranks.stages is None or local_size == 1:
+        return Fraction(1, local_size)
+    own = sum(local_of(param).nbytes for param in model.parameters() if is_managed(param))
+    me = dist.get_rank() // local_size  # torchrun numbers ranks machine by machine
+    everyones = collectives.collect((me, own), "the bytes of the stages")
+    here = sum(nbytes for machine, nbytes in everyones if machine == me)
+    return Fraction(collectives.least([own * PARTS // max(1, here)], "parts of a machine")[0], PARTS)
+
+
 def own_budgets(config: Config, ranks: DataRanks) -> Config:
     """Returns the configuration with this rank's part of what the ranks of one machine share."""
     shared = {name: getattr(config, name) for name in ("host_memory", "nvme_capacity")}
-    return dataclasses.replace(config, **{name: n // ranks.local_size for name, n in shared.items() if n is not None})
+    own: dict[str, Any] = {name: int(n * ranks.machine_share) for name, n in shared.items() if n is not None}
+    return dataclasses.replace(config, **own)
 
 
 def free_everywhere(config: Config, collectives: Collectives, device: Device) -> dict[Tier, int] | None:
@@ -164,8 +185,10 @@ def free_everywhere(config: Config, collectives: Collectives, device: Device) ->
     if collectives.ranks.alone:
         return None
     check_folders(config)
-    shared = {tier: 1 if tier is Tier.DEVICE and not device.is_host else collectives.ranks.local_size for tier in Tier}
+    own = collectives.ranks.machine_share
+    shares = {tier: Fraction(1) if tier is Tier.DEVICE and not device.is_host else own for tier in Tier}
     mine = [
-        measured_free(tier, config, device) // shared[tier] if tier is not Tier.NVME or config.nvme_paths else 0 for tier in Tier
+        int(measured_free(tier, config, device) * shares[tier]) if tier is not Tier.NVME or config.nvme_paths else 0
+        for tier in Tier
     ]
     return dict(zip(Tier, collectives.least(mine, "free memory")))

@@ -56,6 +56,8 @@ def choose_device(model: nn.Module, config: Config, collectives: Collectives) ->
 
 def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> tuple[MemoryPlan, list[UnitSize]]:
     """Returns :func:`wrap_model`'s plan for the model, and the sizes of its units. Nothing is allocated or changed."""
+    from .scratch import lay_out_here  # which needs what is below
+
     check(model, optimizer, config)
     rule = recognise(optimizer) if optimizer is not None else None
     group_of = groups_of_optimizer(optimizer)
@@ -63,7 +65,7 @@ def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: C
     device = choose_device(model, config, alone)
     try:
         shards_of = partial(shards_of_group, group_of=group_of, rule=rule, optimizer=optimizer, config=config, collectives=alone)
-        groups, shards, plan = lay_out_groups(model, config, shards_of, device)
+        _, (groups, shards, plan) = lay_out_here(model, config, shards_of, device, alone)
     finally:
         device.close()
     return plan, [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]

@@ -58,10 +58,7 @@ def stats(model: nn.Module) -> Stats:
     The bound goes by the disk's measured rates (:mod:`infinity.machine.disk_profile`).
     """
     engine = wrapped(model).engine
-    edges = {name: dataclasses.replace(edge) for name, edge in engine.traffic.edges.items()}
-    for name, op in (("nvme->host", native.Op.READ), ("host->nvme", native.Op.WRITE)):
-        edges[name].nbytes = engine.store.io.nbytes(op)
-        edges[name].busy_seconds = engine.store.io.busy_seconds(op)
+    edges = edges_of(engine)
     tiers = {
         str(tier): TierStats(account.peak_nbytes, account.planned_nbytes, account.budget_nbytes)
         for tier, account in engine.ledger.accounts.items()
@@ -84,6 +81,15 @@ def stats(model: nn.Module) -> Stats:
     planner = engine.activations.planner if engine.activations is not None else None
     blocks = planner.counts() if planner is not None else {}
     return Stats(edges, collectives, tiers, engine.updates.clock.steps, step_seconds, bound, sentence, shadows, blocks)
+
+
+def edges_of(engine: Engine) -> dict[str, EdgeTraffic]:
+    """Counts what has moved over every edge so far."""
+    edges = {name: dataclasses.replace(edge) for name, edge in engine.traffic.edges.items()}
+    for name, op in (("nvme->host", native.Op.READ), ("host->nvme", native.Op.WRITE)):
+        edges[name].nbytes = engine.store.io.nbytes(op)
+        edges[name].busy_seconds = engine.store.io.busy_seconds(op)
+    return edges
 
 
 def _bounds(engine: Engine, edges: dict[str, EdgeTraffic]) -> dict[str, float]:

@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from .. import native
+from ..config.choices import AUTO
 from ..config.config import Config
 from ..distributed.collectives import Collectives
+from ..distributed.data_ranks import DataRanks
 from ..distributed.mesh import data_ranks, join_device, join_node
 from ..errors import ConfigError
 from ..forwards.micro_batch import check_block, install_chunks
@@ -26,6 +28,7 @@ from ..forwards.replaced_forward import ReplacedForward
 from ..forwards.tiled_layers import install_tiles
 from ..gradients.record import GradState
 from ..machine.device import Device
+from ..machine.progress import progress
 from ..machine.traffic import Traffic
 from ..optim.optimizer import InfinityOptimizer
 from ..optim.rules import recognise, saved_step
@@ -38,16 +41,19 @@ from ..state.partition import Group, is_managed, parameter_names
 from ..state.parts import Parts, called_for, parts_of
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
-from .agreement import broadcast_rest, check_stages, compare_values, describe, free_everywhere, own_budgets
+from .agreement import broadcast_rest, check_stages, compare_values, describe, own_budgets, share_of_machine
 from .before import Before, MovedRest
 from .checks import check, check_tensor_parallel, tell_of_the_rest
-from .lay_out import choose_device, groups_of_optimizer, lay_out_groups, shards_of_group, unit_size
+from .lay_out import choose_device, groups_of_optimizer, shards_of_group, unit_size
 from .meta_init import Materialized
 from .retie import Ties
+from .scratch import lay_out_here
 from .send_home import Homes, send_shard_home
 from .state_dict import install_state_dict
 
 logger = logging.getLogger(__name__)
+
+NOTHING_CHOSEN = {"nvme_paths": AUTO}
 
 
 @torch.inference_mode(False)  # what is made here is trained on, whatever mode the caller is in
@@ -68,7 +74,8 @@ def wrap_model(
         ``torch.optim`` AdamW, Adam, SGD, or a Lion; its groups, hyperparameters and state are taken over. None: the
         weights stream and nothing is updated.
     config
-        A :class:`Config`, a dict of its fields, or the path of a TOML or JSON file.
+        A :class:`Config`, a dict of its fields, or the path of a TOML or JSON file. None: homes follow from what the machine, its
+        limits and its disks have, a scratch folder is found where one is needed, and one logged line says what was chosen, and why.
     mesh
         A ``torch.distributed.device_mesh.DeviceMesh`` of the whole job with axes ``dp``, or ``dp_replicate`` and ``dp_shard`` (or
         ``fsdp``), ``cp`` or ``sp``, ``tp``, over which the model's parameters are DTensors (Shard or Replicate), and ``pp``, over which
@@ -90,10 +97,7 @@ def wrap_model(
     try:
         config = _check_everywhere(model, optimizer, config, ties, collectives)
         whole = cast(nn.Module, model)  # checked
-        local_size = -collectives.least([-ranks.local_size], "ranks on a machine", over_stages=True)[0]
-        ranks = dataclasses.replace(ranks, shard=config.shard, compresses=config.compress_gathers, local_size=local_size)
-        if config.shard_in_node:
-            ranks = join_node(ranks, mesh)
+        ranks = _settle(whole, config, collectives, mesh)
         collectives = Collectives(ranks, traffic)
         collectives.allow_flags(len(list(whole.parameters())) + 1)
         return _wrap(whole, optimizer, config, collectives, mesh)
@@ -101,6 +105,19 @@ def wrap_model(
         ties.undo()
         collectives.close()
         raise
+
+
+def _settle(model: nn.Module, config: Config, collectives: Collectives, mesh: Any) -> DataRanks:
+    """Completes what is known of the ranks by what the configuration says, and by what the machine has for each."""
+    local_size = -collectives.least([-collectives.ranks.local_size], "ranks on a machine", over_stages=True)[0]
+    ranks = dataclasses.replace(
+        collectives.ranks,
+        shard=config.shard,
+        compresses=config.compress_gathers,
+        local_size=local_size,
+        machine_share=share_of_machine(model, collectives, local_size),
+    )
+    return join_node(ranks, mesh) if config.shard_in_node else ranks
 
 
 def _check_everywhere(
@@ -112,7 +129,7 @@ def _check_everywhere(
 ) -> Config:
     """Checks what wrap_model was given, here and between the ranks. Returns the configuration; what it ties is tied."""
     with collectives.together("checking what wrap_model was given"):
-        config = Config.make(config)
+        config = Config.make(config if config is not None else NOTHING_CHOSEN)
         check(model, optimizer, config)
         ties.tie(model, optimizer, config.tied)
         check_tensor_parallel(model, config, collectives.ranks)
@@ -136,9 +153,8 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
     try:
         with collectives.together("planning"):
             device = choose_device(model, config, collectives)
-            free = free_everywhere(config, collectives, device)
             reuses = isinstance(model, Parts) or collectives.ranks.stages is not None
-            groups, shards, plan = lay_out_groups(model, config, make_shards, device, free, reuses=reuses)
+            config, (groups, shards, plan) = lay_out_here(model, config, make_shards, device, collectives, reuses=reuses)
     except BaseException:  # on another rank, perhaps
         if device is not None:
             device.close()
@@ -157,11 +173,7 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
         with collectives.together("sending the values home"):
             materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real
             before.materialized = materialized
-            with engine.store.writing_behind() as store:
-                materialized.fill(Homes(engine, store))
-                for unit in units:
-                    for shard in unit.shards:
-                        send_shard_home(engine.collectives, store, shard, optimizer, rule, done=materialized.sent)
+            _send_home(engine, materialized, optimizer, rule)
             engine.store.await_pages()
             device.warm(plan.device_window_nbytes)
             for unit in units:
@@ -173,6 +185,17 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
     except BaseException:
         native.insist(partial(_undo, before, engine, device))
         raise
+
+
+def _send_home(engine: Engine, materialized: Materialized, optimizer: torch.optim.Optimizer | None, rule) -> None:
+    """Copies every value, moment and gradient home; of a model on meta first those that come from its file or its modules."""
+    with engine.store.writing_behind() as store:
+        materialized.fill(Homes(engine, store))
+        with progress("sending the values home", sum(size.slice_nbytes for size in engine.sizes)) as advance:
+            for unit, size in zip(engine.units, engine.sizes):
+                for shard in unit.shards:
+                    send_shard_home(engine.collectives, store, shard, optimizer, rule, done=materialized.sent)
+                advance(size.slice_nbytes)
 
 
 def _undo(before: Before, engine: Engine | None, device: Device) -> None:

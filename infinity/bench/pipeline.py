@@ -25,12 +25,14 @@ HOMES = ("device", "host", "nvme")
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows ``pipeline.<processes>.<schedule>.<system>`` (tokens/s), and what a step of each home moves and holds."""
+    """Measures rows ``pipeline.<processes>.<schedule>.<system>`` (tokens/s), and what a step of each home moves and holds. With four
+    processes also ``<schedule>-dp2``: two stages of two data ranks, beside FSDP2 that offloads to the CPU."""
     found = Measured([])
     for ranks, told in launch_each(found, "pipeline", __name__, RANKS, settings):
         for schedule, of_one in told["seconds"].items():
+            beside = next(iter(of_one))  # torch, or FSDP2
             for system, times in of_one.items():
-                ratios = {"torch": paired(times, of_one["torch"])} if system != "torch" else {}
+                ratios = {beside: paired(times, of_one[beside])} if system != beside else {}
                 rates = [told["tokens"] / each for each in times]
                 found.rows.append(row(f"pipeline.{ranks}.{schedule}.{system}", "tokens/s", rates, ratios=ratios))
         for name, value in told["counts"].items():
@@ -62,6 +64,12 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
         seconds[schedule] = {name: times.wall for name, times in alternate(steps, 3 * rounds, warm_up=2).items()}
         for home in HOMES:
             counts |= {f"{schedule}.{home}.{name}": value for name, value in _count(*systems[home], x).items()}
+    if dist.get_world_size() == 4:
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        for schedule in SCHEDULES:
+            systems = {home: _system(schedule, home, both, width, layers, folder) for home in ("fsdp2", "device", "host")}
+            steps = {name: _stepper(*system, x) for name, system in systems.items()}
+            seconds[f"{schedule}-dp2"] = {name: times.wall for name, times in alternate(steps, 3 * rounds, warm_up=2).items()}
     return {"tokens": MICRO * EACH * LENGTH, "seconds": seconds, "counts": counts}
 
 
@@ -70,7 +78,7 @@ def _system(schedule: str, home: str | None, mesh: Any, width: int, layers: int,
 
     import infinity
 
-    ranks, rank = mesh.size(), mesh.get_local_rank()
+    ranks, rank = mesh["pp"].size(), mesh.get_local_rank("pp")
     numbers = [rank] if schedule == "1F1B" else [rank, rank + ranks]
     count = ranks * len(numbers)
     torch.manual_seed(0)
@@ -78,17 +86,30 @@ def _system(schedule: str, home: str | None, mesh: Any, width: int, layers: int,
     each = layers // count
     chunks = [nn.ModuleDict({str(n): chain[n] for n in range(number * each, (number + 1) * each)}) for number in numbers]
     parts: list[nn.Module] = [_Chunk(chunk) for chunk in chunks]
-    optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-4, fused=True)
-    if home is not None:
+    if home == "fsdp2":
+        _shard(parts, mesh["dp"])
+    optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-4, fused=home != "fsdp2")
+    if home not in (None, "fsdp2"):
         config = {"params": home, "optimizer": home, "nvme_paths": [folder]}
         parts, optimizer = infinity.wrap_model(parts, optimizer, config, mesh=mesh)
-    stages = [PipelineStage(part, n, count, torch.device("cpu")) for part, n in zip(parts, numbers)]
+    group = mesh["pp"].get_group()
+    stages = [PipelineStage(part, n, count, torch.device("cpu"), group=group) for part, n in zip(parts, numbers)]
     made = getattr(schedules, f"Schedule{schedule}")(
         stages[0] if schedule == "1F1B" else stages, MICRO, loss_fn=nn.functional.mse_loss
     )
-    if home is not None:
+    if home not in (None, "fsdp2"):
         infinity.parallel.attach(made)
     return made, parts, optimizer, numbers, count
+
+
+def _shard(parts: list[nn.Module], mesh: Any) -> None:
+    """Shards every layer by FSDP2, with its weights and its optimizer's state on the CPU."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    for part in parts:
+        for layer in part.layers.values():
+            fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        fully_shard(part, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 class _Chunk(nn.Module):

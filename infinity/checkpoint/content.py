@@ -78,12 +78,33 @@ def _entries(engine: Engine, handle: ParamHandle, name: str) -> Iterator[tuple[s
             told = {"saved_offsets": [begin], "part": part.describe()}
             yield f"{name}/{handle.name}#{'-'.join(map(str, part.box.offset)) or 0}", (values, told)
         return
+    for entry in _boxes(engine, part, values, begin, end):
+        yield f"{name}/{handle.name}", entry
+
+
+def _boxes(engine: Engine, part: LocalPart, values: torch.Tensor, begin: int, end: int) -> Iterator[Entry]:
+    """Elements ``begin`` to ``end`` of a local part, as boxes of the global tensor."""
     boxes = list(boxes_of_run(part.box.shape, part.order, begin, end))
     if not part.box.numel and engine.ranks.rank == 0:
         boxes = [(Box((0,) * len(part.box.shape), part.box.shape), begin)]
     for box, at in boxes:
         whole = view_of_run(values[at - begin : at - begin + box.numel], box, part.order)
-        yield f"{name}/{handle.name}", (whole, {"saved_offsets": list(box.moved(part.box.offset).offset)})
+        yield whole, {"saved_offsets": list(box.moved(part.box.offset).offset)}
+
+
+def average_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
+    """Reads what of the unit's averages is this rank's to write, as :func:`unit_files` does; nothing where there are none."""
+    files: list[dict[str, Entry]] = []
+    for handle in unit.handles if engine.average is not None and engine.average.count else ():
+        if engine.gradients.counts(handle) and engine.average.has(handle):
+            first = handle.shard.part("weight", handle.index)[0]
+            begin, end = (at - first for at in handle.shard.own_part("weight", handle.index))
+            entries = _boxes(engine, part_of_rank(handle), engine.average.read_own(handle), begin, end)
+            for number, entry in enumerate(entries):
+                if number == len(files):
+                    files.append({})
+                files[number][f"average/{handle.name}"] = entry
+    return files
 
 
 def describe_parameter(handle: ParamHandle) -> dict[str, Any]:

@@ -112,10 +112,11 @@ def remove_data(root: Path, *, keep: str = "") -> None:
     stays."""
     for old in root.iterdir():
         if DATA_NAME.fullmatch(old.name) and old.name != keep and not old.is_symlink():
-            _remove(old)
+            remove_unread(old)
 
 
-def _remove(data: Path) -> None:
+def remove_unread(data: Path) -> None:
+    """Removes a data folder but where it is being read. Only inside :func:`writing`."""
     try:
         descriptor = os.open(data / OF_READERS, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

@@ -42,6 +42,7 @@ def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.
     parameters when the checkpoint is of another model.
     """
     engine = engine_of_pair(model, optimizer)
+    engine.refuse_averaged("load_checkpoint")
     with engine.using(repairing=True), engine.collectives.together("load_checkpoint"):
         with checkpoint_of(Path(path), engine.collectives) as (manifest, data):
             return _load(manifest, data, engine, whole_of(model), optimizer)
@@ -84,6 +85,7 @@ def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module
     engine.begin_repair("loading a checkpoint was cut short")  # until all of it is there
     engine.steps.resume(manifest["step_index"])
     _load_units(manifest, data, engine)
+    _load_average(manifest, data, engine)
     if optimizer is not None and checked.groups is not None:
         for group, saved in zip(optimizer.param_groups, checked.groups):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -174,6 +176,24 @@ def _load_units(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
         )  # fmt: skip
 
 
+def _load_average(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
+    """Reads the averages into the one that the model has. One that the checkpoint does not have begins anew."""
+    average, count = engine.average, manifest.get("average", 0)
+    if average is None:
+        if count:
+            logger.warning(
+                "the checkpoint has an average of the weights, which this model has not: make it with infinity.ema before loading"
+            )
+        return
+    if count:
+        with SavedTensors(data, manifest, files="average-") as saved:
+            for handle in filter(average.has, engine.group_of):
+                first = handle.shard.part("weight", handle.index)[0]
+                begin, end = (at - first for at in handle.shard.own_part("weight", handle.index))
+                average.write_own(handle, _read_run(saved, handle, "average", begin, end, average.dtype_of(handle)))
+    average.resume(count)
+
+
 def _load_array(saved: SavedTensors, engine: Engine, handle: ParamHandle, name: str) -> None:
     shard, part = handle.shard, part_of_rank(handle)
     first = shard.part(name, handle.index)[0]
@@ -252,6 +272,17 @@ def _check_complete(engine: Engine, manifest: dict[str, Any], data: Path) -> Non
             for array in handle.shard.arrays:
                 if array in ("weight", "master") or (step and array in SAVED):
                     saved.check(array, handle.name, handle.shard.arrays[array].dtype)
+    _check_average(engine, manifest, data)
+
+
+def _check_average(engine: Engine, manifest: dict[str, Any], data: Path) -> None:
+    count = manifest.get("average", 0)
+    if type(count) is not int or not 0 <= count < MOST_STEPS:
+        raise TypeError(f"average is {count!r}")
+    if engine.average is not None and count:
+        saved = SavedTensors(data, manifest, files="average-")
+        for handle in filter(engine.average.has, engine.group_of):
+            saved.check("average", handle.name, engine.average.dtype_of(handle))
 
 
 def _check_optimizer(

@@ -21,7 +21,7 @@ from .folder import DATA_NAME
 FORMAT = 3
 READ_FORMATS = (2, 3)
 MANIFEST = "manifest.json"
-FILE_NAME = re.compile(r"unit-\d{5}(-rank-\d{5})?(-\d{1,3})?\.safetensors|other\.safetensors")
+FILE_NAME = re.compile(r"(unit|average)-\d{5}(-rank-\d{5})?(-\d{1,3})?\.safetensors|other\.safetensors")
 MOST_STEPS = 1 << 53
 
 

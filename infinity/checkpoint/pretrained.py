@@ -4,52 +4,74 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import StorageError
+from ..machine.progress import progress
 from ..runtime.engine import Engine
-from ..runtime.registry import engine_of
+from ..runtime.registry import engine_of, whole_of
 from ..state.dtensors import global_of, local_of
 from ..state.handle import handle_of
+from ..state.parts import parts_of
 from .weight_files import save_file
 
 FILE_NBYTES = 256 * 1024 * 1024  # of one safetensors file; what is in memory at once
 
 
-def save_pretrained(model: nn.Module, folder: str | os.PathLike) -> None:
+def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | os.PathLike) -> None:
     """Writes the wrapped ``model`` as safetensors in the dtypes it was wrapped with, and its config where it has one. Of a PEFT model
     its adapters are written, as PEFT does.
 
-    Tied parameters are written once. Every file appears under its name only when it is whole. Of several ranks all call,
-    and the first one writes. Raises StorageError.
+    Tied parameters are written once. Every file appears under its name only when it is whole. Of several ranks all call, and the first
+    one writes; of a pipeline (whose chunks are given as a list) the first one of each stage, into one folder. Raises StorageError.
     """
     engine = engine_of(model)
     with engine.using(), engine.collectives.together("save_pretrained"):
-        _save_model(model, engine, Path(folder))
+        _save_model(whole_of(model), parts_of(whole_of(model))[0], engine, Path(folder))
 
 
-def _save_model(model: nn.Module, engine: Engine, folder: Path) -> None:
+def is_adapted(model: nn.Module) -> bool:
+    """Tells whether ``model`` is one of PEFT's, of which its adapters are saved."""
+    return hasattr(model, "peft_config") and type(model).__module__.partition(".")[0] == "peft"
+
+
+def _save_model(model: nn.Module, first: nn.Module, engine: Engine, folder: Path) -> None:
+    """``first``: the model, or the first of its parts, which has the configuration."""
     engine.wait_idle()
-    writes = engine.ranks.is_first
-    if hasattr(model, "peft_config") and type(model).__module__.partition(".")[0] == "peft":
-        _save_adapters(model, engine, folder, writes=writes)
+    ranks = engine.ranks
+    writes = ranks.is_first
+    if is_adapted(model):
+        _save_adapters(model, folder, writes=writes)
         return
-    write_sources(folder, _sources(model, engine.store), writes=writes)
+    files = _files(sources_of(model))
+    stages = [] if ranks.stages is None else [ranks.stages]
+    mine = [[(name, nbytes) for name, (nbytes, _) in entries.items()] for entries in files]
+    everyones = engine.collectives.collect(mine, "the files of the stages", stages)
+    names = _name_files(everyones)
+    _write_files(folder, files, names[ranks.stage], writes=ranks.rank == 0 and ranks.writes and ranks.part == 0)
+    engine.collectives.rendezvous("the files of all stages")  # before there is an index that names them
+    if writes:
+        of_all = zip((name for of_one in names for name in of_one), (entries for of_one in everyones for entries in of_one))
+        with _storing(folder):
+            _write_index(folder, dict(of_all))
+        write_configs(first, folder)
+
+
+def write_configs(model: nn.Module, folder: Path) -> None:
+    """Writes the configurations of a transformers model, of another one none."""
     for part in ("config", "generation_config"):
-        if writes and hasattr(config := getattr(model, part, None), "save_pretrained"):
+        if hasattr(config := getattr(model, part, None), "save_pretrained"):
             config.save_pretrained(folder)
 
 
-def _save_adapters(model: nn.Module, engine: Engine, folder: Path, *, writes: bool) -> None:
-    """Lists what of a PEFT model is not its base, under the names that PEFT gives it."""
-    prefix = getattr(model.base_model, "prefix", None) or "prompt_encoder"
-    trained = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
-    sources = _sources(model, engine.store)
-    own = {name: read() for name, (_, read) in sources.items() if name in trained or prefix in name or "modules_to_save" in name}
+def _save_adapters(model: nn.Module, folder: Path, *, writes: bool) -> None:
+    own = adapter_tensors(model)
     if writes:
         try:
             model.save_pretrained(folder, state_dict=own, save_embedding_layers=False)
@@ -57,32 +79,79 @@ def _save_adapters(model: nn.Module, engine: Engine, folder: Path, *, writes: bo
             raise StorageError(error.errno or 0, f"cannot write the adapters to {folder}: {error}", str(folder)) from error
 
 
+def adapter_tensors(model: nn.Module, *, embeddings: bool = False) -> dict[str, torch.Tensor]:
+    """Reads what of a wrapped PEFT model is not its base, under the names that its state dict has. ``embeddings``: and the base's
+    embeddings, which PEFT saves too where they are adapted or have another size than the base's."""
+    prefix = getattr(model.base_model, "prefix", None) or "prompt_encoder"
+    wanted = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
+    if embeddings:
+        tables = {id(module) for get in ("get_input_embeddings", "get_output_embeddings") if (module := getattr(model, get)())}
+        above = [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in tables]
+        wanted |= {name for name, _ in model.named_parameters(remove_duplicate=False) if name.startswith(tuple(above))}
+    own = {
+        name: read for name, (_, read) in sources_of(model).items() if name in wanted or prefix in name or "modules_to_save" in name
+    }
+    return {name: read() for name, read in own.items()}
+
+
 Source = tuple[int, Callable[[], torch.Tensor]]  # bytes, and how to read them
 
 
-def write_sources(folder: Path, sources: dict[str, Source], *, writes: bool = True) -> None:
-    """Reads the tensors and writes them, a file at a time, with an index where there are several. Without ``writes``
-    they are only read: other ranks need this one for it. Raises StorageError."""
-    try:
+def write_sources(folder: Path, sources: dict[str, Source], *, writes: bool = True) -> int:
+    """Reads the tensors and writes them, a file at a time, with an index where there are several. Without ``writes`` they are only read: other
+    ranks need this one for it. Returns the number of elements. Raises StorageError."""
+    files = _files(sources)
+    names = _name_files([files])[0]
+    numel = _write_files(folder, files, names, writes=writes)
+    if writes:
+        with _storing(folder):
+            _write_index(
+                folder, {name: [(key, nbytes) for key, (nbytes, _) in of_one.items()] for name, of_one in zip(names, files)}
+            )
+    return numel
+
+
+def _name_files(of_stages: Sequence[Sequence[Any]]) -> list[list[str]]:
+    """Names the files of every stage: numbered through, one alone without a number."""
+    count, number, names = sum(map(len, of_stages)), 0, []
+    for files in of_stages:
+        numbers = range(number + 1, number + len(files) + 1)
+        names.append(["model.safetensors" if count == 1 else f"model-{n:05d}-of-{count:05d}.safetensors" for n in numbers])
+        number += len(files)
+    return names
+
+
+def _write_files(folder: Path, files: list[dict[str, Source]], names: list[str], *, writes: bool) -> int:
+    """Returns the number of elements. Raises StorageError."""
+    numel = 0
+    with _storing(folder):
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
-        files = _files(sources)
-        names = {}
-        for number, entries in enumerate(files, start=1):
-            single = len(files) == 1
-            name = "model.safetensors" if single else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            tensors = {key: read().contiguous() for key, (_, read) in entries.items()}
-            if writes:
-                _write(folder / name, tensors)
-            names |= dict.fromkeys(entries, name)
-        if writes:
-            _write_index(folder, names, sum(nbytes for entries in files for nbytes, _ in entries.values()))
+        nbytes = sum(nbytes for entries in files for nbytes, _ in entries.values())
+        with progress("writing weights", nbytes) as advance:
+            for name, entries in zip(names, files):
+                tensors = {key: read().contiguous() for key, (_, read) in entries.items()}
+                if writes:
+                    _write(folder / name, tensors)
+                numel += sum(tensor.numel() for tensor in tensors.values())
+                advance(sum(nbytes for nbytes, _ in entries.values()))
+    return numel
+
+
+@contextmanager
+def _storing(folder: Path) -> Iterator[None]:
+    """Has errors of the file system tell which model could not be written."""
+    try:
+        yield
+    except StorageError:
+        raise
     except OSError as error:
-        raise StorageError(error.errno, f"cannot write the model to {folder}: {error}", str(folder)) from error
+        raise StorageError(error.errno or 0, f"cannot write the model to {folder}: {error}", str(folder)) from error
 
 
-def _sources(model: nn.Module, store) -> dict[str, Source]:
-    """Name -> source of every tensor of the model's state dict, tied ones once."""
+def sources_of(model: nn.Module) -> dict[str, Source]:
+    """Maps the name of every tensor of a wrapped model's state dict to how it is read, tied ones once."""
+    store = engine_of(model).store
     tied = getattr(model, "_tied_weights_keys", None) or ()
     written: set[int] = set()
     sources: dict[str, Source] = {}
@@ -93,10 +162,10 @@ def _sources(model: nn.Module, store) -> dict[str, Source]:
         if tensor is not None and name not in module._non_persistent_buffers_set
     ]
     for name, tensor in sorted(candidates, key=lambda entry: _is_tied_copy(entry[0], tied)):
-        if id(tensor) in written:
+        handle = handle_of(tensor)
+        if id(tensor) in written or (handle is not None and not handle.is_counted):  # another stage writes it
             continue
         written.add(id(tensor))
-        handle = handle_of(tensor)
         if handle is None:
             sources[name] = tensor.nbytes, lambda tensor=tensor: global_of(tensor, local_of(tensor.detach())).clone()
         else:
@@ -130,14 +199,16 @@ def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     os.replace(partial, path)
 
 
-def _write_index(folder: Path, names: dict[str, str], nbytes: int) -> None:
-    """The index of several files; none for one. Files of an earlier, differently split save are removed."""
-    keep = set(names.values())
+def _write_index(folder: Path, files: dict[str, list[tuple[str, int]]]) -> None:
+    """The index of several files, each with its tensors' names and bytes; none for one. Files of an earlier, differently split save are
+    removed."""
     for old in folder.glob("model*.safetensors"):
-        if old.name not in keep:
+        if old.name not in files:
             old.unlink()
     index = folder / "model.safetensors.index.json"
-    if len(keep) > 1:
-        index.write_text(json.dumps({"metadata": {"total_size": nbytes}, "weight_map": names}, indent=2))
+    if len(files) > 1:
+        total = sum(nbytes for entries in files.values() for _, nbytes in entries)
+        names = {key: name for name, entries in files.items() for key, _ in entries}
+        index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2))
     else:
         index.unlink(missing_ok=True)

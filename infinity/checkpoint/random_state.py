@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -45,3 +47,13 @@ def restore_random_state(states: tuple, tensors: dict[str, torch.Tensor], rank: 
     for i in range(torch.cuda.device_count()):
         if f"random/{rank}/cuda:{i}" in tensors:
             torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda:{i}"], i)
+
+
+@contextmanager
+def keep_random_state() -> Iterator[None]:
+    """Leaves the generators as they were before the block."""
+    state, tensors = read_random_state(), {f"random/0/{name}": value for name, value in random_state_tensors().items()}
+    try:
+        yield
+    finally:
+        restore_random_state(check_random_state(state, tensors, 0), tensors, 0)

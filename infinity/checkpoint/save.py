@@ -28,9 +28,11 @@ from torch import nn
 from ..distributed.collectives import Collectives
 from ..errors import PeerError, StorageError, UsageError
 from ..gradients.record import GradState
+from ..machine.progress import progress
 from ..runtime.engine import Engine
 from ..runtime.registry import whole_of
 from .content import (
+    average_files,
     buffers_of,
     describe_parameter,
     engine_of_pair,
@@ -66,6 +68,7 @@ def save_checkpoint(
 
 def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> None:
     collectives = engine.collectives
+    engine.refuse_averaged("save_checkpoint")
     engine.wait_idle()
     if landed := [handle.name for handle in engine.group_of if handle.grad.state is GradState.LANDED]:
         raise UsageError(
@@ -83,6 +86,7 @@ def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.opt
         "data_ranks": engine.ranks.data_size,
         "parts": engine.ranks.parts,
         "step_index": engine.step_index,
+        "average": engine.average.count if engine.average is not None else 0,  # updates
         "extra": encode_value(extra, tensors, "extra"),
         "persistent_buffers": list(_of_stages(dict.fromkeys(persistent_buffers(model)), collectives)),
     }
@@ -179,11 +183,15 @@ def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
     """Writes what this rank has at home. Returns the manifest's entries."""
     entries = {}
     rank = "" if engine.ranks.alone else f"-rank-{engine.ranks.job_rank:05d}"
-    for unit in engine.units:
-        for number, parts in enumerate(unit_files(engine, unit)):
-            name = f"unit-{unit.index:05d}{rank}{f'-{number}' if number else ''}.safetensors"
-            tensors, told = ({key: entry[at] for key, entry in parts.items()} for at in (0, 1))
-            entries[name] = _write_tensors(data / name, tensors, told)
+    total = sum(array.nbytes for unit in engine.units for shard in unit.shards for array in shard.arrays.values())
+    with progress("saving the checkpoint", total) as advance:
+        for unit in engine.units:
+            for kind, files in (("unit", unit_files(engine, unit)), ("average", average_files(engine, unit))):
+                for number, parts in enumerate(files):
+                    name = f"{kind}-{unit.index:05d}{rank}{f'-{number}' if number else ''}.safetensors"
+                    tensors, told = ({key: entry[at] for key, entry in parts.items()} for at in (0, 1))
+                    entries[name] = _write_tensors(data / name, tensors, told)
+                    advance(entries[name]["nbytes"])
     return entries
 
 

@@ -70,9 +70,10 @@ class _Run:
 
 
 class SavedTensors:
-    """The tensors of the units in a checkpoint's data folder. Used as a context: files stay open inside."""
+    """The tensors of the units in a checkpoint's data folder. Used as a context: files stay open inside.
+    ``files``: how the names begin of those that are meant."""
 
-    def __init__(self, data: Path, manifest: dict[str, Any]):
+    def __init__(self, data: Path, manifest: dict[str, Any], *, files: str = "unit-"):
         self._data, self._parameters = data, manifest["parameters"]
         self._is_flat = manifest["format"] == 2
         self._boxes: dict[str, list[_Stored]] = {}  # array/name
@@ -80,7 +81,7 @@ class SavedTensors:
         self._dtypes: dict[str, set[torch.dtype | None]] = {}
         self._files, self._opened = ExitStack(), {}
         for file in manifest["files"]:
-            if file.startswith("unit-"):
+            if file.startswith(files):
                 self._list(file)
 
     def __enter__(self) -> SavedTensors:
@@ -104,7 +105,7 @@ class SavedTensors:
         if not self._is_flat and self._is_coded(array, name.rpartition("#")[0]):
             name = name.rpartition("#")[0]
         described = self._parameters.get(name)
-        if described is None or array not in ("weight", "master", *MOMENTS, *SCALES.values()):
+        if described is None or array not in ("weight", "master", "average", *MOMENTS, *SCALES.values()):
             raise CorruptionError(f"{self._data} holds {key[:80]!r}, which is of no parameter of the checkpoint")
         whole, offset = f"{array}/{name}", told.get("saved_offsets") or [0] * len(shape)
         if len(offset) != len(shape) or not all(type(at) is int and at >= 0 for at in offset):

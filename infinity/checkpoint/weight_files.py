@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from .. import native
 from ..errors import ConfigError, CorruptionError, StorageError
+from ..machine.progress import progress
 from ..untrusted import is_regular, parse_json, read_text
 
 READ_NBYTES = 4 * 1024 * 1024
@@ -77,6 +78,11 @@ class WeightFiles:
         if index is not None and (missing := [name for name in index if name not in self.tensors]):
             raise CorruptionError(f"{path / INDEX} says that {missing[0]} is in {index[missing[0]]}, which has no such tensor")
 
+    def read(self, name: str) -> torch.Tensor:
+        """Reads one tensor."""
+        with safe_open(self.tensors[name].file, framework="pt") as opened:
+            return opened.get_tensor(name)
+
     def stream(self, names: Iterable[str], spans: Mapping[str, tuple[int, int]] | None = None) -> Iterator[FilePiece]:
         """Yields the pieces of the tensors ``names``, file by file, each tensor's in order. ``spans``: name -> the elements that
         are read of it, first and behind the last, where not all are."""
@@ -91,8 +97,12 @@ class WeightFiles:
                 stored = replace(stored, begin=first, end=last, first=span[0])
             if stored.begin < stored.end:
                 by_file.setdefault(stored.file, {})[name] = stored
-        for file in sorted(by_file):
-            yield from _stream_file(file, by_file[file])
+        total = sum(stored.end - stored.begin for tensors in by_file.values() for stored in tensors.values())
+        with progress("reading weights", total) as advance:
+            for file in sorted(by_file):
+                for piece in _stream_file(file, by_file[file]):
+                    yield piece
+                    advance(piece.values.nbytes)
 
 
 def save_file(tensors: dict[str, torch.Tensor], path: Path, *, metadata: dict[str, str]) -> None:

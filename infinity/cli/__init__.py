@@ -24,8 +24,9 @@ from types import ModuleType
 from .. import __version__
 from ..distributed import farewell
 from ..errors import InfinityError
+from . import presets
 
-SUBCOMMANDS = ("bench", "env", "export", "plan", "trace", "train")
+SUBCOMMANDS = ("bench", "clean", "completion", "env", "export", "plan", "report", "top", "trace", "train")
 BAD_INPUT_STATUS = 2
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 
@@ -38,6 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="infinity",
         description="Train PyTorch models with all the memory a machine has: GPU, CPU and NVMe.",
+        epilog="Exit status: 0 done; 1 a defect; 2 bad input, or a world that refused; 130, 143 interrupted.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=16, width=100),
     )
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     subparsers = parser.add_subparsers(dest="subcommand", metavar="<subcommand>", required=True)
@@ -49,9 +52,12 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status; never raises for what the user can mend."""
     try:
-        args = build_parser().parse_args(argv)
+        args = build_parser().parse_args(presets.expanded(sys.argv[1:] if argv is None else argv))
     except SystemExit as stop:  # argparse has printed help (0) or its message (2)
         return stop.code
+    except InfinityError as error:
+        print(f"infinity train: {error}", file=sys.stderr)
+        return BAD_INPUT_STATUS
     try:
         return _module(args.subcommand).run(args)
     except (InfinityError, OSError, ImportError) as error:

@@ -31,6 +31,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "ranks": "infinity.bench.ranks",
     "tensor_parallel": "infinity.bench.tensor_parallel",
     "pipeline": "infinity.bench.pipeline",
+    "integrations": "infinity.bench.integrations",
     "gpu": "infinity.bench.gpu",
     "gpu_train": "infinity.bench.gpu_train",
 }

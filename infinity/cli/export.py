@@ -1,21 +1,28 @@
-"""`infinity export`: a checkpoint's weights as a folder that transformers loads. Needs no GPU and no other ranks."""
+"""`infinity export`: a checkpoint's weights, with an adapter merged or without, as a folder that transformers loads. Needs no GPU and no
+other ranks, and little memory."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Registers the command."""
     parser = subparsers.add_parser("export", help="write a checkpoint's weights as safetensors")
-    parser.add_argument("checkpoint", type=Path, help="a folder that save_checkpoint, or `infinity train`, wrote")
+    parser.add_argument(
+        "checkpoint", type=Path, help="a folder that save_checkpoint, or `infinity train`, wrote; or one of safetensors"
+    )
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), help="default: what the model computed in; fp32 takes the masters"
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="copy configuration and tokenizer from this folder")
+    parser.add_argument(
+        "--merge", type=Path, metavar="ADAPTER", help="merge an adapter of peft, a layer at a time; a checkpoint needs --model too"
+    )
     parser.add_argument("--json", action="store_true", help="print what was written as one JSON object")
     return parser
 
@@ -26,9 +33,23 @@ def run(args: argparse.Namespace) -> int:
     from ..config.choices import DTYPES
     from ..machine.sizes import format_nbytes
 
-    written = export(args.checkpoint, args.out, dtype=DTYPES[args.dtype] if args.dtype else None, model=args.model)
+    model = args.model if args.model or not (args.checkpoint / "config.json").is_file() else args.checkpoint
+    change = None if args.merge is None else _merging(model, args.merge)
+    written = export(args.checkpoint, args.out, dtype=DTYPES[args.dtype] if args.dtype else None, model=model, change=change)
     if args.json:
         print(json.dumps({"out": str(args.out)} | written))
     else:
         print(f"{written['parameters']:,} parameters ({format_nbytes(written['nbytes'])}) written to {args.out}")
     return 0
+
+
+def _merging(model: Path | None, adapter: Path) -> Callable:
+    """Returns what merges ``adapter`` into the tensors of the model whose configuration is in ``model``."""
+    from functools import partial
+
+    from ..errors import ConfigError
+    from ..integrations.peft import adapted_twin, merged
+
+    if model is None:
+        raise ConfigError("--merge needs the model's config.json: give the folder that has it, --model DIR")
+    return partial(merged, twin=adapted_twin(model, adapter))

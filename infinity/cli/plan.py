@@ -13,11 +13,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import infinity
+
 from ..errors import ConfigError
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
 from .training.options import HOMES
-from .training.settings import engine_config, engine_settings
+from .training.settings import AUTO, engine_config, engine_settings
 
 BAR = 48  # characters of the memory map
 STATE = {"weights": "weight", "optimizer": "exp_avg", "gradients": "grad"}
@@ -39,6 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--master", choices=("split", "fp32", "none"), help="master weights of bf16 parameters (default split)")
     add("--moments", choices=("fp32", "bf16", "int8"), help="the optimizer's moments (default fp32)")
     add("--config", type=Path, metavar="FILE", help="engine configuration, TOML or JSON; options here go over it")
+    add("--deepspeed", type=Path, metavar="FILE", help="plan with a DeepSpeed JSON, and say what changes in memory and bytes")
     add("--batch-size", type=int, default=4, metavar="N", help="samples of a step (default 4)")
     add("--sequence-length", type=int, metavar="N", help="tokens of a sample (default 256)")
     add("--gradient-checkpointing", action="store_true", help="the backward computes activations again")
@@ -107,17 +110,44 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "tokens_per_second": tokens / prediction.step_seconds,
         "bottleneck": prediction.bottleneck,
+        **({"deepspeed": _deepspeed(model, config)} if args.deepspeed is not None else {}),
     }
 
 
+def _deepspeed(model, config) -> dict[str, Any]:
+    """What DeepSpeed would keep and move with the same homes."""
+    from ..planning.deepspeed_bytes import deepspeed_bytes
+
+    sizes = [param.numel() for param in model.parameters()]
+    homes = {name: "device" if getattr(config, name) == "auto" else getattr(config, name) for name in ("params", "optimizer")}
+    return asdict(deepspeed_bytes(sum(sizes), max(sizes), **homes))
+
+
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    from ..machine import scratch
+
     args.micro_batch = args.trace = args.max_grad_norm = None
     if args.nvme_capacity is not None and not args.nvme_path and args.config is None:
         args.nvme_path = [Path(".")]  # of another machine's disk only the size is known
     settings = engine_settings(args)
+    if args.deepspeed is not None:
+        settings = {**_translated(args.deepspeed), **{name: value for name, value in settings.items() if value != AUTO}}
+    if settings.get("nvme_paths") == AUTO:
+        found = scratch.choose(scratch.candidates(), 0)
+        settings["nvme_paths"] = [found.folder] if found is not None else []
     if args.nvme_capacity is not None:
         settings["nvme_capacity"] = args.nvme_capacity
         settings.setdefault("nvme_paths", ["."])
+    return settings
+
+
+def _translated(path: Path) -> dict[str, Any]:
+    """The settings of a DeepSpeed JSON; what became of its keys goes to stderr. Its disk need not be here, only its size counts."""
+    config = infinity.Config.from_deepspeed(path)
+    given = {name: getattr(config, name) for name in ("params", "optimizer", "max_grad_norm", "grad_dtype")}
+    settings = {name: value for name, value in given.items() if value is not None}
+    if "nvme" in (config.params, config.optimizer):
+        settings["nvme_paths"] = [path if Path(path).is_dir() else "." for path in config.nvme_paths][:1]
     return settings
 
 
@@ -157,6 +187,12 @@ def text(found: dict[str, Any]) -> Iterator[str]:
     yield f"a step of {found['tokens_per_step']:,} tokens moves {moved}"
     needs = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in found["seconds"].items() if seconds)
     yield f"and needs {needs} (compute {found['compute']} on this machine)"
+    if (theirs := found.get("deepspeed")) is not None:
+        yield f"{'beside DeepSpeed, by its own layout':<42}{'DeepSpeed':>12}{'Infinity':>12}"
+        for tier, nbytes in theirs["tiers"].items():
+            yield f"  {'kept on ' + tier:<40}{format_nbytes(nbytes):>12}{format_nbytes(found['tiers'][tier]['nbytes']):>12}"
+        for edge, nbytes in theirs["edges"].items():
+            yield f"  {'moved in a step, ' + edge:<40}{format_nbytes(nbytes):>12}{format_nbytes(found['edges'][edge]):>12}"
     yield f"predicted: {found['step_seconds']:.3g} s per step, {found['tokens_per_second']:,.1f} tokens/s; {found['bottleneck']} decides"
 
 

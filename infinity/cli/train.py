@@ -26,6 +26,7 @@ from .training.compute import compute_time, multiplies_bf16
 from .training.interrupt import Interrupt
 from .training.job import EdgeCounts, Job, held_out_loss, make_job, resume, train
 from .training.model import (
+    add_adapters,
     build_model,
     check_vocabulary,
     checkpoint_activations,
@@ -91,10 +92,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     check_vocabulary(model_config, tokenizer)
     batches = _make_batches(args, files, choose_sequence_length(args.sequence_length, model_config), tokenizer)
 
-    model = build_model(args.model, model_config, dtype=args.dtype, seed=args.seed, say=console.print,
-                        trust=args.trust_remote_code)  # fmt: skip
-    if args.gradient_checkpointing:
-        checkpoint_activations(model)
+    model = _make_model(args, model_config, console)
     if is_streamed(model, args.model):
         settings["weights"] = str(args.model)
     config = engine_config(settings, model)
@@ -107,12 +105,13 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         if ranks.is_first:
             _check_room(args, model, config)
         job = make_job(args, model, batches, config, ranks)
-        predicted = predict_step(job, config, compute.seconds * args.accumulate)
+        predicted = predict_step(job, compute.seconds * args.accumulate)
         console.print(f"predicted: {predicted:.3f} s per step ({compute.how} on this machine)")
         del model  # from here on the job holds the only reference, so that it can let go of it
         _begin(args, job, console)
-        with Interrupt() as interrupt, make_progress(console, job) as progress:
-            counts = train(job, interrupt=interrupt, show=_watchers(progress, scalars))
+        watch = infinity.Watch(job.model, steps=job.steps, first_step=job.first_step)
+        with Interrupt() as interrupt, make_progress(console, job) as progress, watch:
+            counts = train(job, interrupt=interrupt, show=_watchers(progress, scalars, watch))
         if scalars is not None:
             scalars.close()
         if interrupt.signum is not None:
@@ -122,6 +121,16 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
                          loss_after=loss_after)  # fmt: skip
     print_report(console, report)
     return _end(args, ranks, job, tokenizer, console, report)
+
+
+def _make_model(args: argparse.Namespace, model_config: Any, console: Console) -> Any:
+    model = build_model(args.model, model_config, dtype=args.dtype, seed=args.seed, say=console.print,
+                        trust=args.trust_remote_code, whole=args.lora_rank is not None)  # fmt: skip
+    if args.lora_rank is not None:
+        model = add_adapters(model, args.lora_rank)
+    if args.gradient_checkpointing:
+        checkpoint_activations(model)
+    return model
 
 
 def _end(args: argparse.Namespace, ranks: Ranks, job: Job, tokenizer: Any, console: Console, report: dict[str, Any]) -> int:
@@ -135,9 +144,12 @@ def _end(args: argparse.Namespace, ranks: Ranks, job: Job, tokenizer: Any, conso
     return 0
 
 
-def _watchers(progress: ProgressBar | ProgressLines, scalars: Scalars | None) -> Callable[[Job, EdgeCounts], None]:
+def _watchers(
+    progress: ProgressBar | ProgressLines, scalars: Scalars | None, watch: infinity.Watch
+) -> Callable[[Job, EdgeCounts], None]:
     def show(job: Job, counts: EdgeCounts) -> None:
         progress.show(job, counts)
+        watch.update(loss=job.losses[-1], tokens=job.tokens_per_step)
         if scalars is not None:
             scalars.show(job, counts)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+AUTO = "auto"  # what is not chosen by the user, but by what is there
+
 HOMES = ("auto", "device", "host", "nvme")
 SHARDED = ("optimizer", "gradients", "parameters")
 

@@ -17,7 +17,7 @@ import torch
 from ..errors import ConfigError
 from ..machine.sizes import parse_nbytes
 from ..untrusted import parse_json, read_text
-from .choices import DTYPES, HOMES, MASTERS, MOMENT_DTYPES, SHARDED
+from .choices import AUTO, DTYPES, HOMES, MASTERS, MOMENT_DTYPES, SHARDED
 from .deepspeed import translate_deepspeed
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,8 @@ class Config:
         Hard budgets: bytes, or text such as ``"48GiB"``. None: what is measured to be free. Host memory and disks are a
         machine's: its ranks share them equally. ``device_memory`` is each rank's own.
     nvme_paths
-        Folders for state at home on NVMe; needed when anything is.
+        Folders for state at home on NVMe; needed when anything is. ``"auto"``: where memory does not hold all of the state, a scratch
+        folder is chosen on a disk of this machine, and told. So it is where :func:`infinity.wrap_model` gets no configuration at all.
     param_dtype
         dtype the model computes in (``torch.bfloat16`` or ``"bf16"``); None: the model's own.
     master
@@ -113,10 +114,8 @@ class Config:
             self._set(name, parse_nbytes(getattr(self, name), name))
         for name in ("param_dtype", "grad_dtype"):
             self._set(name, self._parse_dtype(name))
-        if any("\0" in str(path) for path in self._parse_list("nvme_paths", (str, os.PathLike))):
-            raise ConfigError(f"nvme_paths={self.nvme_paths!r}: a path has no NUL in it")
-        # Absolute from here on: the process may change its folder.
-        self._set("nvme_paths", tuple(os.path.abspath(path) for path in self._parse_list("nvme_paths", (str, os.PathLike))))
+        if self.nvme_paths != AUTO:
+            self._set_paths()
         pairs = self.tied if isinstance(self.tied, (list, tuple)) else [self.tied]
         if not all(
             isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(name, str) for name in pair) for pair in pairs
@@ -130,6 +129,13 @@ class Config:
                 raise ConfigError(f"{name}='nvme' needs a folder on the disk to use: Config(nvme_paths=['/path/on/the/disk'])")
         self._check_device()
         self._check_numbers()
+
+    def _set_paths(self) -> None:
+        paths = self._parse_list("nvme_paths", (str, os.PathLike))
+        if any("\0" in str(path) for path in paths):
+            raise ConfigError(f"nvme_paths={self.nvme_paths!r}: a path has no NUL in it")
+        # Absolute from here on: the process may change its folder.
+        self._set("nvme_paths", tuple(os.path.abspath(path) for path in paths))
 
     def _check_device(self) -> None:
         if self.device is not None:

@@ -6,7 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from .choices import SHARDED
+from .choices import DTYPES, SHARDED
+from .deepspeed_keys import REFUSED, SECTIONS, find
+
+SWITCHES = ("cpu_offload", "cpu_offload_param", "zero_quantized_weights", "zero_hpz_partition_size")
+
+
+def _is_on(value: Any) -> bool:
+    """Whether a value asks for something: a table whose ``enabled`` says so, or in which something does; a size above 1, a share, a
+    text other than "auto"."""
+    if isinstance(value, Mapping):
+        return value["enabled"] is True if "enabled" in value else any(map(_is_on, value.values()))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value > 1
+    return value not in (None, False, "", "auto", [], 0.0)
 
 
 class _Translation:
@@ -30,8 +43,15 @@ class _Translation:
         return value
 
     def ignore(self, path: str, table: Mapping, *taken: str) -> None:
-        """Notes every key of ``table`` but the ``taken`` ones as ignored."""
-        self.report += [f"{path}{key} ignored" for key in table if key not in taken]
+        """Notes every key of ``table`` but the ``taken`` ones as ignored. Raises ConfigError for one that is switched on and cannot be."""
+        for key, value in table.items():
+            if key in taken:
+                continue
+            known = find(path, key) if path in SECTIONS else None
+            if known is not None and known.fate == REFUSED and _is_on(value):
+                raise ConfigError(f"DeepSpeed {path}{key}={value!r} is not to be had here: {known.why}. Leave it out.")
+            why = f": {known.why}" if known is not None and known.why else ""
+            self.report.append(f"{path}{key} ignored{why.replace('`', '')}")
 
     def offload(self, zero: Mapping, key: str, field: str) -> None:
         """Maps one of DeepSpeed's offload tables to the home of ``field``."""
@@ -50,6 +70,37 @@ class _Translation:
                 paths.append(folder)
             self.report.append(f"{path}nvme_path used as nvme_paths")
         self.ignore(path, table, "device", "nvme_path")
+
+    def switches(self, zero: Mapping) -> None:
+        """Maps the keys of ZeRO that are one word here."""
+        for key, field, value in (
+            ("cpu_offload", "optimizer", "host"),
+            ("cpu_offload_param", "params", "host"),
+            ("zero_quantized_weights", "compress_gathers", True),
+        ):
+            if zero.get(key) is True:
+                self.fields.setdefault(field, value)
+                self.report.append(f"zero_optimization.{key} mapped to {field}={self.fields[field]!r}")
+            elif key in zero:
+                self.report.append(f"zero_optimization.{key} ignored: it is off")
+        size = zero.get("zero_hpz_partition_size")
+        if isinstance(size, int) and not isinstance(size, bool) and size > 1:
+            self.fields["shard_in_node"] = True
+            self.report.append(
+                f"zero_optimization.zero_hpz_partition_size={size} mapped to shard_in_node=True: over a machine's ranks"
+            )
+        elif "zero_hpz_partition_size" in zero:
+            self.report.append("zero_optimization.zero_hpz_partition_size ignored: it is off")
+
+    def accumulation(self) -> None:
+        """Maps the dtype in which gradients are summed."""
+        table = self.section("", self.mapping, "data_types")
+        if (value := table.get("grad_accum_dtype")) is not None:
+            if value not in DTYPES:
+                raise ConfigError(f"DeepSpeed data_types.grad_accum_dtype={value!r} is not one of 'fp32', 'fp16', 'bf16'")
+            self.fields["grad_dtype"] = value
+            self.report.append(f"data_types.grad_accum_dtype mapped to grad_dtype={value!r}")
+        self.ignore("data_types.", table, "grad_accum_dtype")
 
     def stage(self, zero: Mapping) -> None:
         """Maps ``stage`` 1, 2 or 3 to what the ranks share out."""
@@ -89,9 +140,11 @@ def translate_deepspeed(mapping: Mapping) -> tuple[dict[str, Any], list[str]]:
     translation.offload(zero, "offload_param", "params")
     translation.offload(zero, "offload_optimizer", "optimizer")
     translation.stage(zero)
-    translation.ignore("zero_optimization.", zero, "offload_param", "offload_optimizer", "stage")
+    translation.switches(zero)
+    translation.ignore("zero_optimization.", zero, "offload_param", "offload_optimizer", "stage", *SWITCHES)
     translation.precision("bf16")
     translation.precision("fp16")
     translation.clipping()
-    translation.ignore("", mapping, "zero_optimization", "bf16", "fp16", "gradient_clipping")
+    translation.accumulation()
+    translation.ignore("", mapping, "zero_optimization", "bf16", "fp16", "gradient_clipping", "data_types")
     return translation.fields, translation.report

@@ -10,6 +10,7 @@ stages     the ranks that have the other stages of the same model (pipeline para
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch.distributed as dist
 
@@ -28,6 +29,7 @@ class DataRanks:
     rank: int = 0
     size: int = 1
     local_size: int = 1  # ranks on this machine: they share its memory and its disks
+    machine_share: Fraction = Fraction(1)  # of which this rank has such a part
     shard: str = "parameters"  # what is sliced besides: "optimizer" < "gradients" < "parameters"
     compresses: bool = False  # whether gathered weights pass as 8-bit codes
     row: Channel | None = None  # the ranks that have the other slices

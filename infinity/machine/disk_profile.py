@@ -100,12 +100,16 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-def _file() -> Path:
+def cache_folder() -> Path:
+    """Returns the folder for what is kept between jobs; it may not be there, nor be absolute, where there is no home."""
     if folder := os.environ.get("INFINITY_CACHE"):
-        return Path(folder, "disks.json")
+        return Path(folder)
     # Not Path.home(), which raises for a user without an entry and without HOME.
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base, "infinity", "disks.json")
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "infinity")
+
+
+def _file() -> Path:
+    return cache_folder() / "disks.json"
 
 
 def _read_kept() -> dict[str, DiskProfile]:

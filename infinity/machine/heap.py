@@ -2,14 +2,16 @@
 
 Torch asks for aligned memory, and glibc finds no room for it in a hole that the last buffer of the same size has left. So buffers that
 come and go, the weights of one unit after the other, leave a heap as large as all of them together, of which little is used. A control
-group counts it all the same, and kills.
+group counts it all the same, and kills. A ulimit counts the holes too, as address space, which is not given back: there every large
+buffer is mapped by itself.
 """
 
 from __future__ import annotations
 
 from .. import native
-from .limits import for_the_engine, memory_left
+from .limits import for_the_engine, is_by_ulimit, memory_left
 
+MAPPED_NBYTES = 1024 * 1024  # of a buffer that is mapped by itself, under a ulimit
 LEAST_FREED_NBYTES = 32 * 1024 * 1024  # between looks at how much memory is left
 
 
@@ -17,6 +19,8 @@ class Heap:
     """Looks after this process's heap. Used from one thread at a time."""
 
     def __init__(self) -> None:
+        if is_by_ulimit():
+            native.map_large_buffers(MAPPED_NBYTES)
         left = memory_left()
         self._low = (left - for_the_engine(left)) // 2  # of the part that is not the engine's
         self._until_look = self._after(left)

@@ -77,7 +77,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises UsageError after wrapping: the new parameters have no home."""
         if self._ready:
-            raise UsageError("add_param_group after wrap_model: unwrap_model first, add the group, and wrap again")
+            raise UsageError(
+                "add_param_group after wrap_model: the new parameters' state has no home. Give the optimizer all parameters before, those that "
+                "are to be trained later with requires_grad_(False): until then they are not stepped, and get no state. Or unwrap_model "
+                "first, add the group, and wrap again."
+            )
         super().add_param_group(param_group)
 
     def check_groups(self, groups: list[dict[str, Any]], where: str) -> None:
@@ -100,6 +104,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         engine = self._engine
         engine.check_alive()
         engine.refuse_between("optimizer.step()")
+        engine.refuse_averaged("optimizer.step()")
         with engine.using():
             if engine.steps.untold == engine.steps.index and self._is_consumed():
                 engine.steps.tell()  # this very step was cut short, and has been carried to its end since
@@ -189,6 +194,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         """
         engine = self._engine
         engine.check_alive()
+        engine.refuse_averaged("step_in_backward()")
         if engine.config.max_grad_norm is not None:
             raise UsageError(
                 "step_in_backward: max_grad_norm needs the norm of all gradients before the first unit is stepped. Leave "

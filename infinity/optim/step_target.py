@@ -47,6 +47,9 @@ class StepTarget(Protocol):
     def mark_interrupted(self) -> None:
         """Has the next use of the engine recover."""
 
+    def refuse_averaged(self, what: str) -> None:
+        """Raises UsageError while the model has its averages for weights."""
+
     def check_alive(self) -> None:
         """Raises UsageError where the engine is gone, or its process forked."""
 

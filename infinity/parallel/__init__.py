@@ -10,18 +10,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .costs import measure_costs
     from .expert_parallel import expert_parallel
     from .pipeline import Pipeline, pipeline
     from .plans import find_plan
     from .schedules import attach
     from .tensor_parallel import tensor_parallel
 
-__all__ = ["Pipeline", "attach", "expert_parallel", "find_plan", "pipeline", "tensor_parallel"]
+__all__ = ["Pipeline", "attach", "expert_parallel", "find_plan", "measure_costs", "pipeline", "tensor_parallel"]
 
 _HOMES = {
     "Pipeline": "pipeline",
     "attach": "schedules",
     "expert_parallel": "expert_parallel",
+    "measure_costs": "costs",
     "pipeline": "pipeline",
     "find_plan": "plans",
     "tensor_parallel": "tensor_parallel",

@@ -6,7 +6,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,17 +18,15 @@ from ..api.unwrap import unwrap_model
 from ..api.wrap import wrap_model
 from ..config.config import Config
 from ..errors import ConfigError, UsageError
-from ..planning.cuts import cut_evenly
-from ..runtime.registry import engine_of
+from ..machine.rates import Rates
+from ..runtime.registry import engine_of, is_wrapped
 from ..state.tensors import digest_of
 from .boundaries import Boundaries, axis_that_shares
+from .choice import Choice, choose
 from .schedules import attach
 from .stages import Chain, chain_of
 from .ties import Ties
 
-ONE_CHUNK = ("GPipe", "1F1B")  # schedules of one chunk a rank; all others here have several
-IN_A_V = ("ZBVZeroBubble", "DualPipeV")  # the last rank has the middle chunks, the first one both ends
-NAMES = (*ONE_CHUNK, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *IN_A_V)
 IGNORED = -100  # a label that no loss counts
 KEPT_SHAPES = 4  # of batches whose buffers are kept
 
@@ -62,97 +59,72 @@ def pipeline(
     micro_batches
         Into how many the batch is divided.
     chunks
-        Of the model on each rank. None: two where there are layers enough, one for GPipe and 1F1B.
+        Of the model on each rank. None: two where there are layers enough, one for GPipe and 1F1B; for LoopedBFS as many as it takes
+        for two to fit ``Config(device_memory)``.
     costs
-        Seconds of each layer, forward and backward, if they were measured. None: by its parameters. Cuts make the slowest chunk as
-        fast as can be.
+        Seconds of each layer, forward and backward, for one micro-batch (:func:`measure_costs`); the first rank's count. Cuts make the
+        slowest chunk as fast as can be, also in loading its weights where their home is below the device. None: by parameters.
     loss_fn
         Takes the outputs and the targets of a micro-batch; for models that are not transformers'. Micro-batches' losses are averaged.
 
     Prints the choice in one line, unless ``quiet``. Raises ConfigError, with the model as it was, for a mesh without ``pp``, a model that is
-    no chain of known form, more chunks than layers, or a number of micro-batches that the schedule does not take.
+    no chain of known form, more chunks than layers, a number of micro-batches that the schedule does not take, or a device_memory that
+    does not hold two chunks of an interleaved schedule.
     """
-    if not isinstance(mesh, DeviceMesh) or "pp" not in (mesh.mesh_dim_names or ()):
-        raise ConfigError(f"pipeline takes the mesh of the whole job, with an axis pp: this is {mesh!r}")
-    config = Config.make(config)
-    chain = chain_of(model)
-    if loss_fn is None and not hasattr(model, "loss_function"):
-        raise ConfigError(f"{type(model).__name__} has no loss of its own: give pipeline a loss_fn of outputs and targets")
-    ranks, rank = mesh["pp"].size(), mesh.get_local_rank("pp")
-    name, chunks = _choose(schedule, chunks, len(chain.layers), ranks, config)
-    _check_micro_batches(name, micro_batches, ranks, chunks)
-    if costs is not None and len(costs) != len(chain.layers):
-        raise ConfigError(f"costs has {len(costs)} numbers, the model {len(chain.layers)} layers")
-    lengths = cut_evenly(costs if costs is not None else chain.costs(), ranks * chunks)
-    numbers = [rank, 2 * ranks - 1 - rank] if name in IN_A_V else [rank + ranks * number for number in range(chunks)]
-    all_chunks = [chain.make_chunk(range(sum(lengths[:number]), sum(lengths[: number + 1]))) for number in range(ranks * chunks)]
-    mine = [all_chunks[number] for number in numbers]
-    ties = _find_ties(chain, all_chunks, partial(_rank_of, name, ranks), rank)
+    chain, config = _check(model, mesh, config, loss_fn)
+    costs, load_rate = _agree_on_costs(costs, config)
+    ranks = mesh["pp"].size()
+    choice = choose(
+        chain, config, ranks, schedule=schedule, micro_batches=micro_batches, chunks=chunks, costs=costs, load_rate=load_rate
+    )
     if not quiet and dist.get_rank() == 0:
-        print(_describe(name, chain, lengths, ranks, micro_batches, config), flush=True)
+        print(choice.describe(chain), flush=True)
+    return _build(chain, choice, mesh, optimizer, config, loss_fn)
+
+
+def _build(
+    chain: Chain,
+    choice: Choice,
+    mesh: DeviceMesh,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    loss_fn: Callable | None,
+) -> tuple[Pipeline, torch.optim.Optimizer | None]:
+    """Makes this rank's chunks, wraps them, and makes their pipeline. Cut short, the optimizer has all parameters again."""
+    rank = mesh.get_local_rank("pp")
+    all_chunks = [chain.make_chunk(choice.layers_of(number)) for number in range(choice.chunks)]
+    mine = [all_chunks[number] for number in choice.chunks_of(rank)]
+    ties = _find_ties(chain, all_chunks, choice.rank_of, rank)
     kept = _keep_own(optimizer, mine)
+    managed = None
     try:
         with ties.marked() if ties is not None else nullcontext():
             mine, managed = wrap_model(mine, optimizer, config, mesh=mesh)
+        return Pipeline(mine, choice, mesh, loss_fn, ties), managed
     except BaseException:
-        _give_back(optimizer, kept)
-        raise
-    try:
-        return Pipeline(mine, numbers, ranks * chunks, mesh, name, micro_batches, loss_fn, ties), managed
-    except BaseException:
-        unwrap_model(mine, managed)
+        if is_wrapped(mine[0]):
+            unwrap_model(mine, managed)
         _give_back(optimizer, kept)
         raise
 
 
-def _rank_of(name: str, ranks: int, number: int) -> int:
-    """The rank of the pp axis that has a chunk."""
-    return min(number, 2 * ranks - 1 - number) if name in IN_A_V else number % ranks
+def _check(model: nn.Module, mesh: Any, config: Any, loss_fn: Callable | None) -> tuple[Chain, Config]:
+    if not isinstance(mesh, DeviceMesh) or "pp" not in (mesh.mesh_dim_names or ()):
+        raise ConfigError(f"pipeline takes the mesh of the whole job, with an axis pp: this is {mesh!r}")
+    config, chain = Config.make(config), chain_of(model)
+    if loss_fn is None and not hasattr(model, "loss_function"):
+        raise ConfigError(f"{type(model).__name__} has no loss of its own: give pipeline a loss_fn of outputs and targets")
+    return chain, config
 
 
-def _choose(schedule: str, chunks: int | None, layers: int, ranks: int, config: Config) -> tuple[str, int]:
-    """The schedule, and the chunks of a rank."""
-    if schedule not in ("auto", *NAMES):
-        raise ConfigError(f"schedule: there is no {schedule!r}; there are auto, {', '.join(NAMES)}")
-    if chunks is None:
-        chunks = 1 if schedule in ONE_CHUNK or layers < 2 * ranks else 2
-    if schedule == "auto":
-        schedule = "LoopedBFS" if config.params != "device" else "Interleaved1F1B" if chunks > 1 else "1F1B"
-    if (schedule in ONE_CHUNK and chunks != 1) or (schedule in IN_A_V and chunks != 2):
-        raise ConfigError(
-            f"schedule {schedule} takes {1 if schedule in ONE_CHUNK else 2} chunks of the model on each rank, not {chunks}"
-        )
-    if layers < ranks * chunks:
-        raise ConfigError(
-            f"{layers} layers cannot be cut into {ranks * chunks} chunks (pp={ranks}, {chunks} on each rank): use fewer"
-        )
-    return schedule, chunks
-
-
-def _check_micro_batches(name: str, micro_batches: int, ranks: int, chunks: int) -> None:
-    if micro_batches < 1:
-        raise ConfigError(f"micro_batches is {micro_batches}: at least one")
-    rounds = max(1, micro_batches // ranks)
-    if name in ("Interleaved1F1B", "InterleavedZeroBubble") and micro_batches % rounds:
-        raise ConfigError(f"{name} takes a multiple of {rounds} micro-batches here ({ranks} ranks), not {micro_batches}")
-    if name == "1F1B" and micro_batches < ranks:
-        raise ConfigError(f"1F1B takes at least as many micro-batches as ranks of the pp axis, {ranks}, not {micro_batches}")
-    if name == "DualPipeV" and micro_batches < 2 * ranks:
-        raise ConfigError(
-            f"DualPipeV takes at least {2 * ranks} micro-batches, one for each of its {2 * ranks} chunks, not {micro_batches}"
-        )
-
-
-def _describe(name: str, chain: Chain, lengths: list[int], ranks: int, micro_batches: int, config: Config) -> str:
-    why = (
-        "weights are at home below the device: each chunk is loaded at most twice a step"
-        if name == "LoopedBFS" and config.params != "device"
-        else "as asked or by default"
-    )
-    return (
-        f"pipeline: {type(chain.model).__name__}, {len(chain.layers)} layers in chunks of {', '.join(map(str, lengths))} over {ranks} ranks; {name} with "
-        f"{micro_batches} micro-batches ({why})"
-    )
+def _agree_on_costs(costs: Sequence[float] | None, config: Config) -> tuple[list[float] | None, float | None]:
+    """Takes the first rank's costs, and the rate that it measures of the weights' home: cuts must not differ between ranks."""
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0 and costs is not None:
+        rates = Rates.measure(config.nvme_paths if config.params == "nvme" else ())
+        found = [list(costs), min(rates.memory, rates.disk_read or rates.memory)]
+    dist.broadcast_object_list(found, src=0)
+    return found[0], found[1]
 
 
 def _keep_own(optimizer: torch.optim.Optimizer | None, chunks: Sequence[nn.Module]) -> tuple[list[list], dict]:
@@ -207,26 +179,24 @@ class Pipeline:
     def __init__(
         self,
         chunks: list[nn.Module],
-        numbers: list[int],
-        count: int,
+        choice: Choice,
         mesh: DeviceMesh,
-        name: str,
-        micro_batches: int,
         loss_fn: Callable | None,
         ties: Ties | None,
     ):
         self.chunks = (
             chunks  # wrapped: for state_dict, save_checkpoint(path, pipe.chunks, optimizer), unwrap_model(pipe.chunks, optimizer)
         )
-        self._engine, self._numbers, self._count = engine_of(chunks), numbers, count
-        self._micro_batches, self._loss_fn, self._ties = micro_batches, loss_fn, ties
+        self._engine, self._choice, self._numbers = engine_of(chunks), choice, choice.chunks_of(mesh.get_local_rank("pp"))
+        self._loss_fn, self._ties = loss_fn, ties
         self._group = mesh["pp"].get_group()
-        # The rank of the last chunk has the losses; in a V that is the first one.
-        self._teller = dist.get_global_rank(self._group, 0 if name in IN_A_V else mesh["pp"].size() - 1)
-        self._name, self._schedules = name, OrderedDict[tuple, Any]()  # by the shapes of their batches, the last one used last
+        self._teller = dist.get_global_rank(self._group, choice.last_rank)  # it has the losses
+        self._schedules = OrderedDict[tuple, Any]()  # by the shapes of their batches, the last one used last
         self._counted = 1  # labels of the batch that the loss counts
         shares = axis_that_shares(chunks[0], mesh)
-        self._boundaries = Boundaries(chunks, numbers, count, shares, self._engine.collectives) if shares is not None else None
+        self._boundaries = (
+            Boundaries(chunks, self._numbers, choice.chunks, shares, self._engine.collectives) if shares is not None else None
+        )
         if ties is not None:
             ties.start(self._engine)
 
@@ -243,7 +213,7 @@ class Pipeline:
         """
         inputs, target, batch = self._parts(inputs, target, batch)
         losses: list[torch.Tensor] = []
-        arguments: dict[str, Any] = {"target": target, "losses": losses} if self._count - 1 in self._numbers else {}
+        arguments: dict[str, Any] = {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
         schedule = self._agree_on(inputs, target, batch)
         with self._in_parts(), self._ties.adding_up(self._engine) if self._ties is not None else nullcontext():
             schedule.step(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
@@ -254,7 +224,7 @@ class Pipeline:
         """Runs the forward alone. Returns the loss, on every rank."""
         inputs, target, batch = self._parts(inputs, target, batch)
         losses: list[torch.Tensor] = []
-        arguments: dict[str, Any] = {"target": target, "losses": losses} if self._count - 1 in self._numbers else {}
+        arguments: dict[str, Any] = {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
         schedule = self._agree_on(inputs, target, batch)
         with self._in_parts():
             schedule.eval(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
@@ -265,8 +235,10 @@ class Pipeline:
         target = batch.pop("labels", target)
         if inputs is None or target is None:
             raise UsageError("a pipeline's step takes inputs and targets: step(input_ids=..., labels=...), or step(inputs, target)")
-        if len(inputs) % self._micro_batches:
-            raise UsageError(f"a batch of {len(inputs)} does not divide into {self._micro_batches} micro-batches: give a multiple")
+        if len(inputs) % self._choice.micro_batches:
+            raise UsageError(
+                f"a batch of {len(inputs)} does not divide into {self._choice.micro_batches} micro-batches: give a multiple"
+            )
         self._counted = int((target[..., 1:] != IGNORED).sum()) if self._loss_fn is None else 1
         return inputs, target, batch
 
@@ -298,14 +270,15 @@ class Pipeline:
 
     def _make_schedule(self) -> Any:
         device = self._engine.device.where
-        stages = [PipelineStage(chunk, n, self._count, device, group=self._group) for chunk, n in zip(self.chunks, self._numbers)]
-        made = getattr(schedules, f"Schedule{self._name}")
-        only = stages[0] if self._name in ONE_CHUNK else stages
-        return attach(made(only, self._micro_batches, loss_fn=self._loss, scale_grads=False))
+        count = self._choice.chunks
+        stages = [PipelineStage(chunk, n, count, device, group=self._group) for chunk, n in zip(self.chunks, self._numbers)]
+        made = getattr(schedules, f"Schedule{self._choice.name}")
+        only = stages[0] if self._choice.is_single else stages
+        return attach(made(only, self._choice.micro_batches, loss_fn=self._loss, scale_grads=False))
 
     def _loss(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if self._loss_fn is not None:
-            return self._loss_fn(outputs, target) / self._micro_batches
+            return self._loss_fn(outputs, target) / self._choice.micro_batches
         model = self.chunks[-1]
         size = model.config.get_text_config().vocab_size
         # Of all labels of the batch: a micro-batch with fewer counts less, as in one process.

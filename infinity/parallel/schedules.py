@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -27,8 +28,10 @@ from ..errors import ConfigError, InfinityError, UsageError
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of
 from ..state.handle import handle_of
+from .in_flight import InFlight
 
 ATTACHED = "_infinity_attached"
+IN_FLIGHT: WeakKeyDictionary[Engine, InFlight] = WeakKeyDictionary()
 
 
 def attach(schedule: Any) -> Any:
@@ -48,11 +51,13 @@ def attach(schedule: Any) -> Any:
             f"the {len(stages)} stages of this rank were wrapped apart: give wrap_model the list of their modules in one call, so that they share a window"
         )
     engine = engines.pop()
+    in_flight = _in_flight_of(engine)
+    in_flight.add(stages)
     for stage in stages:
         if not hasattr(stage, ATTACHED):  # by another schedule over the same stages
             _attach_stage(stage, engine)
     if not hasattr(schedule, ATTACHED):
-        schedule.step = _joined(schedule.step, engine, stages)  # which eval calls
+        schedule.step = _joined(schedule.step, engine, stages, in_flight)  # which eval calls
         setattr(schedule, ATTACHED, True)
     return schedule
 
@@ -74,14 +79,21 @@ def _stages_of(schedule: Any) -> list[Any]:
     return stages
 
 
-def _joined(run: Callable, engine: Engine, stages: list[Any]) -> Callable:
+def _in_flight_of(engine: Engine) -> InFlight:
+    return IN_FLIGHT.setdefault(engine, InFlight(engine))
+
+
+def _joined(run: Callable, engine: Engine, stages: list[Any], in_flight: InFlight) -> Callable:
     @wraps(run)
     def joined(*args: Any, **kwargs: Any) -> Any:
         for stage in stages:
             getattr(stage, ATTACHED).clear()
         try:
             with engine.joined.opened(engine, finish=partial(_scale_all, stages)):
-                return run(*args, **kwargs)
+                found = run(*args, **kwargs)
+            with engine.using():
+                in_flight.charge()
+            return found
         except RuntimeError as error:
             if (cause := _typed_cause(error)) is not None:
                 raise cause from cause.__cause__  # from the error above it would close a circle; notes say in which stage

@@ -50,8 +50,13 @@ class Partition:
     stages: tuple[Stage, ...]
 
 
-def cut_evenly(seconds: Sequence[float], stages: int) -> list[int]:
+def cut_evenly(seconds: Sequence[float], stages: int, *, loading: Sequence[float] | None = None) -> list[int]:
     """Cuts a chain into ``stages`` stages of one machine each, the slowest of which is as fast as can be. Returns how many layers each has.
+
+    seconds
+        Of each layer, forward and backward.
+    loading
+        Seconds in which each layer's weights come from their home meanwhile. A stage takes the larger of both sums.
 
     Raises ConfigError with the numbers where there are fewer layers than stages.
     """
@@ -60,13 +65,16 @@ def cut_evenly(seconds: Sequence[float], stages: int) -> list[int]:
             f"a model of {len(seconds)} layers cannot be cut into {stages} stages: use fewer stages (pp), or chunks of a rank"
         )
     sums = [0.0, *accumulate(seconds)]
+    loads = [0.0, *accumulate(loading)] if loading is not None else [0.0] * len(sums)
 
     @cache
     def best(end: int, count: int) -> tuple[float, tuple[int, ...]]:
         if count == 1:
-            return sums[end], (end,)
+            return max(sums[end], loads[end]), (end,)
         options = ((k, best(k, count - 1)) for k in range(count - 1, end))
-        return min((max(slowest, sums[end] - sums[k]), (*lengths, end - k)) for k, (slowest, lengths) in options)
+        return min(
+            (max(slowest, sums[end] - sums[k], loads[end] - loads[k]), (*lengths, end - k)) for k, (slowest, lengths) in options
+        )
 
     return list(best(len(seconds), stages)[1])
 

@@ -36,12 +36,14 @@ from ..state.journal import Journal
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from .joined_pass import JoinedPass
+from .parking import Parking
 from .passes import Passes
 from .prefetch import Prefetcher
 from .recovery import recover
 from .resources import Resources, make_store, trace_path
 from .shut_down import shut_down
 from .value_edits import ValueEdits
+from .weight_average import WeightAverage
 
 
 class Engine:
@@ -71,12 +73,14 @@ class Engine:
         self.shadow_policy = ShadowPolicy() if plan.shadowed else None
         self.group_of: dict[ParamHandle, int] = {}  # index of the optimizer's param group
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}  # the newest state-dict tensor of a tied parameter
+        self.average: WeightAverage | None = None  # of the trained parameters
         self.storages: dict[int, tuple[ParamUnit, torch.Tensor]] = {}  # device buffers, by storage
         self.ledger = Ledger()
         for tier, budget in zip(Tier, (config.device_memory, config.host_memory, config.nvme_capacity)):
             self.ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
         self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives.tell)
         self.updates = Updates(units, self.traffic)
+        self.parking = Parking(self.store)
         shards = [shard for unit in units for shard in unit.shards]
         given_back = self.store, shards, self.updates.recorded, self.updates.names, self.collectives, device
         # To its end, though Ctrl-C comes between: nobody would call it again.
@@ -154,6 +158,7 @@ class Engine:
         """
         self.store.check_process()
         if not self.scopes.running and torch._C._current_graph_task_id() == -1:
+            self.parking.resume()
             self.recover(finishing=not repairing)
             if self._halted is not None and not repairing:
                 error = self._halted()
@@ -173,6 +178,13 @@ class Engine:
             raise UsageError(
                 f"{what} is not to be had here: gradients of several micro-batches land together, when the `with infinity.accumulate(...)` block or the "
                 "pipeline schedule's step is over. Read, clip, step and zero gradients after it."
+            )
+
+    def refuse_averaged(self, what: str) -> None:
+        """Raises UsageError while the model has its averages for weights."""
+        if self.average is not None and self.average.is_exchanged:
+            raise UsageError(
+                f"{what} is not to be had inside `with average.applied()`: the model has its average for weights there"
             )
 
     def recover(self, *, finishing: bool = True) -> None:

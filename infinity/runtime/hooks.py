@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..errors import UsageError
+from ..state import mistakes
 from ..state.unit import ParamUnit
 from .running import Running
 from .scoped_call import ScopedCall
@@ -22,10 +23,11 @@ class RefusedCopy:
         self._module, kind = weakref.ref(module), type(module).__name__
 
         def refuse(protocol: int) -> None:
-            raise UsageError(
-                f"this {kind} is wrapped: its weights are at home, and cannot be pickled or copied with it. Save model.state_dict(), or "
-                "infinity.save_checkpoint(path, model, optimizer); for a plain model call infinity.unwrap_model(model, optimizer) first."
+            instead = mistakes.advice() or (
+                "Save model.state_dict(), or infinity.save_checkpoint(path, model, optimizer); for a plain model call "
+                "infinity.unwrap_model(model, optimizer) first."
             )
+            raise UsageError(f"this {kind} is wrapped: its weights are at home, and cannot be pickled or copied with it. {instead}")
 
         module.__dict__[self.NAME] = refuse
 

@@ -25,6 +25,7 @@ from ..state.journal import Journal
 from ..state.residency import Residency
 from ..state.unit import ParamUnit
 from ..storage.store import ShardStore
+from .window import Window
 
 COPIES_AHEAD = 2  # units on their way to the device beside the one that computes
 
@@ -48,7 +49,7 @@ class Prefetcher:
     ):
         self.units, self.schedule = units, schedule
         self._store, self._ledger, self._journal = store, ledger, journal
-        self._window_nbytes = window_nbytes
+        self._window = Window(window_nbytes)
         # Beside a device that computes by itself the host does not see how long that takes.
         self.look_ahead = LookAhead(units_ahead, is_fixed=device.overlaps)
         self._computing: tuple[int, float] | None = None  # the unit that was asked for last, and since when it is there
@@ -173,11 +174,11 @@ class Prefetcher:
         if unit.is_staged_from_disk and unit.residency is Residency.STORED:
             return None
         for other in self._idle():
-            if self._resident_nbytes() + unit.weight_nbytes <= self._window_nbytes:
+            if self._resident_nbytes() + unit.weight_nbytes <= self._window.nbytes:
                 break
             if not self._ranks.keeps_weights:
                 self._evict(other)
-        if self._resident_nbytes() + unit.weight_nbytes > self._window_nbytes:
+        if self._resident_nbytes() + unit.weight_nbytes > self._window.nbytes:
             return None
         self._stage(unit)
         least = unit.start_gather(self._store, self._ledger, offered=offered)
@@ -194,10 +195,10 @@ class Prefetcher:
             if not unit.is_ready:
                 return  # the compute is not to wait for a later unit's update or disk
             for other in [other for other in self._idle() if other not in coming]:
-                if self._resident_nbytes() + unit.weight_nbytes <= self._window_nbytes:
+                if self._resident_nbytes() + unit.weight_nbytes <= self._window.nbytes:
                     break
                 self._evict(other)
-            if self._resident_nbytes() + unit.weight_nbytes > self._window_nbytes:
+            if self._resident_nbytes() + unit.weight_nbytes > self._window.nbytes:
                 return
             self._stage(unit)
             try:
@@ -243,20 +244,27 @@ class Prefetcher:
             for shard in unit.shards:
                 shard.wait()
 
+    def narrow(self, nbytes: int) -> None:
+        """Leaves ``nbytes`` of the planned window to something else, until it is called again; between passes. Ranks of a row give the same.
+        Raises CapacityError, with the window as it was, where the largest unit would not fit what is left."""
+        self._window.narrow(nbytes, largest_nbytes=max((unit.weight_nbytes for unit in self.units), default=0))
+        while self._resident_nbytes() > self._window.nbytes and (idle := self._idle()):
+            self._evict(idle[0])
+
     def _make_room(self, unit: ParamUnit) -> None:
         """Evicts idle units, then ones that the backward can do without for now, until ``unit`` fits the window."""
-        while self._resident_nbytes() + unit.weight_nbytes > self._window_nbytes:
+        while self._resident_nbytes() + unit.weight_nbytes > self._window.nbytes:
             idle = self._idle()
             if idle:
                 self._evict(idle[0])
             elif not self._give_way():
                 break
-        over = self._resident_nbytes() + unit.weight_nbytes - self._window_nbytes
+        over = self._resident_nbytes() + unit.weight_nbytes - self._window.nbytes
         if over > 0 and self._ledger.accounts[Tier.DEVICE].budget_nbytes is not None:
             held = ", ".join(other.name for other in self._resident)
             raise CapacityError(
                 f"unit {unit.name} ({format_nbytes(unit.weight_nbytes)}) does not fit the device window of "
-                f"{format_nbytes(self._window_nbytes)} beside the units in use ({held}). Raise "
+                f"{format_nbytes(self._window.nbytes)} beside the units in use ({held}). Raise "
                 f"Config(device_memory=...) by {format_nbytes(over)}."
             )
 

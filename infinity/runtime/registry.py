@@ -47,6 +47,11 @@ def wrapped(model: nn.Module | Sequence[nn.Module]) -> Wrapped:
     return record
 
 
+def is_wrapped(model: nn.Module) -> bool:
+    """Tells whether ``model`` is what :func:`infinity.wrap_model` was given, and has not been unwrapped."""
+    return RECORD in model.__dict__
+
+
 def whole_of(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     """Returns what has all of a wrapped model's parameters that are here: itself, or for its parts what holds them."""
     return wrapped(model).model

@@ -20,12 +20,16 @@ KNOWN: list[tuple[str, frozenset[str], str]] = [
         ("torch/distributed/fsdp/", "", "FSDP was put around a wrapped model: the engine shards over the ranks itself. Leave FSDP out."),
         ("torch/distributed/checkpoint/state_dict.py", "", "Use model.state_dict() and optimizer.state_dict(), or infinity.save_checkpoint(path, model, "
          "optimizer)."),
-        ("torch/optim/swa_utils.py", "", "To average weights, read them step by step: with torch.no_grad(), infinity.full_params(model) as params, or "
-         "from model.state_dict()."),
+        ("torch/optim/swa_utils.py", "", "An average of weights at home is infinity.ema(model, decay) or infinity.swa(model), whose update() follows each "
+         "step; or read them step by step: with torch.no_grad(), infinity.full_params(model) as params."),
+        ("diffusers/training_utils.py", "", "An average of weights at home is infinity.ema(model, decay), whose update() follows each step; EMAModel copies "
+         "every weight."),
         ("torch/optim/", "step _init_group", "This is not the optimizer that wrap_model returned: it would need the weights at home. Take the result, model, optimizer = "
          "infinity.wrap_model(model, optimizer, config), step that optimizer, and give wrap_model an optimizer if it got none."),
-        ("peft/", "merge merge_and_unload _unload_and_optionally_merge merge_adapter unmerge_adapter get_delta_weight", f"Adapters cannot be merged into "
-         f"weights at home. {UNWRAP}"),
+        ("trl/trainer/callbacks.py", "_sync_target_model", "sync_ref_model changes the reference model's weights outside its forward: leave it out, or "
+         "keep a plain reference model."),
+        ("peft/", "merge merge_and_unload _unload_and_optionally_merge merge_adapter unmerge_adapter get_delta_weight", "Adapters are merged into weights at "
+         "home by infinity.integrations.merge_adapters(model), and into files by save_merged(model, folder)."),
         ("transformers/modeling_utils.py", "resize_token_embeddings _resize_token_embeddings _get_resized_embeddings resize_embeddings", "The "
          f"embeddings' size is fixed while the model is wrapped. {UNWRAP}"),
         ("torch/export/", "", f"A wrapped model cannot be exported: its weights are not in memory. {UNWRAP}"),

@@ -177,6 +177,11 @@ class ShardArrays:
         return self._last_read
 
     @property
+    def spare_arrays(self) -> dict[str, StateArray]:
+        """Room for an update made ahead; what is in it counts while there is a shadow only."""
+        return self._beside
+
+    @property
     def shadow_extents(self) -> dict[str, native.Extent]:
         """Where an update made ahead puts its results; empty where there is no room for one."""
         return {name: array.extent for name, array in self._beside.items()}
@@ -253,16 +258,17 @@ class ShardArrays:
 
     # --- parts of arrays ---
 
-    def read_part(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
-        """Reads parameter ``index``'s part of array ``name`` as it lies there."""
+    def read_part(self, store: ArrayIO, name: str, index: int, *, array: StateArray | None = None) -> torch.Tensor:
+        """Reads parameter ``index``'s part of array ``name`` as it lies there. ``array``: another one that is laid out as that is."""
+        array = array or self.arrays[name]
         begin, end = self.part(name, index)
         low, high = self.own_part(name, index)
         first = self.own(name)[0]
         if (low, high) == (begin, end) and self.ranks.size == 1:
-            return store.read(self.arrays[name], begin, end)
-        out = torch.empty(end - begin, dtype=self.arrays[name].dtype, device="cpu")
+            return store.read(array, begin, end)
+        out = torch.empty(end - begin, dtype=array.dtype, device="cpu")
         if low < high:
-            out[low - begin : high - begin] = store.read(self.arrays[name], low - first, high - first)
+            out[low - begin : high - begin] = store.read(array, low - first, high - first)
         pieces = []
         for rank in range(self.ranks.size):
             low, high = self.own(name, rank)

@@ -86,7 +86,7 @@ class ArrayAllocator:
         else:
             region = self.make_region(nbytes)
             flat = native.tensor_at(region, region.address, numel, dtype)
-        return StateArray(tier, dtype, numel, native.Extent.in_memory(flat.data_ptr(), nbytes, region), flat, charge)
+        return StateArray(tier, dtype, numel, native.Extent.in_memory(flat.data_ptr(), nbytes, region), flat, charge, region)
 
     def _next_file(self, nbytes: int) -> int:
         """The file that would be done first with its bytes and these, at the measured rate of its disk."""
@@ -157,15 +157,15 @@ class ArrayAllocator:
                 "name another folder in nvme_paths", folder,
             ) from error  # fmt: skip
 
-    def allocate_more(self, tier: Tier, nbytes: int, what: str) -> StateArray:
+    def allocate_more(self, tier: Tier, nbytes: int, what: str, *, folder: str | None = None) -> StateArray:
         """Allocates ``nbytes`` bytes as :meth:`allocate` does, and also after :meth:`open`; the plan grows by as much. On disk they
-        are part of a further file."""
+        are part of a further file, in ``folder`` or, without one, on the fastest disk."""
         if tier is not Tier.NVME:
             array = self.allocate(tier, torch.uint8, nbytes, what)
             self.ledger.accounts[tier].planned_nbytes += round_up(nbytes, native.BLOCK_NBYTES)
             return array
         if (space := self._take_space(nbytes)) is None:
-            self._grow(nbytes, what)
+            self._grow(nbytes, what, folder)
             space = self._take_space(nbytes)
         array = StateArray(tier, torch.uint8, nbytes, native.Extent.in_file(*space, nbytes))
         self._places.add(array)
@@ -199,15 +199,33 @@ class ArrayAllocator:
             self._spaces.append((file, offset + nbytes, size - nbytes))
         return file, offset
 
-    def _grow(self, nbytes: int, what: str) -> None:
+    def empty(self, array: StateArray) -> None:
+        """Gives the memory of ``array`` back to the system; what was in it is elsewhere. Its address stays."""
+        if array.region is not None:
+            array.region.discard()
+        else:
+            array.flat.untyped_storage().resize_(0)
+
+    def refill(self, array: StateArray) -> None:
+        """Takes memory for an array that was emptied. Twice is once."""
+        if array.region is None:
+            array.flat.untyped_storage().resize_(array.nbytes)
+        elif not array.region.pinned:
+            array.region.populate(processors.for_pages())
+            self.device.pin(array.region)
+
+    def _grow(self, nbytes: int, what: str, folder: str | None) -> None:
         """A further file with room for ``nbytes``, and for more of the kind where budget and disk allow."""
         account = self.ledger.accounts[Tier.NVME]
         room = GROWTH_NBYTES if account.budget_nbytes is None else account.budget_nbytes - account.charged_nbytes
-        fastest = self._paths[max(range(len(self._paths)), key=self._shares.__getitem__)]
-        room = min(GROWTH_NBYTES, room, shutil.disk_usage(fastest).free // 2)
+        if folder is None:
+            folder = self._paths[max(range(len(self._paths)), key=self._shares.__getitem__)]
+        if not os.path.isdir(folder):
+            raise ConfigError(f"there is no folder {folder}: create it, or name another")
+        room = min(GROWTH_NBYTES, room, shutil.disk_usage(folder).free // 2)
         size = max(nbytes, room // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES)
         charge = self.ledger.reserve(Tier.NVME, size, what)
-        file = self._create(fastest, size)
+        file = self._create(folder, size)
         self._charges.append(charge)
         account.planned_nbytes += size
         self._added.append((file, 0, size))

@@ -25,6 +25,7 @@ class StateArray:
     extent: native.Extent
     flat: torch.Tensor | None = None
     charge: native.Charge | None = None
+    region: native.Region | None = None  # the memory that ``flat`` is over, where torch has not allocated it
 
     @property
     def nbytes(self) -> int:

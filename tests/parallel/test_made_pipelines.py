@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import made_pipeline_jobs
 import models
-import pipeline_jobs
 import pytest
 import torch
 from parallel_jobs import off
@@ -45,15 +45,19 @@ def two(launch_folder) -> dict[str, Any]:
     jobs["piped:qwen3-saved"] = {"name": "qwen3", "schedule": "auto", "path": str(folder / "saved"),
                                  "config": models.at_home("host", "host", swap)}  # fmt: skip
     weights = folder / "model.safetensors"
-    state = pipeline_jobs.causal("qwen3").state_dict()
+    state = made_pipeline_jobs.causal("qwen3").state_dict()
     save_file({name: value for name, value in state.items() if name != "lm_head.weight"}, weights)
     jobs["piped:qwen3-meta"] = {"name": "qwen3", "schedule": "auto", "weights": str(weights),
                                 "config": models.at_home("nvme", "host", swap)}  # fmt: skip
     jobs |= {"piped_chains": {}, "refused_pipelines": {}}
     jobs |= {f"shapes:{schedule}": {"config": models.at_home(home, home, swap), "schedule": schedule}
              for schedule, home in (("1F1B", "host"), ("auto", "nvme"))}  # fmt: skip
+    jobs |= {f"saved_whole:{name}-{schedule}": {"name": name, "folder": str(folder / f"{name}-{schedule}"), "schedule": schedule,
+                                                "config": models.at_home("nvme", "host", swap)}
+             for name, schedule in (("llama", "auto"), ("qwen3", "auto"), ("qwen3", "1F1B"), ("gpt2", "ZBVZeroBubble"))}  # fmt: skip
+    jobs["memory"] = {"config": {"params": "host", "optimizer": "host"}}
     jobs["reviewed"] = {"config": models.at_home("host", "host", swap)}
-    return run_all(folder, 2, jobs, script="pipeline_jobs.py") | {"folder": folder}
+    return run_all(folder, 2, jobs, script="made_pipeline_jobs.py") | {"folder": folder}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +83,7 @@ def test_both_copies_of_a_tie_have_the_same_bits(two, schedule):
 
 def test_a_checkpoint_is_that_of_the_whole_model(two):
     """One process loads it: a tie is one entry."""
-    model = pipeline_jobs.causal("qwen3")
+    model = made_pipeline_jobs.causal("qwen3")
     model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), {"params": "host"})
     infinity.load_checkpoint(two["folder"] / "saved", model, optimizer)
     found = model.state_dict()
@@ -139,6 +143,29 @@ def test_stages_with_other_batches_are_told_before_anything_runs(two, schedule):
         assert rank["goes on"]
 
 
+@pytest.mark.parametrize("what", ["llama-auto", "qwen3-auto", "qwen3-1F1B", "gpt2-ZBVZeroBubble"])
+def test_stages_write_one_folder_that_transformers_loads(two, what):
+    assert two[f"saved_whole:{what}"] == [True, True]
+
+
+def test_a_machine_is_divided_as_its_stages_need(two):
+    """One layer beside seven, and just what both plan: halves would not do."""
+    for number, rank in enumerate(two["memory"]):
+        assert rank["share"] == pytest.approx([1 / 8, 7 / 8][number], abs=1e-5)
+        assert max(rank["planned"]) > rank["halves"]
+        assert rank["fits"] == "was taken"
+
+
+def test_what_passes_between_stages_is_charged_and_the_window_gives_way(two):
+    """Four buffers of each of two shapes: 2 and 4 rows of 256 features in fp32. One that leaves no room for weights is refused."""
+    between = 4 * (2 + 4) * 256 * 4
+    for rank in two["memory"]:
+        narrower, left = rank["window"]
+        assert rank["between"] == between and narrower == max(0, between - left)
+    assert narrower > 0  # of the seven layers
+    assert rank["too much"].startswith("CapacityError: the device window") and "Raise Config(device_memory=...)" in rank["too much"]
+
+
 BOUNDARY = 2 * 12 * 64 * 4  # bytes of a micro-batch of two sequences of 12, 64 features in fp32
 
 
@@ -158,7 +185,7 @@ def test_stages_data_ranks_and_parts_together(tmp_path, world, axes):
     for name in names:
         jobs |= {f"piped:{name}-{home}": {"name": name, "schedule": "auto", "axes": axes, "config": models.at_home(home, home, swap)}
                  for home in ("host", "nvme")}  # fmt: skip
-    found = run_all(tmp_path / "jobs", world, jobs, script="pipeline_jobs.py")
+    found = run_all(tmp_path / "jobs", world, jobs, script="made_pipeline_jobs.py")
     for name in names:
         alone, ranks = found[f"alone:{name}"][0], found[f"piped:{name}-host"]
         assert len({tuple(rank["norms"]) for rank in ranks}) == 1
@@ -176,15 +203,15 @@ def test_checkpoints_pass_between_3d_and_everything_else(tmp_path):
     config = {"params": "host", "optimizer": "host"}
     first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
     jobs = {"piped": {"name": "qwen3", "schedule": "auto", "axes": {"tp": 2}, "config": config, "path": first}}
-    saved = run_all(tmp_path / "eight", 8, jobs, script="pipeline_jobs.py")["piped"]
+    saved = run_all(tmp_path / "eight", 8, jobs, script="made_pipeline_jobs.py")["piped"]
     weights = {name: value for rank in saved for name, value in rank["weights"].items()}
     for world, path, onto in ((2, first, second), (4, second, third)):
         jobs = {"reloaded": {"name": "qwen3", "path": path, "tp": 1, "onto": onto}}
-        for rank in run_all(tmp_path / f"of {world}", world, jobs, script="pipeline_jobs.py")["reloaded"]:
+        for rank in run_all(tmp_path / f"of {world}", world, jobs, script="made_pipeline_jobs.py")["reloaded"]:
             assert not models.differing(rank, {name: weights[name] for name in rank})
     states = []
     for path in (first, third):
-        model = pipeline_jobs.causal("qwen3")
+        model = made_pipeline_jobs.causal("qwen3")
         model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), config)
         infinity.load_checkpoint(path, model, optimizer)
         assert not models.differing(model.state_dict(), weights)

@@ -210,9 +210,9 @@ def test_torchrun_restarts_a_pipeline_from_its_checkpoint(tmp_path):
     """The second stage is killed after its third step; the second start goes on and ends as an undisturbed run does."""
     (tmp_path / "killed").mkdir()
     (tmp_path / "alone").mkdir()
-    killed = run_all(tmp_path / "killed", 2, {"restarted": {"folder": str(tmp_path / "killed")}}, script="pipeline_jobs.py",
+    killed = run_all(tmp_path / "killed", 2, {"restarted": {"folder": str(tmp_path / "killed")}}, script="made_pipeline_jobs.py",
                      environment={"RANK_TIMEOUT": "8"}, options=("--max-restarts", "1"))["restarted"]  # fmt: skip
-    alone = run_all(tmp_path / "alone", 2, {"restarted": {"folder": str(tmp_path / "alone")}}, script="pipeline_jobs.py",
+    alone = run_all(tmp_path / "alone", 2, {"restarted": {"folder": str(tmp_path / "alone")}}, script="made_pipeline_jobs.py",
                     environment={"RANK_TIMEOUT": "8", "NOBODY_FALLS": "1"})["restarted"]  # fmt: skip
     for mine, theirs in zip(killed, alone):
         assert mine["restarts"] == "1" and 2 <= mine["first"] <= 3

@@ -89,3 +89,26 @@ def test_even_cuts_make_the_slowest_stage_as_fast_as_can_be():
 def test_more_stages_than_layers_are_refused_with_the_numbers():
     with pytest.raises(ConfigError, match="3 layers cannot be cut into 4 stages"):
         cut_evenly([1.0, 1.0, 1.0], 4)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [4, 6, 8])
+def test_a_stage_takes_the_larger_of_computing_and_loading(count, stages):
+    """As the best of every cut; one that looks at computing alone is worse somewhere."""
+    draw = random.Random(SEED + count * stages)
+    worse = 0
+    for _ in range(20):
+        seconds, loading = ([draw.uniform(0.1, 2) for _ in range(count)] for _ in range(2))
+
+        def slowest(lengths, seconds=seconds, loading=loading):
+            ends = [0, *itertools.accumulate(lengths)]
+            return max(max(sum(seconds[a:b]), sum(loading[a:b])) for a, b in itertools.pairwise(ends))
+
+        every = [
+            [b - a for a, b in itertools.pairwise((0, *ends, count))]
+            for ends in itertools.combinations(range(1, count), stages - 1)
+        ]
+        best = min(map(slowest, every))
+        assert slowest(cut_evenly(seconds, stages, loading=loading)) == pytest.approx(best)
+        worse += slowest(cut_evenly(seconds, stages)) > best * (1 + 1e-9)
+    assert worse or stages in (1, count)

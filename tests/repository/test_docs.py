@@ -45,6 +45,7 @@ FILLED = {  # what a document leaves open -> what is meant
     "infinity train ...": f"infinity train --model model.json --data text.txt {TRAIN}",
     "--nvme-path <dir> --host-memory 256MiB --checkpoint <dir> --out <dir>": f"--nvme-path . --host-memory 256MiB --checkpoint saved --out out {TRAIN}",
 }
+DEEPSPEED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"}}}
 MODEL = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
 
 
@@ -57,7 +58,10 @@ def commands() -> list[str]:
     return sorted({line for line in found if not line.startswith("infinity bench")})
 
 
-@pytest.mark.parametrize("name", [name for name, blocks in SCRIPTS.items() if blocks])
+ELSEWHERE = "docs/integrations.md"  # tests/integrations/test_recipes.py runs it, where the libraries are
+
+
+@pytest.mark.parametrize("name", [name for name, blocks in SCRIPTS.items() if blocks and name != ELSEWHERE])
 def test_the_blocks_run_one_after_the_other_as_printed(name, tmp_path):
     """Method: a document's blocks form one script, run in an empty folder."""
     script = tmp_path / "blocks.py"
@@ -71,6 +75,7 @@ def test_the_blocks_run_one_after_the_other_as_printed(name, tmp_path):
 def test_the_commands_run(command, tmp_path):
     """Method: each command in an empty folder with a small model and a text, with what it leaves open filled in."""
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 200)
     for open_, meant in FILLED.items():
         command = command.replace(open_, meant)

@@ -19,8 +19,8 @@ PACKAGE = Path(infinity.__file__).parent
 CSRC = PACKAGE.parent / "csrc"
 
 ROOMS = (
-    "errors untrusted native machine config storage distributed state planning gradients forwards optim runtime checkpoint api parallel data __init__ "
-    "bench cli __main__"
+    "errors untrusted native machine config storage distributed state planning gradients forwards optim runtime checkpoint api parallel data integrations "
+    "__init__ bench cli __main__"
 ).split()
 CSRC_ROOMS = [["base"], ["memory"], ["io", "optim"], ["update", "bench"], ["cuda", "python"], ["tests"]]
 

@@ -76,7 +76,8 @@ class Job:
 def make_job(args: argparse.Namespace, model: nn.Module, batches: Batches, config: infinity.Config, ranks: Ranks) -> Job:
     import torch
 
-    model.config.architectures = [type(model).__name__]
+    if args.lora_rank is None:
+        model.config.architectures = [type(model).__name__]
     optimizer = make_optimizer(model, lr=args.lr, weight_decay=args.weight_decay)
     parameters_count = sum(parameter.numel() for parameter in model.parameters())
     model, optimizer = infinity.wrap_model(model, optimizer, config)
@@ -109,6 +110,7 @@ def make_job(args: argparse.Namespace, model: nn.Module, batches: Batches, confi
             "weight_decay": args.weight_decay,
             "warmup_steps": args.warmup_steps,
             "max_grad_norm": max_grad_norm or config.max_grad_norm,
+            **({"lora_rank": args.lora_rank} if args.lora_rank is not None else {}),
         },
     )
 

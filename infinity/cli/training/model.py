@@ -116,13 +116,20 @@ def check_vocabulary(model_config: Any, tokenizer: Any) -> None:
 
 
 def build_model(
-    path: Path | None, model_config: Any, *, dtype: str, seed: int, say: Callable[[str], None], trust: bool = False
+    path: Path | None,
+    model_config: Any,
+    *,
+    dtype: str,
+    seed: int,
+    say: Callable[[str], None],
+    trust: bool = False,
+    whole: bool = False,
 ) -> nn.Module:
     """Builds the model with the folder's weights, or with fresh ones from the seed. A weight that the folder lacks comes from the
     seed too.
 
     Where the folder has every weight under the model's own names the model stays on meta: the engine then takes them
-    from the folder (:func:`is_streamed`), and they are never all in memory.
+    from the folder (:func:`is_streamed`), and they are never all in memory. ``whole``: it gets its weights here, because it will change.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -134,7 +141,7 @@ def build_model(
             return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=trust)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=trust)
-        if is_streamed(model, path):
+        if not whole and is_streamed(model, path):
             if (path / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(path)
             return model
@@ -164,6 +171,15 @@ def is_streamed(model: nn.Module, path: Path | None) -> bool:
     return all(of_one & set(found) for of_one in names.values()) and all(
         found[name].shape == tensor.shape for name, tensor in kept.items() if name in found
     )
+
+
+def add_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Freezes the model and adds low-rank adapters (Hu et al. 2021) to its linear layers. Raises ConfigError without peft."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ConfigError("--lora-rank needs peft: pip install peft") from None
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
 def checkpoint_activations(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ..presets import PRESETS
 from .places import check_writable
 
 HOMES = ("auto", "device", "host", "nvme")
@@ -43,6 +44,8 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
         default="bf16",
         help="of the model's weights (default bf16); auto: fp32 on a processor that has no fast bf16 products",
     )
+    add("--preset", choices=tuple(PRESETS), help="options under one name, which others go over")
+    add("--lora-rank", type=_positive, metavar="N", help="train adapters of this rank (needs peft) and save them, not the model")
     add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward")
 
 
@@ -68,7 +71,12 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
     add("--device-memory", metavar="BYTES", help='budget, as "8GiB"')
     add("--master", choices=("split", "fp32", "none"), help="master weights of bf16 parameters (default split)")
     add("--moments", choices=("fp32", "bf16", "int8"), help="the optimizer's moments (default fp32)")
-    add("--config", type=Path, metavar="FILE", help="engine configuration, TOML or JSON; options here go over it")
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML or JSON: the engine's fields, options in a table [train]; options here go over it",
+    )
 
 
 def _add_training_options(group: argparse._ArgumentGroup) -> None:
@@ -151,6 +159,8 @@ def check_options(args: argparse.Namespace) -> None:
     """Refuses what can be refused without reading the data or building the model."""
     if args.model is not None:
         _check_model_path(args.model)
+    if args.lora_rank is not None and (args.model is None or args.model.is_file()):
+        raise ConfigError("--lora-rank trains adapters of a model that has weights: give --model a folder.")
     if args.resume and args.checkpoint is None:
         raise ConfigError("--resume has nowhere to look. Add --checkpoint FOLDER.")
     if args.resume and args.overwrite:

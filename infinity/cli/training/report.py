@@ -33,14 +33,14 @@ def measure_disks(config: infinity.Config) -> dict[str, float] | None:
     return dict(zip(("read", "write"), rates(config.nvme_paths)))
 
 
-def predict_step(job: Job, config: infinity.Config, compute_seconds: float) -> float:
+def predict_step(job: Job, compute_seconds: float) -> float:
     """Predicts the seconds of a step, from the plan and the machine's rates; ``compute_seconds`` are of its whole batch."""
     from ...machine.rates import Rates
     from ...planning.predict import predict
     from ...runtime.registry import wrapped
 
     engine = wrapped(job.model).engine
-    rates = Rates.measure(config.nvme_paths if engine.plan.planned_nbytes(Tier.NVME) else ())
+    rates = Rates.measure(engine.config.nvme_paths if engine.plan.planned_nbytes(Tier.NVME) else ())
     prediction = predict(engine.plan, engine.sizes, rates, compute_seconds=compute_seconds, passes=job.accumulate)
     return prediction.step_seconds
 

@@ -9,24 +9,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import infinity
 
 from ...errors import ConfigError
-from ...untrusted import parse_json, read_text
+from ..presets import TABLE, read_table
 
 if TYPE_CHECKING:
     from torch import nn
 
+AUTO = "auto"  # as Config understands it, which brings torch with it
+PLACES = ("params", "optimizer", "activations", "nvme_paths", "device_memory", "host_memory", "nvme_capacity")
 MOMENTS_NBYTES = {"fp32": 8, "bf16": 4, "int8": 2}  # both moments of one parameter
 MASTER_NBYTES = {"split": 2, "fp32": 4, "none": 0}  # what it keeps beside a weight of 16 bits
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Collects the engine's options by `Config` field name; what the command line says goes over what --config says."""
+    """Collects the engine's options by `Config` field name; what the command line says goes over what --config says. Where neither says
+    anything of places, a scratch folder is found where one is needed."""
     settings = _read_config_file(args.config) if args.config else {}
     given = {
         "params": args.params,
@@ -43,6 +45,8 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         "moments": args.moments,
     }
     settings.update({name: value for name, value in given.items() if value is not None})
+    if not any(name in settings for name in PLACES):
+        settings["nvme_paths"] = AUTO
     if args.max_grad_norm is not None:
         settings.pop("max_grad_norm", None)  # the loop clips to what the command line says
     _check_nvme_paths(settings)
@@ -53,20 +57,15 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 def _read_config_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"No such configuration: {path}. Give --config a TOML or JSON file.")
-    try:
-        text = read_text(path)
-        settings = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
-    except (ValueError, RecursionError) as error:  # both parsers' errors, and text that is not UTF-8
-        raise ConfigError(f"{path} is neither valid TOML (*.toml) nor JSON: {error}") from None
-    if not isinstance(settings, dict):
-        raise ConfigError(f'{path} holds no table of options. Give names and values, as {{"params": "nvme"}}.')
+    settings = read_table(path)
+    settings.pop(TABLE, None)  # options, which are on the command line by now
     return settings
 
 
 def _check_nvme_paths(settings: dict[str, Any]) -> None:
     homes = [name for name in ("params", "optimizer", "activations") if settings.get(name) == "nvme"]
     paths = settings.get("nvme_paths") or []
-    paths = [paths] if isinstance(paths, str) else paths
+    paths = ([] if paths == AUTO else [paths]) if isinstance(paths, str) else paths
     if homes and not paths:
         raise ConfigError(f"The home of {' and '.join(homes)} is nvme but no folder is given. Add --nvme-path FOLDER.")
     for path in paths:

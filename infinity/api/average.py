@@ -1,0 +1,136 @@
+"""ema and swa: running averages of a wrapped model's weights, at home on the tiers of the masters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.optim import swa_utils
+
+from ..errors import ConfigError, UsageError
+from ..runtime.registry import engine_of, whole_of
+from ..runtime.weight_average import Blend, WeightAverage
+from ..state.dtensors import like, part_of
+from ..state.handle import ParamHandle, handle_of
+
+
+def ema(model: nn.Module, decay: float) -> Average:
+    """Makes an exponential moving average of the weights of a wrapped ``model``: ``decay`` times the old one, and the rest of the new.
+
+    Has the bits of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``, of the fp32 masters where there are any.
+    Raises ConfigError for a decay outside of [0, 1], UsageError for a model that is not wrapped with an optimizer, or has an average
+    already, CapacityError where the tiers of the masters have no room for it.
+    """
+    if not 0 <= decay <= 1:
+        raise ConfigError(f"decay={decay}: give a number from 0 to 1, 0.999 say")
+    return Average(model, swa_utils.get_ema_multi_avg_fn(decay))
+
+
+def swa(model: nn.Module) -> Average:
+    """Makes the equal average of the weights of a wrapped ``model`` over all updates: stochastic weight averaging.
+
+    Has the bits of ``torch.optim.swa_utils.AveragedModel(model)`` on the CPU. Raises as :func:`ema` does.
+    """
+    average = swa_utils.get_swa_avg_fn()
+
+    def blend(averages: list[torch.Tensor], values: list[torch.Tensor], count: torch.Tensor) -> None:
+        for mean, value in zip(averages, values):
+            mean.copy_(average(mean, value, count))
+
+    return Average(model, blend)
+
+
+class Average:
+    """The running average of one wrapped model's trained parameters. :func:`infinity.save_checkpoint` saves it with the model, and
+    load_checkpoint loads it into one that was made before."""
+
+    def __init__(self, model: nn.Module, blend: Blend):
+        engine = engine_of(model)
+        if not engine.group_of:
+            raise UsageError("this model was wrapped without an optimizer: its weights do not change")
+        if engine.average is not None:
+            raise UsageError("this model has an average already: call its remove() first")
+        with engine.using():
+            engine.average = self._average = WeightAverage(engine, blend)
+        self._model = model
+
+    @property
+    def updates(self) -> int:
+        """Counts the updates."""
+        return self._average.count
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes the weights as they are now into the average: call it after ``optimizer.step()``. The first one copies them.
+
+        Interrupted, it is carried to its end by the next use of the model. On every rank.
+        """
+        with self._average.engine.using(), self._average.engine.store.guarding():
+            self._average.update()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Has the model compute with the average inside the block: evaluate, generate, ``infinity.save_pretrained``. The weights and the
+        averages change places at home, and back at the end.
+
+        Inside it ``optimizer.step()``, ``update()`` and checkpoints raise UsageError. Raises UsageError before the first update.
+        """
+        if not self.updates:
+            raise UsageError("there is no average yet: call update() after a step")
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        engine = self._average.engine
+        engine.refuse_between("exchanging weights and averages")
+        with engine.using(), engine.store.guarding():
+            self._average.exchange()
+
+    def remove(self) -> None:
+        """Gives the average's memory back."""
+        engine = self._average.engine
+        engine.refuse_averaged("removing the average")
+        self._average.free()
+        engine.average = None
+
+    # --- state dicts ---
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns the model's state dict with averages in the place of the trained weights, in fp32 where they have masters: a plain
+        model loads it. All of it is in memory at once; ``save_pretrained`` in :meth:`applied` is streamed."""
+        state = self._model.state_dict()
+        with self._average.engine.using():
+            return state | {name: self._whole(handle) for name, handle in self._handles().items() if name in state}
+
+    def _handles(self) -> dict[str, ParamHandle]:
+        named = whole_of(self._model).named_parameters(remove_duplicate=False)
+        found = {name: handle_of(param) for name, param in named}
+        return {name: handle for name, handle in found.items() if handle is not None and self._average.has(handle)}
+
+    def _whole(self, handle: ParamHandle) -> torch.Tensor:
+        place = handle.shard.layout.placements[handle.index]
+        return like(handle.param, self._average.read(handle).as_strided(place.shape, place.stride))
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *, updates: int = 1) -> None:
+        """Makes ``state_dict`` the average, of ``updates`` updates. Raises UsageError, before anything is changed, where a parameter is
+        missing or has another shape."""
+        handles = self._handles()
+        for name, handle in handles.items():
+            if name not in state_dict or state_dict[name].shape != handle.param.shape:
+                there = tuple(state_dict[name].shape) if name in state_dict else "missing"
+                raise UsageError(f"the average of {name} is {there} in the state dict, and has shape {tuple(handle.param.shape)}")
+        with self._average.engine.using(), self._average.engine.store.guarding():
+            for name, handle in handles.items():
+                shard, index = handle.shard, handle.index
+                flat = shard.flattened(part_of(handle.param, state_dict[name], f"the average of {name}"), index)
+                begin, end = (at - shard.layout.placements[index].offset for at in shard.own_part("weight", index))
+                self._average.write_own(handle, flat[begin:end].to(self._average.dtype_of(handle)))
+            self._average.resume(updates)

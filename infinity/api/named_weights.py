@@ -1,0 +1,26 @@
+"""named_weights: yields a wrapped model's weights one after the other, for histograms and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..runtime.registry import engine_of
+from ..state.dtensors import like
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the name and a copy of every weight of a wrapped ``model``, on the CPU, in the dtype it was wrapped with, read from the
+    master where that is wider. One is in memory at a time; tied ones come once.
+
+    For loggers: ``for name, value in infinity.named_weights(model): writer.add_histogram(name, value, step)``. Every rank iterates to the
+    end. Raises UsageError where the model is not wrapped.
+    """
+    engine = engine_of(model)
+    for unit in engine.units:
+        for handle in unit.handles:
+            with engine.using(), torch.no_grad():
+                value = like(handle.param, handle.shard.read_value(engine.store, handle.index))
+            yield handle.name, value

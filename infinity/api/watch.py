@@ -1,0 +1,194 @@
+"""Watch: has a loop tell what it does, for ``infinity top`` and ``infinity report``.
+
+A small file of each rank is replaced at most once in a while, from the training thread, between two steps or two units: there is no
+thread, nothing waits, and nothing of the model or its arithmetic is touched. A file that cannot be written is not.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..machine import disk_profile, run_files
+from ..machine.tiers import Tier
+from ..runtime.engine import Engine
+from ..runtime.registry import wrapped
+from ..state.unit import ParamUnit
+from .stats import edges_of
+
+EVERY_SECONDS = 1.0
+MOST_POINTS = 512  # of the history: then every other one goes, and only every other one is added
+HISTORY_EVERY = 10  # statuses
+SMOOTHING = 0.2  # weight of the last step in the mean seconds of one
+
+
+class Watch:
+    """Context: writes what a loop around a wrapped ``model`` does to ``folder``.
+
+        with infinity.Watch(model, steps=1000) as watch:
+            for batch in loader:
+                ...
+                watch.update(loss=loss.item(), tokens=batch.numel())
+
+    steps
+        How many there will be: for the remaining time.
+    folder
+        None: a folder of this job in the cache (``INFINITY_CACHE``), where ``infinity top`` finds it.
+    every
+        Seconds between two writes, at least.
+    """
+
+    def __init__(
+        self, model: nn.Module | Sequence[nn.Module], *, steps: int | None = None, first_step: int = 0, folder: str | os.PathLike | None = None,
+        every: float = EVERY_SECONDS,
+    ):  # fmt: skip
+        engine = wrapped(model).engine
+        self._model = weakref.ref(wrapped(model).model)
+        self._root = disk_profile.cache_folder() / "runs"
+        self.folder = Path(folder) if folder is not None else self._root / run_files.job_name()
+        self._every, self._steps, self._step, self._rank = every, steps, first_step, engine.ranks.world_rank
+        self._loss: float | None = None
+        self._step_seconds = self._tokens = 0.0
+        self._at, self._next, self._written = time.monotonic(), 0.0, 0
+        self._doing: tuple[str, str] = ("starting", "")
+        self._before: tuple[float, dict] | None = None  # when, and what the edges had moved
+        self._history: list[tuple[int, float | None, float]] = []
+        self._stride = 1
+        self._lock = threading.Lock()  # autograd has threads of its own where a GPU computes
+        self._process = run_files.this_process()
+        self._limits = _limits(engine)
+        self._removers = [self._watch(module, name) for name, module in _owners(wrapped(model).model, engine)]
+        itself = weakref.ref(self)
+
+        def landed(unit: ParamUnit) -> None:
+            if (watch := itself()) is not None:
+                watch._tell("backward", unit.name)
+
+        engine.listen_to_landed(landed)
+        if engine.ranks.is_first and folder is None:
+            run_files.remove_old(self._root)
+        self._write(run_files.PLAN, _plan(engine))
+        self._tell("starting", "", now=True)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.close("ended" if exc_info[0] is None else f"ended by {exc_info[0].__name__}")
+
+    def update(self, *, loss: float | None = None, tokens: int = 0) -> None:
+        """Counts one more step of the loop. ``tokens``: that it had, of all ranks."""
+        now = time.monotonic()
+        seconds, self._at = now - self._at, now
+        first = not self._step_seconds
+        self._step_seconds += (seconds - self._step_seconds) * (1.0 if first else SMOOTHING)
+        self._tokens += (tokens - self._tokens) * (1.0 if first else SMOOTHING)
+        self._step += 1
+        self._loss = float(loss) if loss is not None and math.isfinite(loss) else None
+        if self._step % self._stride == 0:
+            self._history.append((self._step, self._loss, round(seconds, 6)))
+            if len(self._history) > MOST_POINTS:
+                self._history, self._stride = self._history[::2], 2 * self._stride
+        self._tell("step", "")
+
+    def close(self, state: str = "ended") -> None:
+        """Tells that the loop is over, and takes the hooks off. A second call does nothing."""
+        removers, self._removers = self._removers, []
+        for remover in removers:
+            remover.remove()
+        if self._doing[0] != state and not self._doing[0].startswith("ended"):
+            self._tell(state, "", now=True)
+            self._write(run_files.HISTORY, {"points": self._history})
+
+    def _watch(self, module: nn.Module, name: str) -> Any:
+        itself = weakref.ref(self)
+
+        def forward(module: nn.Module, args: tuple) -> None:
+            if (watch := itself()) is not None:
+                watch._tell("forward", name)
+
+        return module.register_forward_pre_hook(torch.compiler.disable(forward))
+
+    def _tell(self, phase: str, unit: str, *, now: bool = False) -> None:
+        """Notes what is done, and writes it where the last time is long enough ago."""
+        if self._doing[0].startswith("ended"):
+            return
+        self._doing = (phase, unit)
+        if (now or time.monotonic() >= self._next) and self._lock.acquire(blocking=False):
+            try:
+                self._next = time.monotonic() + self._every
+                self._written += 1
+                if (model := self._model()) is not None:
+                    self._write(run_files.STATUS, self._status(model))
+                if self._written % HISTORY_EVERY == 0:
+                    self._write(run_files.HISTORY, {"points": self._history})
+            finally:
+                self._lock.release()
+
+    def _status(self, model: nn.Module) -> dict[str, Any]:
+        engine, now = wrapped(model).engine, time.monotonic()
+        counted = edges_of(engine) | ({} if engine.ranks.alone else engine.traffic.collectives)
+        edges = {name: asdict(moved) for name, moved in counted.items()}
+        before_at, before = self._before or (now, edges)
+        self._before, seconds = (now, edges), max(now - before_at, 1e-9)
+        rate = self._tokens / self._step_seconds if self._step_seconds else 0.0
+        return {
+            "pid": self._process.pid, "started": self._process.started, "host": os.uname().nodename, "at": time.time(),
+            "rank": self._rank, "ranks": engine.ranks.data_size * engine.ranks.parts, "phase": self._doing[0], "unit": self._doing[1],
+            "step": self._step, "steps": self._steps, "loss": self._loss, "tokens_per_second": rate, "step_seconds": self._step_seconds,
+            "remaining_seconds": (self._steps - self._step) * self._step_seconds if self._steps is not None else None,
+            "tiers": {
+                str(tier): {"charged_nbytes": account.charged_nbytes, "peak_nbytes": account.peak_nbytes,
+                            "planned_nbytes": account.planned_nbytes, "budget_nbytes": account.budget_nbytes}
+                for tier, account in engine.ledger.accounts.items()
+            },
+            "edges": {
+                name: {"nbytes": moved["nbytes"], "limit": self._limits.get(name),
+                       "rate": (moved["nbytes"] - before[name]["nbytes"]) / seconds,
+                       "stalled": (moved["stall_seconds"] - before[name]["stall_seconds"]) / seconds}
+                for name, moved in edges.items()
+            },
+        }  # fmt: skip
+
+    def _write(self, kind: str, content: dict[str, Any]) -> None:
+        if not self.folder.is_absolute() and self.folder.parts[:1] == ("~",):
+            return  # no home folder, and the current one is not ours
+        try:
+            run_files.write(self.folder, kind, self._rank, content)
+        except OSError:  # a full disk, say: the training goes on
+            return
+
+
+def _owners(model: nn.Module, engine: Engine) -> list[tuple[str, nn.Module]]:
+    """The modules that are units of their own, with their names."""
+    names = {unit.name for unit in engine.units}
+    return [(name, module) for name, module in model.named_modules() if name in names]
+
+
+def _limits(engine: Engine) -> dict[str, float]:
+    """Bytes per second that the edges were measured to carry; none for those that were not measured."""
+    if not engine.plan.planned_nbytes(Tier.NVME):
+        return {}
+    read, write, _ = disk_profile.rates(engine.config.nvme_paths)
+    return {"nvme->host": read, "host->nvme": write}
+
+
+def _plan(engine: Engine) -> dict[str, Any]:
+    """What the report draws: the memory map, and where the timeline is."""
+    plan = engine.plan
+    return {
+        "tiers": {str(tier): {"nbytes": plan.planned_nbytes(tier), "parts": dict(plan.terms[tier])} for tier in Tier},
+        "trace": engine.config.trace,
+        "nvme_paths": list(engine.config.nvme_paths),
+        "parameters": sum(handle.param.numel() for unit in engine.units for handle in unit.handles),
+    }

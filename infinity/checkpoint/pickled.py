@@ -1,0 +1,114 @@
+"""Pickled weights: files of ``torch.save``, read as data: what they hold is tensors, numbers, text and containers, never code that runs.
+
+stand-in   an inert class that is made where a file names one of a library's own, which is not needed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, CorruptionError, StorageError
+from ..untrusted import is_regular, parse_json, printable, read_text
+from .pretrained import Source
+
+INDEX = "pytorch_model.bin.index.json"
+SINGLE = ("pytorch_model.bin", "pytorch_model_fsdp.bin", "model.pt", "model.pth")
+INSIDE = ("state_dict", "model_state_dict", "model", "module")  # keys under which jobs keep a model's state dict
+WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")  # of torch.compile, DDP and FSDP, in names
+
+
+def load_pickled(path: Path, *, stand_ins: Sequence[tuple[type, str]] = ()) -> Any:
+    """Loads a file of ``torch.save`` with ``weights_only=True``, its tensors mapped where the format allows. ``stand_ins``: (class, full
+    name) of what the file may name beside. Raises ConfigError where it names anything else, CorruptionError where it is none."""
+    if not is_regular(path):
+        raise ConfigError(f"{path} is not a regular file")
+    try:
+        with torch.serialization.safe_globals(list(stand_ins)):
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError as error:
+                if "mmap" not in str(error):
+                    raise
+                return torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
+    except pickle.UnpicklingError as error:
+        why = printable(str(error)).strip().split("\n")[0][:300]
+        raise ConfigError(
+            f"{path} holds more than weights, and is not read: it could run code. Write its weights alone, as a state dict or safetensors. "
+            f"torch says: {why}"
+        ) from None
+    except OSError as error:
+        raise StorageError(error.errno or 0, f"cannot read {path}: {error}", str(path)) from error
+    except Exception as error:
+        raise CorruptionError(f"{path} is not a readable file of torch.save: {printable(repr(error))[:300]}") from error
+
+
+def stand_in(name: str, base: type = object) -> tuple[type, str]:
+    """Makes an inert class for the full ``name``: it takes any arguments and any state, and does nothing with them."""
+    accept = {"__init__": lambda self, *args, **kwargs: None, "__setstate__": lambda self, state: None} if base is object else {}
+    return type(name.rpartition(".")[2], (base,), accept), name
+
+
+def is_pickled(path: Path) -> bool:
+    """Tells whether ``path`` is a file of ``torch.save``, or a folder with ``pytorch_model.bin``, whole or in parts."""
+    if path.is_dir():
+        return (path / INDEX).exists() or any((path / name).exists() for name in SINGLE)
+    return path.suffix in (".bin", ".pt", ".pth")
+
+
+@contextlib.contextmanager
+def pickled_sources(path: Path) -> Iterator[dict[str, Source]]:
+    """Yields name -> source of the tensors of a pickled state dict."""
+    yield sources_of_tensors(tensors for file in _files(path) for tensors in [state_dict_of(load_pickled(file), file)])
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    if not (path / INDEX).exists():
+        return [next(path / name for name in SINGLE if (path / name).exists())]
+    try:
+        names = set(parse_json(read_text(path / INDEX))["weight_map"].values())
+        if any(not isinstance(name, str) or Path(name).name != name for name in names):
+            raise ValueError("it names a file outside the folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptionError(f"{path / INDEX} is not an index of weight files: {error!r}") from error
+    return [path / name for name in sorted(names)]
+
+
+def state_dict_of(value: Any, path: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a model in what a file holds: a state dict, or one under a customary key."""
+    if isinstance(value, Mapping):
+        for key in INSIDE:
+            if isinstance(value.get(key), Mapping):
+                value = value[key]
+        found = {name: tensor for name, tensor in value.items() if isinstance(tensor, torch.Tensor)}
+        if found and all(isinstance(name, str) for name in found):
+            return {without_wrappers(name): tensor for name, tensor in found.items()}
+    raise ConfigError(f"{path} holds no state dict of a model: its tensors are under none of {', '.join(INSIDE)}")
+
+
+def without_wrappers(name: str) -> str:
+    """Returns a parameter's name without what DDP, FSDP and torch.compile put into it."""
+    for wrapper in WRAPPERS:
+        name = name.replace(f".{wrapper}", ".").removeprefix(wrapper)
+    return name
+
+
+def sources_of_tensors(groups: Iterator[dict[str, torch.Tensor]]) -> dict[str, Source]:
+    """Makes sources of tensors; of tied ones (the same bytes under several names) the first name is kept."""
+    sources: dict[str, Source] = {}
+    written: set[tuple] = set()
+    for tensors in groups:
+        for name, tensor in tensors.items():
+            place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
+            if tensor.numel() and place in written:
+                continue
+            written.add(place)
+            sources[name] = tensor.nbytes, lambda tensor=tensor: tensor.detach().clone(memory_format=torch.contiguous_format)
+    return sources

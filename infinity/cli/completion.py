@@ -1,0 +1,59 @@
+"""`infinity completion`: a script with which a shell completes subcommands, options and their choices by the tab key."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser("completion", help="a script for the shell's tab key")
+    parser.add_argument("shell", nargs="?", choices=("bash", "zsh"), default="bash", help="default bash")
+    parser.add_argument("--json", action="store_true", help="what is completed as one JSON object on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the script."""
+    from . import build_parser
+
+    found = words(build_parser())
+    print(json.dumps(found) if args.json else script(found, args.shell), end="\n" if args.json else "")
+    return 0
+
+
+def words(parser: argparse.ArgumentParser) -> dict[str, dict[str, list[str]]]:
+    """Lists of every subcommand its options, each with its choices."""
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return {
+        name: {
+            option: [str(choice) for choice in action.choices or ()]
+            for action in command._actions
+            for option in action.option_strings or ("",)
+        }
+        for name, command in commands.choices.items()
+    }
+
+
+def script(found: dict[str, dict[str, list[str]]], shell: str) -> str:
+    """Writes the script: a choice after an option that has some, else options after a dash, else files."""
+    lines = ["autoload -U +X bashcompinit && bashcompinit"] if shell == "zsh" else []
+    lines += ["_infinity() {", "  local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words="]
+    lines += [
+        "  if [ $COMP_CWORD -eq 1 ]; then",
+        f"    words={shlex.quote(' '.join(found))}",
+        '  else case "${COMP_WORDS[1]} $before" in',
+    ]
+    for name, options in found.items():
+        lines += [
+            f"    {shlex.quote(f'{name} {option}')}) words={shlex.quote(' '.join(choices))};;"
+            for option, choices in options.items()
+            if choices and option
+        ]
+        given = " ".join([option for option in options if option] + options.get("", []))
+        lines.append(
+            f"    {shlex.quote(name)}\\ *) case $word in -*) words={shlex.quote(given)};; *) words={shlex.quote(' '.join(options.get('', [])))};; esac;;"
+        )
+    lines += ["  esac; fi", '  COMPREPLY=($(compgen -W "$words" -- "$word"))', "}", "complete -o default -F _infinity infinity"]
+    return "\n".join(lines) + "\n"

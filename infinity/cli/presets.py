@@ -1,0 +1,77 @@
+"""Presets and files of options: words that stand before the command line's own, which go over them.
+
+preset  options of `infinity train` under one name
+file    TOML or JSON: the engine's fields, and in the table ``train`` the options of `infinity train` by their names
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..untrusted import parse_json, read_text
+
+TABLE = "train"
+PRESETS = {
+    "full": ["--dtype", "auto"],
+    "lora": ["--dtype", "auto", "--lora-rank", "16", "--lr", "2e-4"],
+    "cpu-only": ["--dtype", "auto", "--device", "cpu", "--gradient-checkpointing"],
+}
+
+
+def expanded(argv: Sequence[str]) -> list[str]:
+    """Returns the words of a command with those of its preset and its file before its own. Raises ConfigError for a file that is none."""
+    words = list(argv)
+    if words[:1] != ["train"]:
+        return words
+    rest = words[1:]
+    file, preset = value_of("--config", rest), value_of("--preset", rest)
+    of_file = _words(Path(file), rest) if file is not None and Path(file).is_file() else []
+    preset = preset or value_of("--preset", of_file)
+    return ["train", *PRESETS.get(preset or "", ()), *of_file, *rest]
+
+
+def value_of(option: str, words: Sequence[str]) -> str | None:
+    """Returns the last value that ``words`` give an option."""
+    found = None
+    for number, word in enumerate(words):
+        if word == option and number + 1 < len(words):
+            found = words[number + 1]
+        elif word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Reads a TOML or JSON file of options. Raises ConfigError where it is none."""
+    try:
+        text = read_text(path)
+        settings = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
+    except (OSError, ValueError, RecursionError) as error:  # both parsers' errors, and text that is not UTF-8
+        raise ConfigError(f"{path} is neither valid TOML (*.toml) nor JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f'{path} holds no table of options. Give names and values, as {{"params": "nvme"}}.')
+    return settings
+
+
+def _words(path: Path, given: Sequence[str]) -> list[str]:
+    """The words that the table ``train`` of a file stands for. Lists are options that may be repeated: the command line's go instead."""
+    table = read_table(path).get(TABLE, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: {TABLE} is not a table of options")
+    words: list[str] = []
+    for name, value in table.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words += [option] if value else []
+        elif isinstance(value, list):
+            if value_of(option, given) is None:
+                words += [word for each in value for word in (option, str(each))]
+        elif isinstance(value, (str, int, float)):
+            words += [f"{option}={value}"]
+        else:
+            raise ConfigError(f"{path}: {TABLE}.{name} is a {type(value).__name__}: give text, a number, true or false, or a list")
+    return words

@@ -1,0 +1,133 @@
+"""`infinity top`: what the jobs of this machine do now: tiers filling, every edge's rate against its measured limit, the unit that is
+computed, loss, speed, the time that remains; for each rank."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+BAR = 24  # characters
+STALE_SECONDS = 30  # without a word from a process that is there: it computes one long unit, or waits
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser("top", help="watch the jobs of this machine")
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="folder of one job (default: all that run)")
+    parser.add_argument("--once", action="store_true", help="print once and end")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default 1)")
+    parser.add_argument("--json", action="store_true", help="print once, as one JSON object on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the jobs, once or until it is interrupted."""
+    if not 0.05 <= args.interval <= 3600:
+        raise ConfigError(f"--interval {args.interval}: give 0.05 to 3600 seconds")
+    if args.json:
+        print(json.dumps({"runs": look(args.run)}))
+    elif args.once or not sys.stdout.isatty():
+        print("\n".join(lines(look(args.run))))
+    else:
+        _live(args)
+    return 0
+
+
+def look(folder: Path | None) -> list[dict[str, Any]]:
+    """Reads what the ranks of the jobs tell: those that run, or the one of ``folder`` whether it runs or not."""
+    from ..machine import disk_profile, run_files
+
+    if folder is not None and next(run_files.read(folder, run_files.STATUS), None) is None:
+        raise ConfigError(
+            f"{folder} has no status of a job: give the folder that infinity.Watch wrote to, or none for all that run"
+        )
+    folders = (
+        [folder]
+        if folder is not None
+        else [each for each in run_files.runs(disk_profile.cache_folder() / "runs") if run_files.is_running(each)]
+    )
+    return [
+        {"folder": str(each), "running": run_files.is_running(each), "ranks": list(run_files.read(each, run_files.STATUS))}
+        for each in folders
+    ]
+
+
+def _live(args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    look(args.run)  # what is wrong with it is told before the screen is taken
+    try:
+        with Live(console=Console(), screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(Text("\n".join(lines(look(args.run)))), refresh=True)
+                time.sleep(args.interval)
+    except KeyboardInterrupt:
+        return  # how one leaves it
+
+
+def lines(jobs: list[dict[str, Any]]) -> Iterator[str]:
+    """Yields the lines of a screen. What a file holds is shown as text, and where it is of another kind as a dash."""
+    if not jobs:
+        yield "No job tells of itself here: `infinity train` does, and a loop with infinity.Watch(model)."
+    for job in jobs:
+        yield f"{job['folder']}  {'running' if job['running'] else 'not running'}"
+        for status in job["ranks"]:
+            yield from _rank(status)
+
+
+def _rank(status: dict[str, Any]) -> Iterator[str]:
+    from ..machine.sizes import format_nbytes
+    from ..untrusted import printable
+
+    def number(value: Any, form: str = ",.0f", unit: str = "") -> str:
+        return f"{value:{form}}{unit}" if isinstance(value, (int, float)) and not isinstance(value, bool) else "-"
+
+    step, of = number(status.get("step")), status.get("steps")
+    doing = printable(f"{status.get('phase', '')} {status.get('unit', '')}").strip()[:60]
+    yield (
+        f" rank {number(status.get('rank'))}  step {step}{f' of {number(of)}' if of else ''}  loss {number(status.get('loss'), '.4f')}  "
+        f"{number(status.get('tokens_per_second'))} tokens/s  {remaining(status.get('remaining_seconds'))} left  {doing}"
+    )
+    if isinstance(at := status.get("at"), (int, float)) and (silent := time.time() - at) > STALE_SECONDS:
+        yield f"   (said {silent:.0f} s ago)"
+    for tier, of_tier in _tables(status.get("tiers")):
+        charged, planned, budget = (of_tier.get(f"{name}_nbytes") for name in ("charged", "planned", "budget"))
+        if isinstance(charged, int) and isinstance(planned, int) and (charged or planned):
+            most = budget if isinstance(budget, int) and budget > 0 else max(planned, charged)
+            yield f"   {printable(tier):<8}{bar(charged / most)} {format_nbytes(charged):>11} of {format_nbytes(most)}"
+    for edge, moved in _tables(status.get("edges")):
+        rate, limit = moved.get("rate"), moved.get("limit")
+        if isinstance(rate, (int, float)) and moved.get("nbytes"):
+            share = (
+                f"{bar(rate / limit)} {rate / limit:>4.0%} of {limit / 1e9:.2f} GB/s"
+                if isinstance(limit, (int, float)) and limit > 0
+                else ""
+            )
+            yield f"   {printable(edge):<22}{rate / 1e9:>6.2f} GB/s  stalled {number(moved.get('stalled'), '.0%'):>4}  {share}"
+
+
+def _tables(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(value, dict):
+        yield from ((name, entry) for name, entry in value.items() if isinstance(entry, dict))
+
+
+def bar(share: float) -> str:
+    """Draws a share of 1 as a bar; more than all is all."""
+    filled = round(BAR * min(1.0, max(0.0, share)))
+    return "#" * filled + "." * (BAR - filled)
+
+
+def remaining(seconds: Any) -> str:
+    """Writes seconds as hours and minutes."""
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 <= seconds < 1e9:
+        return "-"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"

@@ -1,0 +1,46 @@
+"""Has other libraries' training loops train models at home: one small file for each library.
+
+Nothing here is imported by ``import infinity``, and no library is asked for before its class is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .accelerate import InfinityAccelerator
+    from .lightning import InfinityStrategy
+    from .peft import merge_adapters, save_merged, unmerge_adapters
+    from .trainer import InfinityMixin, InfinityTrainer
+    from .trl import InfinityDPOTrainer, InfinitySFTTrainer
+
+__all__ = [
+    "InfinityAccelerator",
+    "InfinityDPOTrainer",
+    "InfinityMixin",
+    "InfinitySFTTrainer",
+    "InfinityStrategy",
+    "InfinityTrainer",
+    "merge_adapters",
+    "save_merged",
+    "unmerge_adapters",
+]
+
+_HOMES = {
+    "InfinityAccelerator": "accelerate",
+    "InfinityDPOTrainer": "trl",
+    "InfinityMixin": "trainer",
+    "InfinitySFTTrainer": "trl",
+    "InfinityStrategy": "lightning",
+    "InfinityTrainer": "trainer",
+    "merge_adapters": "peft",
+    "save_merged": "peft",
+    "unmerge_adapters": "peft",
+}
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

@@ -1,0 +1,216 @@
+"""InfinityStrategy: Lightning's Trainer over a model at home.
+
+    trainer = lightning.Trainer(strategy=InfinityStrategy({"params": "nvme", "optimizer": "nvme", "nvme_paths": ["."]}), ...)
+
+A checkpoint is a folder: Lightning's own state without weights, and beside it, in ``infinity``, everything that is at home, streamed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..api.unwrap import unwrap_model
+from ..api.wrap import wrap_model
+from ..checkpoint.load import load_checkpoint
+from ..checkpoint.pretrained import save_pretrained
+from ..checkpoint.save import save_checkpoint
+from ..config.config import Config
+from ..errors import ConfigError
+from ..runtime.registry import is_wrapped, wrapped
+from .accelerate import AT_HOME, Given
+from .versions import require
+from .weights import load_weights
+
+lightning = require("lightning")
+
+from lightning.fabric.utilities import distributed  # noqa: E402 - once the library is known to be there
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher  # noqa: E402
+from lightning.pytorch.strategies.parallel import ParallelStrategy  # noqa: E402
+from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+
+OWN = "lightning.ckpt"  # Lightning's part of a checkpoint
+HOME_OF = "_infinity_folder"  # a loaded checkpoint's entry: where its other part is
+
+
+class InfinityStrategy(ParallelStrategy):
+    """Trains a LightningModule whose weights and optimizer state are at home.
+
+    config
+        What :func:`infinity.wrap_model` takes. Without a ``device`` the model computes on the Trainer's.
+
+    With several devices Lightning starts the processes and the engine averages their gradients. Raises ConfigError for a module with
+    several optimizers. A second ``fit`` begins with a new optimizer, as in Lightning: the model is unwrapped and wrapped again.
+    """
+
+    strategy_name = "infinity"
+
+    def __init__(self, config: Given = None, **kwargs: Any):
+        super().__init__(**kwargs)
+        self._config, self.num_nodes = Config.make(config), 1
+
+    # --- processes ---
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several processes, each of which reads its own part of the data."""
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def root_device(self) -> torch.device:
+        """What computes."""
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which part of the data is this process's."""
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    def _configure_launcher(self) -> None:
+        if self.is_distributed:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tells the environment which process this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            lightning.pytorch.utilities.rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Joins the process group, where there are several processes."""
+        super().setup_environment()
+        self.set_world_ranks()
+        if self.is_distributed:
+            backend = distributed._get_default_process_group_backend_for_device(self.root_device)
+            distributed._init_dist_connection(self.cluster_environment, backend)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor over the processes."""
+        return distributed._sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if torch.is_tensor(tensor) else tensor
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all processes."""
+        if self.is_distributed:
+            torch.distributed.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Gives every process what process ``src`` has."""
+        if not self.is_distributed:
+            return obj
+        held = [obj]
+        torch.distributed.broadcast_object_list(held, src)
+        return held[0]
+
+    # --- the model ---
+
+    def model_to_device(self) -> None:
+        """Leaves the model where it is: its units go to the device when they are used."""
+
+    def setup(self, trainer: Any) -> None:
+        """Wraps the model, with its optimizer where it is to be trained."""
+        self.accelerator.setup(trainer)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        module = self.lightning_module
+        if fits and is_wrapped(module):
+            unwrap_model(module)
+        self.model = self.precision_plugin.convert_module(self.model)
+        if fits:
+            self.setup_optimizers(trainer)
+            if len(self.optimizers) > 1:
+                raise ConfigError(
+                    f"{type(module).__name__}.configure_optimizers gives {len(self.optimizers)} optimizers: give one, with several groups"
+                )
+        if not is_wrapped(module):
+            device = self._config.device or self.root_device
+            _, managed = wrap_model(module, next(iter(self.optimizers), None), dataclasses.replace(self._config, device=device))
+            self.optimizers = [] if managed is None else [managed]
+        self.setup_precision_plugin()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's training_step as one forward of the whole module; one that optimizes by hand calls that itself."""
+        if not self.lightning_module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        return self._as_forward("training_step", self.precision_plugin.train_step_context, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's validation_step as one forward."""
+        return self._as_forward("validation_step", self.precision_plugin.val_step_context, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's test_step as one forward."""
+        return self._as_forward("test_step", self.precision_plugin.test_step_context, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's predict_step as one forward."""
+        return self._as_forward("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
+
+    def _as_forward(self, name: str, context: Any, args: tuple, kwargs: dict) -> Any:
+        """What the module computes outside its submodules needs its own parameters too: its hooks are run around all of the step."""
+        with context():
+            return self._forward_redirection(self.lightning_module, self.lightning_module, name, *args, **kwargs)
+
+    def teardown(self) -> None:
+        """Ends a run. The model stays wrapped: what was trained is at home."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # --- checkpoints ---
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """A checkpoint is read when the model is wrapped."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns nothing: the weights are written beside Lightning's own checkpoint."""
+        return {}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Returns nothing: the state is written beside Lightning's own checkpoint."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Writes the folder ``filepath``. Only with optimizer states does it resume; else it has the weights as safetensors."""
+        folder, module = Path(filepath), self.lightning_module
+        if self.is_global_zero:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.barrier()
+        if "optimizer_states" in checkpoint:
+            save_checkpoint(folder / AT_HOME, module, wrapped(module).optimizer)
+        else:
+            save_pretrained(module, folder)
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, folder / OWN, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads Lightning's part of a folder, or a plain checkpoint's file."""
+        folder = Path(checkpoint_path)
+        if not folder.is_dir():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return super().load_checkpoint(folder / OWN, weights_only) | {HOME_OF: str(folder)}
+
+    def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
+        """Sends a checkpoint's values home, the optimizer's with them."""
+        if HOME_OF not in checkpoint:
+            super().load_model_state_dict(checkpoint, strict)
+        elif (home := Path(checkpoint[HOME_OF]) / AT_HOME).is_dir():
+            load_checkpoint(home, self.lightning_module, wrapped(self.lightning_module).optimizer)
+        else:
+            load_weights(self.lightning_module, checkpoint[HOME_OF])
+
+    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
+        """Loads a plain checkpoint's optimizer states; ours came with the weights."""
+        if HOME_OF not in checkpoint:
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
+                optimizer.load_state_dict(state)

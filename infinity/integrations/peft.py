@@ -1,0 +1,217 @@
+"""PEFT's adapters over a model at home: merged in place, or into files, one layer in memory at a time.
+
+LoRA, DoRA and PEFT's other adapters train in a wrapped model as they are; saving them is ``infinity.save_pretrained(model, folder)``.
+
+hollow    of a parameter: one element, expanded to its shape, so that it has no memory but a device that PEFT can put adapters on
+twin      the same model, hollow, with the adapters' own values: PEFT merges its layers, one at a time
+target    a module that PEFT has put in the place of one of the base model's
+source    how to read one tensor of the merged model: its bytes, and a function (see :mod:`infinity.checkpoint.pretrained`)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..api.full_params import full_params
+from ..checkpoint.pretrained import Source, adapter_tensors, is_adapted, sources_of, write_configs, write_sources
+from ..errors import ConfigError, UsageError
+from ..runtime.registry import engine_of
+from .versions import require
+
+peft = require("peft")
+
+from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: E402 - once the library is known to be there
+from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: E402
+
+PREFIX = "base_model.model."  # of PEFT's names of what is the base model's
+
+
+# --- in place ---
+
+
+def merge_adapters(model: nn.Module) -> None:
+    """Merges the active adapters of a wrapped PEFT model into its weights at home, as PEFT's ``merge_adapter`` does.
+
+    Raises UsageError for a model that is not PEFT's, or not wrapped.
+    """
+    _for_each_layer(model, lambda layer: layer.merge())
+
+
+def unmerge_adapters(model: nn.Module) -> None:
+    """Takes merged adapters out of a wrapped PEFT model's weights again, as PEFT's ``unmerge_adapter`` does: but for rounding."""
+    _for_each_layer(model, lambda layer: layer.unmerge())
+
+
+@torch.no_grad()
+def _for_each_layer(model: nn.Module, change: Callable[[BaseTunerLayer], None]) -> None:
+    engine_of(model)
+    if not is_adapted(model):
+        raise UsageError(f"{type(model).__name__} has no adapters of peft: give the model that peft.get_peft_model returned")
+    for name, layer in model.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            with full_params(model, [name], writeback=True):
+                change(layer)
+
+
+# --- into files ---
+
+
+def save_merged(model: nn.Module, folder: str | os.PathLike) -> None:
+    """Writes a wrapped PEFT model with its active adapters merged as a folder that ``from_pretrained`` loads. The model stays as it is.
+
+    Equal to ``model.merge_and_unload().save_pretrained(folder)``. Raises UsageError for a base model that is not transformers'.
+    """
+    engine = engine_of(model)
+    if not is_adapted(model) or not hasattr(base := model.get_base_model(), "config"):
+        raise UsageError(f"{type(model).__name__}: give a PEFT model of a transformers model")
+    with engine.using(), engine.collectives.together("save_merged"):
+        engine.wait_idle()
+        weights = peft.get_peft_model_state_dict(model, state_dict=adapter_tensors(model), save_embedding_layers=False)
+        dtype = next((value.dtype for value in weights.values()), torch.float32)
+        hollow = _hollow(lambda: type(base)(base.config), dtype)
+        names = set(hollow.state_dict())
+        twin, _ = _adapt(hollow, model.active_peft_config, weights)
+        sources = {plain: source for name, source in sources_of(model).items() if (plain := _plain_name(name)) in names}
+        write_sources(Path(folder), merged(sources, twin), writes=engine.ranks.is_first)
+        if engine.ranks.is_first:
+            write_configs(base, Path(folder))
+
+
+def _plain_name(name: str) -> str:
+    """The base model's own name of what is in a PEFT model under ``name``."""
+    return ".".join(part for part in name.removeprefix(PREFIX).split(".") if part not in ("base_layer", "original_module"))
+
+
+def _hollow(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    """Builds a model. ``dtype``: of its parameters, for PEFT gives adapters the dtype of what they are put around."""
+    with torch.device("meta"):
+        model = build()
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                value = torch.zeros(1, dtype=dtype).expand(param.shape)
+                module._parameters[name] = nn.Parameter(value, requires_grad=False)
+    return model
+
+
+def _is_hollow(param: torch.Tensor) -> bool:
+    return param.untyped_storage().nbytes() == param.itemsize and not any(param.stride())
+
+
+def adapted_twin(model: Path, adapter: Path) -> nn.Module:
+    """Makes the hollow twin of the model that ``model``'s config.json describes, with the adapter in the folder ``adapter``.
+
+    Raises ConfigError where either folder is not such a one, and where the adapter is of another model.
+    """
+    transformers = require("transformers")
+    try:
+        config = transformers.AutoConfig.from_pretrained(model)
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        build = (lambda: transformers.AutoModelForCausalLM.from_config(config)) if kind is None else lambda: kind(config)
+        hollow = _hollow(build, torch.float32)  # as PEFT has adapters of any 16-bit model
+        names = set(hollow.state_dict())
+        weights = peft.load_peft_weights(str(adapter), device="cpu")
+        twin, left = _adapt(hollow, peft.PeftConfig.from_pretrained(adapter), weights)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"{adapter} is not an adapter of peft for the model in {model}: {error}") from error
+    for name in [name for name in left if _plain_name(name) in names and name in weights]:
+        _put(twin.get_base_model(), name.removeprefix(PREFIX), nn.Parameter(weights[name], requires_grad=False))
+        left.remove(name)  # an embedding of the base, which the adapter brings along
+    if left:
+        raise ConfigError(
+            f"{adapter} is the adapter of another model than {model}: {len(left)} of its tensors do not fit ({left[0]}, ...)"
+        )
+    return twin
+
+
+def _adapt(hollow: nn.Module, config: peft.PeftConfig, weights: Mapping[str, torch.Tensor]) -> tuple[nn.Module, list[str]]:
+    """Puts adapters of the values ``weights`` into a hollow model. Returns it, and the names that only one of both has."""
+    twin = peft.PeftModel(hollow, config)
+    own = peft.get_peft_model_state_dict(twin, save_embedding_layers=False)
+    for key, target in _targets(twin).items():
+        for path in dict(target.named_parameters()):
+            if path.startswith("modules_to_save.") and f"{PREFIX}{key}.{path.split('.', 2)[2]}" in weights:
+                _put(
+                    target,
+                    path,
+                    nn.Parameter(torch.empty_like(weights[f"{PREFIX}{key}.{path.split('.', 2)[2]}"]), requires_grad=False),
+                )
+    peft.set_peft_model_state_dict(twin, {name: value for name, value in weights.items() if name in own})
+    return twin, sorted(own.keys() ^ weights.keys())
+
+
+def merged(sources: Mapping[str, Source], twin: nn.Module) -> dict[str, Source]:
+    """Returns the sources of the merged model: of the base model's ``sources``, those under a target are merged when they are read.
+
+    Raises ConfigError where a target's weight is not among ``sources``, and for adapters that have nothing to merge.
+    """
+    targets = _targets(twin)
+    if not targets:
+        kind = twin.active_peft_config.peft_type
+        raise ConfigError(
+            f"an adapter of {getattr(kind, 'value', kind)} has no weights that can be merged: keep it beside the model"
+        )
+    found = dict(sources)
+    for name, param in twin.get_base_model().named_parameters():
+        if name in sources and not _is_hollow(param):  # an embedding of another size, say, which the adapter brings along
+            found[name] = param.nbytes, lambda param=param: param.data
+    for key, target in targets.items():
+        for name, _ in _base_of(target).named_parameters():
+            if f"{key}.{name}" not in sources:
+                raise ConfigError(
+                    f"the adapter changes {key}.{name}, which is not among the model's {len(sources)} tensors: it is the adapter of another "
+                    "model, or that weight is tied to another one"
+                )
+            found[f"{key}.{name}"] = sources[f"{key}.{name}"][0], _merging(target, key, name, sources)
+    return found
+
+
+def _targets(twin: nn.Module) -> dict[str, nn.Module]:
+    """The outermost modules that PEFT has put into the model, by the names of what they stand for."""
+    found: dict[str, nn.Module] = {}
+    for name, module in twin.get_base_model().named_modules():
+        inside = any(name.startswith(key + ".") for key in found)
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not inside:
+            found[name] = module
+    return found
+
+
+def _base_of(target: nn.Module) -> nn.Module:
+    """What was there before ``target``."""
+    if isinstance(target, BaseTunerLayer):
+        return target.get_base_layer()
+    return target.token_adapter.get_base_layer() if hasattr(target, "token_adapter") else target.original_module
+
+
+def _merging(target: nn.Module, key: str, name: str, sources: Mapping[str, Source]) -> Callable[[], torch.Tensor]:
+    @torch.no_grad()
+    def read() -> torch.Tensor:
+        base = _base_of(target)
+        before = dict(base.named_parameters())
+        try:
+            for own, param in before.items():
+                value = sources[f"{key}.{own}"][1]() if _is_hollow(param) else param.data
+                _put(base, own, nn.Parameter(value.clone(), requires_grad=False))
+            if isinstance(target, BaseTunerLayer):
+                target.merge()
+                return base.get_parameter(name).data
+            merged = target.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            return merged.get_parameter(name).data
+        finally:
+            for layer in (target, getattr(target, "token_adapter", None)):
+                if isinstance(layer, BaseTunerLayer):
+                    layer.merged_adapters.clear()
+            for own, param in before.items():
+                _put(base, own, param)
+
+    return read
+
+
+def _put(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    path, _, own = name.rpartition(".")
+    module.get_submodule(path)._parameters[own] = param

@@ -1,0 +1,127 @@
+"""InfinityTrainer: transformers' Trainer over a model at home.
+
+    trainer = InfinityTrainer(model=model, args=args, train_dataset=data, infinity={"params": "nvme", ...})
+
+The model is wrapped when the Trainer prepares it, with the optimizer that it makes or was given; before that it is never moved to a
+device whole, so that it may be on ``meta``. Checkpoints hold weights that ``from_pretrained`` loads, and beside them, in a folder
+``infinity``, everything that resumes bit for bit. Both are streamed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.load import load_checkpoint
+from ..checkpoint.pretrained import adapter_tensors, is_adapted, save_pretrained
+from ..checkpoint.random_state import keep_random_state
+from ..checkpoint.save import save_checkpoint
+from ..config.config import Config
+from ..errors import ConfigError
+from ..runtime.registry import is_wrapped, wrapped
+from .accelerate import AT_HOME, Given, InfinityAccelerator
+from .versions import require
+from .weights import load_weights
+
+transformers = require("transformers")
+
+SCHEDULER = "scheduler.pt"  # the Trainer's name of it
+
+
+class InfinityMixin:
+    """Makes any subclass of transformers' Trainer train at home: ``class MyTrainer(InfinityMixin, SFTTrainer): ...``.
+
+    infinity, infinity_reference
+        As of :class:`InfinityAccelerator`: the model that is trained, and others that the Trainer evaluates beside it.
+
+    Raises ConfigError for what moves or casts the model itself: FSDP, DeepSpeed, ``fp16_full_eval`` and ``bf16_full_eval``.
+    """
+
+    def __init__(self, *args: Any, infinity: Given = None, infinity_reference: Given = None, **kwargs: Any):
+        config = Config.make(infinity)
+        self._homes = config, config if infinity_reference is None else Config.make(infinity_reference)
+        super().__init__(*args, **kwargs)
+
+    @property
+    def _is_home(self) -> bool:
+        return is_wrapped(self.model)
+
+    # --- preparing ---
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the Trainer's accelerator one that wraps."""
+        super().create_accelerator_and_postprocess()
+        for option in ("fp16_full_eval", "bf16_full_eval"):
+            if getattr(self.args, option):
+                raise ConfigError(f"{option} casts the model after it is wrapped: leave it out, and give Config(param_dtype=...)")
+        self.args._n_gpu = min(self.args.n_gpu, 1)  # several would be DataParallel's: the engine has one process for each
+        InfinityAccelerator.adopt(self.accelerator, *self._homes)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leaves the model where it is: its units go to the device when they are used."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return model
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates. A model that is still to be trained is wrapped with its optimizer, so that it need not be again."""
+        if not self._is_home and self.train_dataset is not None:
+            self.create_optimizer()
+            self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        return super().evaluation_loop(*args, **kwargs)
+
+    # --- checkpoints ---
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if not self._is_home:
+            super()._save(output_dir, state_dict)
+            return
+        if is_adapted(self.model):
+            with wrapped(self.model).engine.using():
+                adapters = adapter_tensors(self.model, embeddings=True)
+            super()._save(output_dir, adapters)
+            return
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        super()._save(folder, {})  # all but the weights, and an empty file of these, which is replaced
+        save_pretrained(self.model, folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._is_home:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save_checkpoint(Path(output_dir) / AT_HOME, self.model, wrapped(self.model).optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Reads the weights. Where the rest of a checkpoint of ours has them too, that is read once the model is wrapped."""
+        if (Path(resume_from_checkpoint) / AT_HOME).is_dir():
+            return
+        if not self._load_streamed(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_streamed(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+    def _load_streamed(self, folder: str) -> bool:
+        if not self._is_home or is_adapted(self.model) or not list(Path(folder).glob("model*.safetensors")):
+            return False
+        load_weights(self.model, folder)
+        return True
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / AT_HOME).is_dir():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        with keep_random_state():  # the Trainer restores it itself, later
+            load_checkpoint(Path(checkpoint) / AT_HOME, self.model, wrapped(self.model).optimizer)
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
+
+
+class InfinityTrainer(InfinityMixin, transformers.Trainer):
+    """Trains a model at home as transformers' Trainer does, with the keyword ``infinity``: a Config, a dict, or a path."""

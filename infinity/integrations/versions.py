@@ -1,0 +1,35 @@
+"""Versions: names which versions of other libraries the integrations are tested with, and imports those libraries."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+from types import ModuleType
+
+logger = logging.getLogger(__name__)
+
+# The one place: the tests run against these, and docs/integrations.md is compared with them.
+TESTED = {
+    "transformers": "5.23", "accelerate": "1.15", "peft": "0.21", "trl": "1.16", "lightning": "2.6", "datasets": "5.2",
+    "diffusers": "0.39",
+}  # fmt: skip
+
+_told: set[str] = set()  # libraries whose version was warned about in this process
+
+
+def require(name: str) -> ModuleType:
+    """Imports the library ``name``. Warns once for a version that is not tested. Raises ImportError, with the remedy, without it."""
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ImportError(
+            f"this integration needs {name}, which is not installed: pip install '{name}>={TESTED[name]}'", name=name
+        ) from error
+    found = importlib.metadata.version(name)
+    if found.split(".")[:2] != TESTED[name].split(".") and name not in _told:
+        _told.add(name)
+        logger.warning("%s %s: the integration is tested with %s", name, found, TESTED[name])
+    return module

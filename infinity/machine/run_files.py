@@ -1,0 +1,107 @@
+"""Run files: what a running job tells of itself, in a folder that other programs read.
+
+run     a job on this machine: a folder below ``runs`` in the cache (:func:`infinity.machine.disk_profile.cache_folder`)
+status  what a rank does now: one small file, which is replaced at once, so that no reader meets half of it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..untrusted import is_regular, parse_json, read_text
+
+STATUS, PLAN, HISTORY = "status", "plan", "history"
+OURS = ("status-rank", "plan-rank", "history-rank")  # how the names of a run's files begin
+MOST_NBYTES = 16 * 1024 * 1024
+KEPT_RUNS = 20  # that have ended
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process as the kernel knows it. A number alone may be another's by now; with the time of its start it is not."""
+
+    pid: int
+    started: int
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is there, and is this one."""
+        return self.started == start_of(self.pid)
+
+
+def start_of(pid: int) -> int:
+    """Returns when a process started, in the kernel's ticks since boot; 0 where there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def this_process() -> Process:
+    """Returns the process that asks."""
+    return Process(os.getpid(), start_of(os.getpid()))
+
+
+def job_name() -> str:
+    """Names this process's job: by its launcher's number where there is one, which all ranks of a machine have in common."""
+    return f"{os.uname().nodename}-{os.getppid() if int(os.environ.get('WORLD_SIZE', 1)) > 1 else os.getpid()}"
+
+
+def write(folder: Path, kind: str, rank: int, content: dict[str, Any]) -> None:
+    """Replaces a file of a run. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{kind}-rank{rank}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content))
+    os.replace(partial, path)
+
+
+def read(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """Yields what the ranks of a run have told, in their order. What is no file of ours is passed over."""
+    for path in sorted(folder.glob(f"{kind}-rank*.json"), key=lambda path: (len(path.name), path.name)):
+        with contextlib.suppress(OSError, ValueError):
+            if is_regular(path, links=False) and isinstance(found := parse_json(read_text(path, most_nbytes=MOST_NBYTES)), dict):
+                yield found
+
+
+def process_of(status: dict[str, Any]) -> Process:
+    """Returns the process that wrote a status; one that never is where it does not say."""
+    pid, started = status.get("pid"), status.get("started")
+    whole = all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in (pid, started))
+    return Process(pid, started) if whole else Process(0, -1)
+
+
+def is_running(folder: Path) -> bool:
+    """Tells whether a process of the run is there. Of another machine's nothing is known: it counts as running."""
+    found = list(read(folder, STATUS))
+    here = [status for status in found if status.get("host") == os.uname().nodename]
+    return any(process_of(status).is_running for status in here) or len(here) < len(found)
+
+
+def runs(root: Path) -> list[Path]:
+    """Lists the runs in ``root``, the newest first."""
+    if not root.is_dir():
+        return []
+    found = [folder for folder in root.iterdir() if folder.is_dir() and not folder.is_symlink() and any(read(folder, STATUS))]
+    return sorted(found, key=lambda folder: -folder.stat().st_mtime)
+
+
+def is_ours(folder: Path) -> bool:
+    """Tells whether a folder has a run's files and nothing else."""
+    with contextlib.suppress(OSError):
+        names = [entry.name for entry in folder.iterdir()]
+        return bool(names) and all(name.startswith(OURS) and name.endswith((".json", ".partial")) for name in names)
+    return False
+
+
+def remove_old(root: Path, keep: int = KEPT_RUNS) -> None:
+    """Removes the oldest runs that have ended. What cannot be removed stays."""
+    for folder in [folder for folder in runs(root) if is_ours(folder) and not is_running(folder)][keep:]:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,156 @@
+"""Choice: which schedule runs a pipeline, in how many chunks, cut where; and the line that says why.
+
+LoopedBFS loads each chunk at most twice a step, whatever the number of micro-batches: 2 v - W of v chunks where W stay in the window. All
+others load a chunk once or twice for every micro-batch as soon as the rank's chunks exceed the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..config.config import Config
+from ..errors import ConfigError
+from ..machine.sizes import format_nbytes
+from ..planning.cuts import cut_evenly
+from ..state.dtensors import local_of
+from .stages import Chain
+
+ONE_CHUNK = ("GPipe", "1F1B")  # schedules of one chunk a rank; all others here have several
+IN_A_V = ("ZBVZeroBubble", "DualPipeV")  # the last rank has the middle chunks, the first one both ends
+INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble", *IN_A_V)
+NAMES = (*ONE_CHUNK, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *IN_A_V)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule, and the chunks that it runs."""
+
+    name: str
+    lengths: tuple[int, ...]  # layers of each chunk
+    ranks: int
+    micro_batches: int
+    why: str
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the whole model."""
+        return len(self.lengths)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the schedule takes one chunk a rank."""
+        return self.name in ONE_CHUNK
+
+    @property
+    def last_rank(self) -> int:
+        """The rank of the pp axis that has the last chunk."""
+        return self.rank_of(self.chunks - 1)
+
+    def rank_of(self, number: int) -> int:
+        """Returns the rank of the pp axis that has a chunk."""
+        return min(number, 2 * self.ranks - 1 - number) if self.name in IN_A_V else number % self.ranks
+
+    def chunks_of(self, rank: int) -> list[int]:
+        """Lists the numbers of a rank's chunks."""
+        return [number for number in range(self.chunks) if self.rank_of(number) == rank]
+
+    def layers_of(self, number: int) -> range:
+        """Returns the numbers of a chunk's layers."""
+        begin = sum(self.lengths[:number])
+        return range(begin, begin + self.lengths[number])
+
+    def describe(self, chain: Chain) -> str:
+        """Says in one line what was chosen, and why."""
+        return (
+            f"pipeline: {type(chain.model).__name__}, {len(chain.layers)} layers in chunks of {', '.join(map(str, self.lengths))} over {self.ranks} ranks; "
+            f"{self.name} with {self.micro_batches} micro-batches ({self.why})"
+        )
+
+
+def choose(
+    chain: Chain,
+    config: Config,
+    ranks: int,
+    *,
+    schedule: str,
+    micro_batches: int,
+    chunks: int | None,
+    costs: Sequence[float] | None,
+    load_rate: float | None,
+) -> Choice:
+    """Chooses as :func:`pipeline` says.
+
+    costs
+        Seconds of each layer for one micro-batch.
+    load_rate
+        Bytes per second at which weights come from their home. None: not measured.
+
+    Raises ConfigError for what does not fit, with the numbers.
+    """
+    layers = len(chain.layers)
+    if costs is not None and len(costs) != layers:
+        raise ConfigError(f"costs has {len(costs)} numbers, the model {layers} layers")
+    name, why = _name(schedule, chunks, layers, ranks, config)
+    below = config.params != "device"
+    nbytes = [
+        sum(local_of(p).numel() * (config.param_dtype or p.dtype).itemsize for p in layer.parameters()) for layer in chain.layers
+    ]
+    loading = None
+    if costs is not None and load_rate is not None and below:
+        costs, loading = [micro_batches * cost for cost in costs], [2 * each / load_rate for each in nbytes]
+    for count in [chunks] if chunks is not None else _counts(name, layers, ranks, config):
+        _check(name, count, layers, ranks, micro_batches)
+        lengths = cut_evenly(costs if costs is not None else chain.costs(), ranks * count, loading=loading)
+        choice = Choice(name, tuple(lengths), ranks, micro_batches, why)
+        largest = max(sum(nbytes[n] for n in choice.layers_of(number)) for number in range(choice.chunks))
+        if not below or config.device_memory is None or 2 * largest <= config.device_memory:
+            return choice
+    if name in INTERLEAVED:
+        raise ConfigError(
+            f"{name} changes from chunk to chunk with every micro-batch, and device_memory={format_nbytes(config.device_memory)} does not hold two "
+            f"of the largest ({format_nbytes(largest)}): each would be loaded for every micro-batch. Use schedule='LoopedBFS', which loads each at "
+            "most twice a step, more chunks of a rank, or more device_memory."
+        )
+    return choice
+
+
+def _name(schedule: str, chunks: int | None, layers: int, ranks: int, config: Config) -> tuple[str, str]:
+    """The schedule, and why this one."""
+    if schedule not in ("auto", *NAMES):
+        raise ConfigError(f"schedule: there is no {schedule!r}; there are auto, {', '.join(NAMES)}")
+    if schedule != "auto":
+        return schedule, "as asked"
+    if config.params != "device":
+        return "LoopedBFS", "weights are at home below the device: each chunk is loaded at most twice a step"
+    several = chunks > 1 if chunks is not None else layers >= 2 * ranks
+    return "Interleaved1F1B" if several else "1F1B", "weights stay on the device"
+
+
+def _counts(name: str, layers: int, ranks: int, config: Config) -> list[int]:
+    """Chunks of a rank to try: the fewest first. Two of them have to fit the window at once."""
+    if name in ONE_CHUNK or (layers < 2 * ranks and name not in IN_A_V):
+        return [1]
+    more = name == "LoopedBFS" and config.device_memory is not None
+    return [*range(2, max(2, layers // ranks) + 1)] if more else [2]
+
+
+def _check(name: str, chunks: int, layers: int, ranks: int, micro_batches: int) -> None:
+    """Raises ConfigError where a schedule does not take so many chunks or micro-batches."""
+    if (name in ONE_CHUNK and chunks != 1) or (name in IN_A_V and chunks != 2):
+        raise ConfigError(f"schedule {name} takes {1 if name in ONE_CHUNK else 2} chunks of the model on each rank, not {chunks}")
+    if layers < ranks * chunks:
+        raise ConfigError(
+            f"{layers} layers cannot be cut into {ranks * chunks} chunks (pp={ranks}, {chunks} on each rank): use fewer"
+        )
+    if micro_batches < 1:
+        raise ConfigError(f"micro_batches is {micro_batches}: at least one")
+    rounds = max(1, micro_batches // ranks)
+    if name in ("Interleaved1F1B", "InterleavedZeroBubble") and micro_batches % rounds:
+        raise ConfigError(f"{name} takes a multiple of {rounds} micro-batches here ({ranks} ranks), not {micro_batches}")
+    if name == "1F1B" and micro_batches < ranks:
+        raise ConfigError(f"1F1B takes at least as many micro-batches as ranks of the pp axis, {ranks}, not {micro_batches}")
+    if name == "DualPipeV" and micro_batches < 2 * ranks:
+        raise ConfigError(
+            f"DualPipeV takes at least {2 * ranks} micro-batches, one for each of its {2 * ranks} chunks, not {micro_batches}"
+        )

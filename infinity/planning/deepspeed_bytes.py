@@ -1,0 +1,48 @@
+"""DeepSpeed bytes: counts what ZeRO keeps of a model's state where, and what a step moves, to set beside a plan of ours.
+
+Mixed precision Adam as ZeRO-Infinity has it (Rajbhandari et al. 2021, arXiv 2104.07857, section 3): of each parameter a 16-bit weight and
+gradient, and 12 bytes of optimizer state (fp32 master and moments); with an offloaded optimizer an fp32 gradient, too. Buffers are
+those of its defaults. A forward and a backward read every weight once each; a step reads state and gradient, and writes state and weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WEIGHT, GRADIENT, STATE, FP32_GRADIENT = 2, 2, 12, 4  # bytes per parameter
+PARAM_BUFFERS, PARAM_BUFFER_NUMEL = 5, 100_000_000  # offload_param's buffer_count and buffer_size
+STATE_BUFFERS = 4  # offload_optimizer's buffer_count, each of the largest parameter in fp32
+
+
+@dataclass(frozen=True)
+class DeepSpeedBytes:
+    """Bytes of state on every tier, and over every edge in a step of one rank."""
+
+    tiers: dict[str, int]
+    edges: dict[str, int]
+
+
+def deepspeed_bytes(numel: int, largest_numel: int, params: str, optimizer: str) -> DeepSpeedBytes:
+    """Counts for ``numel`` parameters on one rank, the largest of ``largest_numel``, with homes ``params`` and ``optimizer``: "device",
+    "host" or "nvme"."""
+    tiers = dict.fromkeys(("device", "host", "nvme"), 0)
+    tiers[params] += WEIGHT * numel
+    tiers[optimizer] += STATE * numel
+    grads = FP32_GRADIENT if optimizer != "device" else GRADIENT
+    tiers[optimizer] += grads * numel
+    if params == "nvme":
+        tiers["host"] += PARAM_BUFFERS * PARAM_BUFFER_NUMEL * WEIGHT
+    if optimizer == "nvme":
+        tiers["host"] += STATE_BUFFERS * largest_numel * 4
+    edges = dict.fromkeys(("nvme->host", "host->nvme", "host->device", "device->host"), 0)
+    if params != "device":
+        edges["host->device"] += 2 * WEIGHT * numel
+    if params == "nvme":
+        edges["nvme->host"] += 2 * WEIGHT * numel
+        edges["host->nvme"] += WEIGHT * numel
+    if optimizer != "device":
+        edges["device->host"] += GRADIENT * numel
+    if optimizer == "nvme":
+        edges["host->nvme"] += (FP32_GRADIENT + STATE) * numel
+        edges["nvme->host"] += (FP32_GRADIENT + STATE) * numel
+    return DeepSpeedBytes(tiers, edges)

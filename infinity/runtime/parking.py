@@ -1,0 +1,80 @@
+"""Parking: keeps everything that an engine has in memory on a disk for a while, so that something else can have the memory.
+
+parked   of an array: its bytes are in a swap file, and its memory has been given back to the system; its address stays
+
+An array is written out before its memory goes, and is on the list from before its memory goes until its bytes are back: whatever cuts
+either way short, :meth:`Parking.resume` makes it whole.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import native
+from ..gradients.record import GradState
+from ..machine.tiers import Tier
+from ..state.shard import ParamShard
+from ..state.unit import ParamUnit
+from ..storage.arrays import StateArray
+from ..storage.store import ShardStore
+
+PIECE_NBYTES = 8 * 1024 * 1024  # in memory at once
+
+
+class Parking:
+    """The arrays of one engine that are parked. Used from one thread, inside a use of the engine."""
+
+    def __init__(self, store: ShardStore):
+        self._store = store
+        self._parked: list[tuple[StateArray, StateArray]] = []  # what is parked, and where on the disk
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that are parked."""
+        return sum(array.nbytes for array, _ in self._parked)
+
+    def park(self, arrays: list[StateArray], folder: str) -> None:
+        """Writes ``arrays`` to a swap file in ``folder`` and gives their memory back. Raises CapacityError or StorageError where the disk has no room: what
+        was parked by then stays parked."""
+        for array in arrays:
+            place = self._store.allocate_more(Tier.NVME, array.nbytes, "parked state", folder=folder)
+            flat = array.flat.view(torch.uint8)
+            for at in range(0, array.nbytes, PIECE_NBYTES):
+                self._store.write(place, at, flat[at : at + PIECE_NBYTES].cpu(), version=array.extent.version)
+            self._parked.append((array, place))
+            self._store.empty(array)
+
+    def resume(self) -> None:
+        """Reads everything back, if anything is parked. Interrupted, it is to be called again."""
+        while self._parked:
+            array, place = self._parked[-1]
+            self._store.refill(array)
+            flat = array.flat.view(torch.uint8)
+            for at in range(0, array.nbytes, PIECE_NBYTES):
+                end = min(array.nbytes, at + PIECE_NBYTES)
+                flat[at:end].copy_(self._store.read(place, at, end))
+            self._parked.pop()
+            self._store.free_more(place)
+
+
+def arrays_in_memory(units: list[ParamUnit]) -> list[StateArray]:
+    """Lists the arrays of all units that are not on a disk, but gradients that are not there."""
+    shards = [shard for unit in units for shard in unit.shards]
+    there = {handle.shard for unit in units for handle in unit.handles if handle.grad and handle.grad.state is not GradState.ABSENT}
+    return [
+        array
+        for shard in shards
+        for name, array in _arrays(shard)
+        if array.tier is not Tier.NVME and (name != "grad" or shard in there)
+    ]
+
+
+def _arrays(shard: ParamShard) -> list[tuple[str, StateArray]]:
+    return [(name, array) for name, array in (*shard.arrays.items(), *shard.spare_arrays.items()) if array.flat is not None]
+
+
+def give_back_heap() -> None:
+    """Gives the system what torch and the C library keep of memory that was freed."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    native.trim_heap()

@@ -1,0 +1,203 @@
+"""WeightAverage: keeps a running average of a wrapped model's trained parameters at home, beside their masters.
+
+piece      some elements of one parameter that this rank has at home: what is in memory at once
+blend      makes a new average of the old one, a value and the number of updates so far, in place: torch's ``multi_avg_fn``
+exchanged  while the model has the averages for its weights, and they lie where the averages were
+
+An update, like an exchange, is carried to its end by the next use of the engine when an exception cuts it short: what a piece becomes is
+computed first, which changes nothing, and written then, which may be done twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import native
+from ..errors import UsageError
+from ..state.handle import ParamHandle
+from ..state.shard import ParamShard
+from ..storage.arrays import StateArray
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+Blend = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
+PIECE_NUMEL = 4 * 1024 * 1024  # whole vectors of every processor, so that each element rounds as in a whole tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``begin`` to ``end`` of this rank's slice of a shard, all of one parameter."""
+
+    shard: ParamShard
+    begin: int
+    end: int
+
+
+@dataclass
+class Progress:
+    """How far a change has come: pieces that are done, and the one that is computed but may not be written yet."""
+
+    at: tuple[int, dict[str, torch.Tensor] | None] = (0, None)
+
+
+class WeightAverage:
+    """The averages of one engine's trained parameters: fp32 where they have masters, else in the parameters' dtype."""
+
+    def __init__(self, engine: Engine, blend: Blend):
+        self._engine, self._blend = weakref.ref(engine), blend
+        self.count = 0  # updates
+        self.is_exchanged = False
+        self._arrays: dict[ParamShard, StateArray] = {}
+        self._taken: list[StateArray] = []
+        try:
+            for unit in engine.units:
+                for shard in unit.shards:
+                    if shard.spec.stepped:
+                        self._arrays[shard] = self._allocate(shard, f"average of unit {unit.name}")
+        except BaseException:
+            self.free()
+            raise
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises UsageError when it is gone."""
+        if (engine := self._engine()) is None or not engine.is_open:
+            raise UsageError("the average went with its model, which was unwrapped or is gone")
+        return engine
+
+    def _allocate(self, shard: ParamShard, what: str) -> StateArray:
+        home = shard.arrays.get("master", shard.weight)
+        dtype = torch.float32 if "master" in shard.arrays else shard.spec.dtype
+        raw = self.engine.store.allocate_more(home.tier, shard.slice_numel * dtype.itemsize, what)
+        self._taken.append(raw)
+        flat = raw.flat.view(dtype) if raw.flat is not None else None
+        return StateArray(raw.tier, dtype, shard.slice_numel, raw.extent, flat, raw.charge)
+
+    @property
+    def arrays_in_memory(self) -> list[StateArray]:
+        """Lists the averages that are not on a disk."""
+        return [array for array in self._taken if array.flat is not None]
+
+    def free(self) -> None:
+        """Gives the memory back. A second call does nothing."""
+        self._arrays.clear()
+        while self._taken:
+            self.engine.store.free_more(self._taken.pop())
+
+    # --- pieces ---
+
+    def _pieces(self) -> Iterator[Piece]:
+        for shard in self._arrays:
+            first = shard.own("weight")[0]
+            for index in range(len(shard.params)):
+                begin, end = (at - first for at in shard.own_part("weight", index))
+                for at in range(begin, end, PIECE_NUMEL):
+                    yield Piece(shard, at, min(end, at + PIECE_NUMEL))
+
+    def _value(self, piece: Piece) -> torch.Tensor:
+        """Reads what the optimizer has: the master, or the parameter itself."""
+        store, shard = self.engine.store, piece.shard
+        weight = store.read(shard.weight, piece.begin, piece.end)
+        if "master" not in shard.arrays:
+            return weight
+        master = store.read(shard.arrays["master"], piece.begin, piece.end)
+        return native.join_master(weight, master) if shard.spec.master == native.Master.SPLIT else master
+
+    def _average(self, piece: Piece) -> torch.Tensor:
+        return self.engine.store.read(self._arrays[piece.shard], piece.begin, piece.end)
+
+    def _write(self, piece: Piece, parts: dict[str, torch.Tensor]) -> None:
+        for name, part in parts.items():
+            array = self._arrays[piece.shard] if name == "average" else piece.shard.arrays[name]
+            self.engine.store.write(array, piece.begin, part, version=self.engine.step_index)
+
+    # --- changes ---
+
+    def update(self) -> None:
+        """Takes the parameters as they are now into the average."""
+        engine = self.engine
+        engine.refuse_averaged("updating the average")
+        for shard in self._arrays:
+            shard.wait()
+        engine.journal.carry_out(partial(self._carry_out, self._updated, Progress(), self._end_update, self.count + 1))
+
+    def _updated(self, piece: Piece) -> dict[str, torch.Tensor]:
+        value = self._value(piece)
+        if self.count:
+            average = self._average(piece)
+            self._blend([average], [value], torch.tensor(self.count))
+            value = average
+        return {"average": value}
+
+    def _end_update(self, count: int) -> None:
+        self.count = count
+
+    def exchange(self) -> None:
+        """Makes the averages the model's weights, masters and all, and keeps these in their place; a second exchange is the way back."""
+        engine = self.engine
+        engine.wait_idle()
+        engine.prefetcher.release_all(engine.units)
+        for shard in self._arrays:
+            shard.wait_idle()
+        for handle in engine.group_of:
+            handle.changed()
+        engine.journal.carry_out(partial(self._carry_out, self._exchanged, Progress(), self._end_exchange, not self.is_exchanged))
+
+    def _exchanged(self, piece: Piece) -> dict[str, torch.Tensor]:
+        average = self._average(piece)
+        return {"average": self._value(piece)} | piece.shard.encode(average)
+
+    def _end_exchange(self, exchanged: bool) -> None:
+        self.is_exchanged = exchanged
+
+    def _carry_out(self, compute: Callable, progress: Progress, end: Callable, argument: int | bool) -> None:
+        for number, piece in enumerate(self._pieces()):
+            done, ready = progress.at
+            if number < done:
+                continue
+            if ready is None:
+                ready = compute(piece)
+                progress.at = (number, ready)
+            self._write(piece, ready)
+            progress.at = (number + 1, None)
+        end(argument)
+
+    # --- values by parameter ---
+
+    def has(self, handle: ParamHandle) -> bool:
+        """Tells whether a parameter is averaged: those that the optimizer steps are."""
+        return handle.shard in self._arrays
+
+    def dtype_of(self, handle: ParamHandle) -> torch.dtype:
+        return self._arrays[handle.shard].dtype
+
+    def read(self, handle: ParamHandle) -> torch.Tensor:
+        """Reads a parameter's average, from all ranks, flat, in the order in which its elements lie."""
+        return handle.shard.read_part(self.engine.store, "weight", handle.index, array=self._arrays[handle.shard])
+
+    def read_own(self, handle: ParamHandle) -> torch.Tensor:
+        """Reads what of :meth:`read` is at home here."""
+        shard = handle.shard
+        first = shard.own("weight")[0]
+        begin, end = (at - first for at in shard.own_part("weight", handle.index))
+        return (
+            self.engine.store.read(self._arrays[shard], begin, end) if begin < end else torch.empty(0, dtype=self.dtype_of(handle))
+        )
+
+    def write_own(self, handle: ParamHandle, values: torch.Tensor) -> None:
+        """Sets what of a parameter's average is at home here."""
+        first = handle.shard.own("weight")[0]
+        begin, end = handle.shard.own_part("weight", handle.index)
+        if begin < end:
+            self.engine.store.write(self._arrays[handle.shard], begin - first, values, version=self.engine.step_index)
+
+    def resume(self, count: int) -> None:
+        """Sets the number of updates, whose averages were written."""
+        self.count = count

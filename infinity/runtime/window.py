@@ -1,0 +1,24 @@
+"""Window: the device bytes for gathered weights."""
+
+from __future__ import annotations
+
+from ..errors import CapacityError
+from ..machine.sizes import format_nbytes
+
+
+class Window:
+    """What is planned for gathered weights, and what of it is there at the moment."""
+
+    def __init__(self, planned_nbytes: int):
+        self.planned_nbytes = self.nbytes = planned_nbytes
+
+    def narrow(self, nbytes: int, *, largest_nbytes: int) -> None:
+        """Leaves ``nbytes`` of what is planned to something else. Raises CapacityError, with nothing changed, where the largest unit would not fit."""
+        planned = self.planned_nbytes
+        if planned and planned - nbytes < min(largest_nbytes, planned):
+            raise CapacityError(
+                f"the device window of {format_nbytes(planned)} has to leave {format_nbytes(nbytes)} to what passes between stages, but the largest "
+                f"unit takes {format_nbytes(largest_nbytes)}. Raise Config(device_memory=...) by {format_nbytes(largest_nbytes + nbytes - planned)}, or "
+                "use smaller micro-batches."
+            )
+        self.nbytes = max(0, planned - nbytes)

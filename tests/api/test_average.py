@@ -1,0 +1,223 @@
+"""Averages of weights at home: torch's bits, in checkpoints, and in the place of the weights for an evaluation.
+
+Words used here: **plain** and **wrapped** as in `runs.py`; **torch's** is an AveragedModel beside the plain model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import at_home, differing, loss_of, tokens, transformer
+from torch import nn
+from torch.optim import swa_utils
+
+import infinity
+
+SEED = 180
+HOMES = ["device", "host", "nvme"]
+KINDS = {
+    "ema": (lambda model: infinity.ema(model, 0.9), lambda: {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)}),
+    "swa": (infinity.swa, dict),
+}
+
+
+def pair(home: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = transformer(SEED, dropout=0.0, width=32, blocks=3).to(dtype)
+    model.positions.requires_grad_(False)  # one that no step changes
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2, fused=True)
+    return infinity.wrap_model(model, optimizer, at_home(home, home, folder, **more)) if home else (model, optimizer)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    loss_of(model, tokens(SEED + number)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_average_has_the_bits_of_torchs(kind, home, tmp_path):
+    """Also: evaluated in `applied`, saved from there, and the weights are themselves again behind it."""
+    ours, theirs = KINDS[kind]
+    model, optimizer = pair(home, tmp_path)
+    plain, plain_optimizer = pair("", tmp_path)
+    average, expected = ours(model), swa_utils.AveragedModel(plain, **theirs())
+    for number in range(4):
+        step(model, optimizer, number), step(plain, plain_optimizer, number)
+        average.update(), expected.update_parameters(plain)
+    assert differing(average.state_dict(), expected.module.state_dict()) == []
+    assert differing(average.state_dict(), model.state_dict()) != []
+    with torch.no_grad(), average.applied():
+        assert torch.equal(model(tokens(1)), expected(tokens(1)))
+        assert differing(model.state_dict(), expected.module.state_dict()) == []
+    with torch.no_grad():
+        assert torch.equal(model(tokens(1)), plain(tokens(1)))
+    step(model, optimizer, 4), step(plain, plain_optimizer, 4)
+    assert differing(model.state_dict(), plain.state_dict()) == []
+
+
+@pytest.mark.parametrize("home", [pytest.param("device", marks=pytest.mark.slow), "nvme"])
+def test_the_average_of_16_bit_weights_is_of_their_masters(home, tmp_path):
+    """Method: bf16 with split masters; after each step the masters, from the optimizer's state dict, are averaged by torch in fp32.
+    Exchanged twice, weights, masters and the steps after are as if nothing had been."""
+    model, optimizer = pair(home, tmp_path, torch.bfloat16)
+    other, other_optimizer = pair(home, tmp_path, torch.bfloat16)
+    average, expected = infinity.ema(model, 0.75), {}
+    names = {param: name for name, param in model.named_parameters()}
+    for number in range(3):
+        step(model, optimizer, number), step(other, other_optimizer, number)
+        average.update()
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for index, state in optimizer.state_dict()["state"].items():
+            name, master = names[params[index]], state["master"]
+            expected[name] = master.clone() if name not in expected else expected[name].lerp_(master, 0.25)
+    found = average.state_dict()
+    assert differing({name: found[name] for name in expected}, expected) == []
+    with average.applied():
+        assert torch.equal(model.state_dict()["norm.weight"], expected["norm.weight"].to(torch.bfloat16))
+    step(model, optimizer, 3), step(other, other_optimizer, 3)
+    assert differing(model.state_dict(), other.state_dict()) == []
+    states = optimizer.state_dict()["state"], other_optimizer.state_dict()["state"]
+    assert [index for index, state in states[0].items() if differing(state, states[1][index])] == []
+
+
+def test_an_average_is_in_checkpoints(tmp_path):
+    """Method: two updates, a checkpoint, two more; from the checkpoint again, at another home. A model without an average loads it all
+    the same, and one that has had no update begins anew."""
+    model, optimizer = pair("nvme", tmp_path, torch.bfloat16)
+    average = infinity.ema(model, 0.9)
+    for number in range(4):
+        if number == 2:
+            infinity.save_checkpoint(tmp_path / "saved", model, optimizer)
+        step(model, optimizer, number)
+        average.update()
+    resumed, its = pair("host", tmp_path, torch.bfloat16)
+    again = infinity.ema(resumed, 0.9)
+    infinity.load_checkpoint(tmp_path / "saved", resumed, its)
+    assert again.updates == 2
+    for number in (2, 3):
+        step(resumed, its, number)
+        again.update()
+    assert differing(again.state_dict(), average.state_dict()) == []
+    without, its = pair("host", tmp_path, torch.bfloat16)
+    infinity.load_checkpoint(tmp_path / "saved", without, its)
+    infinity.save_checkpoint(tmp_path / "without", without, its)
+    infinity.load_checkpoint(tmp_path / "without", resumed, None)
+    assert again.updates == 0
+
+
+def test_a_state_dict_goes_round(tmp_path):
+    model, optimizer = pair("nvme", tmp_path)
+    average = infinity.ema(model, 0.9)
+    step(model, optimizer, 0)
+    average.update()
+    saved = {name: value.clone() for name, value in average.state_dict().items()}
+    step(model, optimizer, 1)
+    average.update()
+    average.load_state_dict(saved)
+    assert differing(average.state_dict(), saved) == [] or set(differing(average.state_dict(), saved)) <= {"positions"}
+    with pytest.raises(infinity.UsageError, match="missing"):
+        average.load_state_dict({})
+    plain, _ = pair("", tmp_path)
+    plain.load_state_dict(average.state_dict())
+
+
+@pytest.mark.parametrize("change", ["update", "exchange"])
+def test_a_change_that_is_cut_short_is_carried_to_its_end(change, tmp_path, monkeypatch):
+    """Method: the write of the fifth piece raises, once before and once after the bytes went out; going on gives the bits of a run in
+    which nothing was raised."""
+    from infinity.runtime.weight_average import WeightAverage
+
+    ends = []
+    for when in ("never", "before", "after"):
+        model, optimizer = pair("nvme", tmp_path)
+        average = infinity.ema(model, 0.9)
+        for number in range(2):
+            step(model, optimizer, number)
+            average.update()
+        write, calls = WeightAverage._write, []
+
+        def interrupted(self, piece, parts, write=write, calls=calls, when=when):
+            calls.append(piece)
+            if len(calls) == 5 and when == "before":
+                raise KeyboardInterrupt
+            write(self, piece, parts)
+            if len(calls) == 5 and when == "after":
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(WeightAverage, "_write", interrupted)
+        try:
+            average.update() if change == "update" else average._exchange()
+        except KeyboardInterrupt:
+            pass
+        monkeypatch.setattr(WeightAverage, "_write", write)
+        with torch.no_grad():
+            seen = model(tokens(3))
+        if change == "exchange":
+            assert average._average.is_exchanged
+            average._exchange()
+        step(model, optimizer, 2)
+        average.update()
+        ends.append((seen, average.state_dict(), average.updates))
+    for seen, state, updates in ends[1:]:
+        assert torch.equal(seen, ends[0][0]) and updates == ends[0][2]
+        assert differing(state, ends[0][1]) == []
+
+
+def test_what_does_not_go_together_is_refused(tmp_path):
+    model, optimizer = pair("nvme", tmp_path)
+    with pytest.raises(infinity.ConfigError, match="from 0 to 1"):
+        infinity.ema(model, 1.5)
+    average = infinity.ema(model, 0.9)
+    with pytest.raises(infinity.UsageError, match="no average yet"), average.applied():
+        pass
+    with pytest.raises(infinity.UsageError, match="an average already"):
+        infinity.swa(model)
+    step(model, optimizer, 0)
+    average.update()
+    loss_of(model, tokens(SEED)).backward()
+    with average.applied():
+        for refused in (optimizer.step, average.update, lambda: infinity.save_checkpoint(tmp_path / "c", model, optimizer)):
+            with pytest.raises(infinity.UsageError, match="average.applied"):
+                refused()
+    optimizer.step()
+    average.remove()
+    infinity.swa(model).remove()
+    frozen, _ = infinity.wrap_model(transformer(SEED), None)
+    with pytest.raises(infinity.UsageError, match="without an optimizer"):
+        infinity.ema(frozen, 0.9)
+
+
+def test_an_average_keeps_within_the_budget(tmp_path):
+    """Method: on disk it takes no memory but a few pieces; with a host budget that is full it is a CapacityError, and nothing is kept."""
+    model, optimizer = pair("nvme", tmp_path)
+    host = infinity.stats(model).tiers["host"].peak_nbytes
+    average = infinity.ema(model, 0.9)
+    step(model, optimizer, 0)
+    average.update()
+    assert infinity.stats(model).tiers["host"].peak_nbytes == host
+    assert infinity.stats(model).tiers["nvme"].planned_nbytes >= sum(p.numel() for p in model.parameters()) * 4 * 4
+    probe, its = pair("host", tmp_path)
+    planned = infinity.stats(probe).tiers["host"].planned_nbytes
+    full, its = pair("host", tmp_path, host_memory=planned + 64 * 1024)
+    for _ in range(2):
+        with pytest.raises(infinity.CapacityError, match="average of unit"):
+            infinity.ema(full, 0.9)
+    step(full, its, 0)
+
+
+def test_averages_that_copy_are_refused_by_name(tmp_path):
+    """Method: torch's AveragedModel, and code that stands where diffusers' EMAModel does and copies as it does."""
+    model, _ = pair("nvme", tmp_path)
+    with pytest.raises(infinity.UsageError, match=r"infinity\.ema"):
+        swa_utils.AveragedModel(model)
+    scope: dict[str, Any] = {}
+    exec(
+        compile("def make(params):\n    return [p.clone().detach() for p in params]", "/x/diffusers/training_utils.py", "exec"),
+        scope,
+    )
+    with pytest.raises(infinity.UsageError, match=r"infinity\.ema"):
+        scope["make"](model.parameters())

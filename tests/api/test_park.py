@@ -1,0 +1,141 @@
+"""park gives a model's memory to something else, and the next use brings every bit back.
+
+Words used here: **plain** and **wrapped** as in `runs.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from models import at_home, differing, loss_of, tokens, transformer
+from torch import nn
+
+import infinity
+
+SEED = 181
+
+
+def pair(home: str, folder: Path, width: int = 32, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = transformer(SEED, dropout=0.0, width=width, blocks=3).to(torch.bfloat16)
+    return infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-2), at_home(home, home, folder, **more))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
+    loss = loss_of(model, tokens(SEED + number))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def ends(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = dict(model.state_dict())
+    for index, state in optimizer.state_dict()["state"].items():
+        found |= {f"{index}.{name}": value for name, value in state.items() if torch.is_tensor(value)}
+    return {name: value.clone() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+def test_a_parked_run_is_the_same(home, tmp_path):
+    """Method: parked after each step, brought back by resume, by the next forward and by a state dict in turn; an average is parked too."""
+    found = []
+    for parks in (False, True):
+        model, optimizer = pair(home, tmp_path)
+        average, losses = infinity.ema(model, 0.9), []
+        for number in range(4):
+            losses.append(step(model, optimizer, number))
+            average.update()
+            if parks:
+                parked = infinity.park(model, tmp_path)
+                assert (parked > 0) == (home != "nvme")
+                if number == 1:
+                    infinity.resume(model)
+                    infinity.resume(model)
+                if number == 2:
+                    model.state_dict()
+        found.append((losses, ends(model, optimizer), average.state_dict()))
+    assert all(map(torch.equal, *(losses for losses, _, _ in found)))
+    assert differing(found[0][1], found[1][1]) == [] and differing(found[0][2], found[1][2]) == []
+
+
+def test_the_memory_is_given_back(tmp_path):
+    """Method: 40 MiB of state on the host; the process shrinks by nearly all of it while parked, and the disk's space is taken again by
+    the next park."""
+    model, optimizer = pair("host", tmp_path, width=512)
+    step(model, optimizer, 0)
+    infinity.park(model, tmp_path)
+    infinity.resume(model)
+    planned, before = infinity.stats(model).tiers["nvme"].planned_nbytes, psutil.Process().memory_info().rss
+    parked = infinity.park(model, tmp_path)
+    after = psutil.Process().memory_info().rss
+    assert parked > 100 * 2**20
+    assert before - after > 0.9 * parked
+    assert infinity.stats(model).tiers["nvme"].planned_nbytes == planned
+    infinity.resume(model)
+    assert psutil.Process().memory_info().rss > after + 0.9 * parked
+    step(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("way", ["park", "resume"])
+def test_cut_short_it_comes_back_whole(way, tmp_path, monkeypatch):
+    """Method: the write, or the read, of the seventh array raises KeyboardInterrupt; going on gives the bits of an uninterrupted run."""
+    found = []
+    for cut in (False, True):
+        model, optimizer = pair("host", tmp_path)
+        step(model, optimizer, 0)
+        if way == "resume":
+            infinity.park(model, tmp_path)
+        with monkeypatch.context() as patched:
+            calls, name = [], "empty" if way == "park" else "read"
+            store = infinity.runtime.registry.engine_of(model).store
+            original = getattr(store, name)
+
+            def interrupted(*args: Any, calls=calls, original=original, cut=cut) -> Any:
+                calls.append(args)
+                if cut and len(calls) == 7:
+                    raise KeyboardInterrupt
+                return original(*args)
+
+            patched.setattr(store, name, interrupted)
+            try:
+                infinity.park(model, tmp_path) if way == "park" else infinity.resume(model)
+            except KeyboardInterrupt:
+                assert cut
+        step(model, optimizer, 1)
+        found.append(ends(model, optimizer))
+    assert differing(*found) == []
+
+
+def test_bytes_that_changed_on_the_disk_are_seen(tmp_path):
+    """The twin: what comes back is verified; a bit that is flipped in the swap file is a CorruptionError, not a wrong weight."""
+    from models import swap_files
+
+    model, optimizer = pair("host", tmp_path)
+    infinity.park(model, tmp_path)
+    with open(swap_files(tmp_path)[-1], "r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)
+        file.seek(1000)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(infinity.CorruptionError):
+        infinity.resume(model)
+
+
+def test_what_cannot_be_parked_is_refused(tmp_path):
+    model, optimizer = pair("host", tmp_path)
+    with pytest.raises(infinity.ConfigError, match="needs a folder"):
+        infinity.park(model)
+    with pytest.raises(infinity.ConfigError, match="no folder"):
+        infinity.park(model, tmp_path / "absent")
+    loss_of(model, tokens(SEED)).backward()
+    with pytest.raises(infinity.UsageError, match="between backward and step"):
+        infinity.park(model, tmp_path)
+    optimizer.step()
+    small, _ = pair("host", tmp_path, nvme_capacity="64KiB")
+    with pytest.raises(infinity.CapacityError):
+        infinity.park(small, tmp_path)
+    small(tokens(SEED))

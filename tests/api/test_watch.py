@@ -1,0 +1,113 @@
+"""Watch: tells what a loop does, and changes nothing of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.api import watch as watch_module
+from infinity.machine import run_files
+
+SEED = 4
+
+
+def make() -> tuple:
+    torch.manual_seed(SEED)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)))
+    return infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), {"params": "host", "optimizer": "host"})
+
+
+def step(model, optimizer) -> torch.Tensor:
+    loss = model(torch.ones(2, 16)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def statuses(folder) -> list[dict]:
+    return list(run_files.read(folder, run_files.STATUS))
+
+
+def test_a_watched_loop_has_the_bits_of_one_that_is_not(tmp_path):
+    """Method: three steps, watched at every unit, against three that are not."""
+    plain = make()
+    expected = [step(*plain) for _ in range(3)]
+    watched = make()
+    with infinity.Watch(watched[0], steps=3, folder=tmp_path, every=0.0) as watch:
+        found = []
+        for _ in range(3):
+            found.append(step(*watched))
+            watch.update(loss=found[-1].item(), tokens=2)
+    assert all(map(torch.equal, found, expected))
+    assert all(torch.equal(a, b) for a, b in zip(plain[0].state_dict().values(), watched[0].state_dict().values()))
+
+
+def test_a_status_says_where_the_loop_is(tmp_path, monkeypatch):
+    """Method: every status of two steps is kept; they name the units of forwards, and steps, tiers and edges."""
+    seen = []
+    write = run_files.write
+    monkeypatch.setattr(
+        run_files, "write", lambda folder, kind, rank, content: (seen.append((kind, content)), write(folder, kind, rank, content))
+    )
+    model, optimizer = make()
+    with infinity.Watch(model, steps=2, folder=tmp_path, every=0.0) as watch:
+        for _ in range(2):
+            watch.update(loss=step(model, optimizer).item(), tokens=2)
+    told = [content for kind, content in seen if kind == run_files.STATUS]
+    assert {each["phase"] for each in told} >= {"starting", "forward", "step", "ended"}
+    assert {each["unit"] for each in told if each["phase"] == "forward"} == {"0", "1", "2", "3"}
+    last = told[-1]
+    assert last["step"] == last["steps"] == 2 and last["remaining_seconds"] == 0 and last["tokens_per_second"] > 0
+    assert last["tiers"]["host"]["charged_nbytes"] > 0 and last["edges"]["host->device"]["nbytes"] > 0
+    (history,) = run_files.read(tmp_path, run_files.HISTORY)
+    assert [point[0] for point in history["points"]] == [1, 2]
+
+
+def test_it_writes_no_more_often_than_it_is_told(tmp_path, monkeypatch):
+    writes = []
+    monkeypatch.setattr(run_files, "write", lambda folder, kind, rank, content: writes.append(kind))
+    model, optimizer = make()
+    with infinity.Watch(model, folder=tmp_path, every=3600.0) as watch:
+        for _ in range(5):
+            step(model, optimizer)
+            watch.update()
+    assert writes.count(run_files.STATUS) == 2  # as it began and as it ended
+
+
+def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    model, optimizer = make()
+    with infinity.Watch(model, folder=tmp_path / "file" / "below", every=0.0) as watch:
+        step(model, optimizer)
+        watch.update(loss=float("nan"))
+
+
+def test_a_loop_that_fails_says_so_and_its_hooks_are_gone(tmp_path):
+    model, optimizer = make()
+    hooks = sum(len(module._forward_pre_hooks) for module in model.modules())
+    with pytest.raises(KeyError), infinity.Watch(model, folder=tmp_path):
+        raise KeyError("mine")
+    assert statuses(tmp_path)[0]["phase"] == "ended by KeyError"
+    assert sum(len(module._forward_pre_hooks) for module in model.modules()) == hooks
+
+
+def test_a_long_history_is_thinned(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch_module, "MOST_POINTS", 8)
+    model, _ = make()
+    with infinity.Watch(model, folder=tmp_path, every=3600.0) as watch:
+        for _ in range(100):
+            watch.update(loss=1.0)
+    (history,) = run_files.read(tmp_path, run_files.HISTORY)
+    steps = [point[0] for point in history["points"]]
+    assert len(steps) <= 9 and steps == sorted(steps) and steps[-1] > 80
+
+
+def test_a_model_that_is_not_wrapped_is_refused(tmp_path):
+    with pytest.raises(infinity.UsageError, match="not wrapped"):
+        infinity.Watch(nn.Linear(2, 2), folder=tmp_path)
+    assert not list(tmp_path.iterdir()) and json.dumps({}) == "{}"

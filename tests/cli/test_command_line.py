@@ -1,0 +1,231 @@
+"""The command line as a whole: one screen of help, presets, files of options, completion, leftovers, and signals to a child."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from infinity.cli import SUBCOMMANDS, build_parser, main, presets
+from infinity.cli.completion import script, words
+from infinity.errors import ConfigError
+from infinity.machine import run_files
+
+TINY = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+SMALL = [
+    "--steps",
+    "2",
+    "--batch-size",
+    "2",
+    "--sequence-length",
+    "16",
+    "--eval-batches",
+    "1",
+    "--sample-bytes",
+    "4",
+    "--dtype",
+    "fp32",
+]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The current folder: a model, a text, a folder for swap files, a cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("INFINITY_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model.json").write_text(json.dumps(TINY))
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 200)
+    (tmp_path / "nvme").mkdir()
+    return tmp_path
+
+
+def test_the_help_is_one_screen(capsys):
+    """24 lines of 100 characters, with every subcommand and the exit status."""
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 100 and "Exit status" in "\n".join(lines)
+    assert all(any(line.split()[:1] == [name] for line in lines) for name in SUBCOMMANDS)
+
+
+def test_the_help_does_not_wait_for_torch():
+    code = "import sys; from infinity.cli import main; main(['train', '--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_every_command_has_json():
+    found = words(build_parser())
+    assert set(found) == set(SUBCOMMANDS) and all("--json" in options for options in found.values())
+
+
+# --- presets and files ---
+
+
+def parsed(*argv: str):
+    return build_parser().parse_args(presets.expanded(["train", *argv]))
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_a_preset_stands_before_the_command_line(name):
+    assert parsed("--preset", name).dtype == "auto" and parsed("--preset", name, "--dtype", "fp32").dtype == "fp32"
+    assert (parsed("--preset", name).lora_rank is not None) == (name == "lora")
+
+
+def test_a_file_has_the_same_options_and_the_command_line_goes_over_it(place):
+    """Method: text, numbers, switches and lists in the table `train`, in TOML and in JSON; each is what its option would give."""
+    (place / "a.toml").write_text(
+        'params = "host"\n[train]\nsteps = 7\nlr = 0.5\nresume = true\noverwrite = false\nnvme_path = ["a", "b"]\npreset = "cpu-only"\n'
+    )
+    (place / "a.json").write_text(
+        json.dumps(
+            {"params": "host", "train": {"steps": 7, "lr": 0.5, "resume": True, "nvme-path": ["a", "b"], "preset": "cpu-only"}}
+        )
+    )
+    for name in ("a.toml", "a.json"):
+        args = parsed("--config", name)
+        assert (args.steps, args.lr, args.resume, args.overwrite, args.nvme_path) == (7, 0.5, True, False, [Path("a"), Path("b")])
+        assert args.gradient_checkpointing and args.device == "cpu"
+        args = parsed(f"--config={name}", "--steps", "3", "--nvme-path", "c")
+        assert (args.steps, args.lr, args.nvme_path) == (3, 0.5, [Path("c")])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("train = 3", "not a table"), ("[train]\nsteps = {a = 1}", "train.steps is a dict"), ("x", "neither valid TOML")],
+)
+def test_a_file_that_is_none_is_refused(text, said, place, capsys):
+    (place / "a.toml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        parsed("--config", "a.toml")
+    assert main(["train", "--config", "a.toml"]) == 2 and said in capsys.readouterr().err
+
+
+def test_an_option_of_a_file_that_is_none_is_refused_by_name(place, capsys):
+    (place / "a.toml").write_text("[train]\nstepz = 3\n")
+    assert main(["train", "--config", "a.toml"]) == 2 and "--stepz" in capsys.readouterr().err
+
+
+def test_the_lora_preset_saves_adapters_that_peft_loads(place, capsys):
+    """Method: a folder of transformers' own, trained with the preset; the adapters load onto the same base, which is unchanged."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    base = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained("model.json"))
+    base.save_pretrained("base")
+    assert main(["train", "--preset", "lora", "--model", "base", "--data", "text.txt", "--out", "out", *SMALL]) == 0, (
+        capsys.readouterr()
+    )
+    assert Path("out", "adapter_model.safetensors").exists() and not Path("out", "model.safetensors").exists()
+    loaded = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained("base"), "out")
+    assert any(name.endswith("lora_B.default.weight") and param.any() for name, param in loaded.named_parameters())
+
+
+def test_lora_without_weights_is_refused(place, capsys):
+    assert main(["train", "--preset", "lora", "--model", "model.json"]) == 2 and "give --model a folder" in capsys.readouterr().err
+
+
+# --- completion ---
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("infinity pl", "plan"),
+        ("infinity train --lora", "--lora-rank"),
+        ("infinity train --preset cp", "cpu-only"),
+        ("infinity bench tili", "tiling"),
+        ("infinity completion z", "zsh"),
+    ],
+)
+def test_the_shell_completes(line, completed, tmp_path):
+    """Method: bash itself runs the script's function over a line that ends at the cursor."""
+    (tmp_path / "script").write_text(script(words(build_parser()), "bash"))
+    typed = " ".join(f"'{word}'" for word in line.split())
+    code = f"source {tmp_path}/script; COMP_WORDS=({typed}); COMP_CWORD={len(line.split()) - 1}; _infinity; echo ${{COMPREPLY[@]}}"
+    assert subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout.split() == [completed]
+
+
+# --- leftovers ---
+
+
+def data(root: Path, name: str, *files: str) -> Path:
+    (root / name).mkdir(parents=True)
+    for file in files:
+        (root / name / file).write_text("x")
+    return root / name
+
+
+def test_clean_finds_what_is_ours_and_leaves_everything_else(place, capsys, monkeypatch):
+    """Method: data of a save that was cut short, a run that is over and an old probe; beside each what looks like it and is not."""
+    monkeypatch.setattr("tempfile.tempdir", str(place / "tmp"))
+    (place / "tmp").mkdir()
+    ours = [data(place / "saved", "infinity-0123456789ab", "unit-00000.safetensors", "other.safetensors")]
+    theirs = [
+        data(place / "saved", "infinity-0123456789ac", "diary.txt"),
+        data(place / "saved", "infinity-mine", "other.safetensors"),
+    ]
+    runs = place / "cache" / "runs"
+    run_files.write(runs / "over", run_files.STATUS, 0, {"pid": os.getpid(), "started": 1, "host": os.uname().nodename})
+    process = run_files.this_process()
+    run_files.write(
+        runs / "alive", run_files.STATUS, 0, {"pid": process.pid, "started": process.started, "host": os.uname().nodename}
+    )
+    ours.append(runs / "over")
+    theirs.append(runs / "alive")
+    ours.append(data(place / "tmp", "infinity-probe-abcdefgh", "probe"))
+    theirs.append(data(place / "tmp", "infinity-probe-abcdefgi", "probe"))
+    theirs.append(data(place / "tmp", "infinity-probe-abcdefgj", "probe", "other"))
+    for old in (ours[-1], theirs[-1]):
+        os.utime(old, (0, 0))
+    assert main(["clean", "saved", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {Path(each["path"]).resolve() for each in found["leftovers"]} == {path.resolve() for path in ours} and not found[
+        "removed"
+    ]
+    assert all(path.exists() for path in ours)
+    assert main(["clean", "saved", "--yes"]) == 0
+    assert not any(path.exists() for path in ours) and all(path.exists() for path in theirs)
+    assert main(["clean", "nowhere"]) == 2
+
+
+# --- signals ---
+
+
+def launch(*more: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "infinity", "train", "--model", "model.json", "--data", "text.txt", "--params", "nvme", "--optimizer", "nvme",
+               "--nvme-path", "nvme", "--checkpoint", "saved", *SMALL, *more]  # fmt: skip
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_a_resumable_checkpoint_and_no_swap_files(signum, status, place):
+    """Method: a child gets the signal when its status says that it has taken steps; its checkpoint is continued to the end."""
+    child = launch("--steps", "100000")
+    deadline = time.monotonic() + 200
+    while not any(
+        each["step"] >= 2
+        for folder in run_files.runs(place / "cache" / "runs")
+        for each in run_files.read(folder, run_files.STATUS)
+    ):
+        assert child.poll() is None and time.monotonic() < deadline, child.stdout.read()
+        time.sleep(0.1)
+    assert not list((place / "nvme").iterdir())
+    child.send_signal(signum)
+    said = child.communicate(timeout=60)[0]
+    assert child.returncode == status and "--resume continues" in said, said
+    step = int(said.split("Interrupted after step ")[1].split()[0])
+    assert not list((place / "nvme").iterdir()) and sorted(path.name for path in (place / "saved").iterdir())[1:] == [
+        "manifest.json"
+    ]
+    # The schedule of the job is as long as it was said to be: it goes on from that step.
+    again = launch("--resume", "--steps", "100000")
+    while (line := again.stdout.readline()) and "Continuing from step" not in line:
+        pass
+    again.send_signal(signal.SIGTERM)
+    again.communicate(timeout=100)
+    assert f"Continuing from step {step} " in line

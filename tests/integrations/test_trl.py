@@ -1,0 +1,97 @@
+"""TRL's trainers over models at home equal TRL's own, to the bit.
+
+Method: the same run twice, ours with everything on disk, on rows of a `datasets.Dataset` and a tokenizer of 67 words.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_cases import SEED, arguments, assert_same, llama, on_disk
+
+import infinity
+from infinity.runtime.registry import is_wrapped
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+
+from infinity.integrations import InfinityDPOTrainer, InfinitySFTTrainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<s>", "</s>", "<pad>", *(f"w{i}" for i in range(64))]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+def texts(**lengths: int) -> Any:
+    drawn = random.Random(SEED)
+    return datasets.Dataset.from_list(
+        [{name: "".join(f" w{drawn.randrange(64)}" for _ in range(n)) for name, n in lengths.items()} for _ in range(12)]
+    )
+
+
+def run(kind: type, folder: Path, arguments_of: type, data: Any, more: dict[str, Any], **changes: Any) -> Any:
+    torch.manual_seed(SEED)
+    args = arguments(folder, arguments_of, max_length=16, max_steps=3, **changes)
+    trainer = kind(model=llama(), args=args, train_dataset=data, processing_class=tokenizer(), **more)
+    trainer.train()
+    return trainer
+
+
+def lora() -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize("packing", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_sft_is_the_same(packing, tmp_path):
+    data = texts(text=10)
+    ours = run(InfinitySFTTrainer, tmp_path, trl.SFTConfig, data, {"infinity": on_disk(tmp_path)}, packing=packing)
+    theirs = run(trl.SFTTrainer, tmp_path, trl.SFTConfig, data, {}, packing=packing)
+    assert_same(ours, theirs)
+
+
+def test_dpo_with_a_reference_that_streams_is_the_same(tmp_path):
+    """Also: the reference model has a home and budgets of its own, and nothing of it is stepped."""
+    data = texts(prompt=4, chosen=5, rejected=5)
+    homes = {"infinity": on_disk(tmp_path), "infinity_reference": on_disk(tmp_path, host_memory="64MiB")}
+    ours = run(InfinityDPOTrainer, tmp_path, trl.DPOConfig, data, {"ref_model": llama(), **homes})
+    theirs = run(trl.DPOTrainer, tmp_path, trl.DPOConfig, data, {"ref_model": llama()})
+    assert_same(ours, theirs)
+    assert is_wrapped(ours.ref_model)
+    stats = infinity.stats(ours.ref_model)
+    assert stats.tiers["host"].budget_nbytes == 64 * 2**20 and stats.edges["nvme->host"].nbytes > 0
+    assert stats.edges["host->nvme"].nbytes <= stats.tiers["nvme"].planned_nbytes, "the reference was written once"
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_lora_is_the_same(kind, tmp_path):
+    """Method: peft_config; DPO's reference is then the base model, its adapters off."""
+    ours, theirs, args = {
+        "sft": (InfinitySFTTrainer, trl.SFTTrainer, trl.SFTConfig),
+        "dpo": (InfinityDPOTrainer, trl.DPOTrainer, trl.DPOConfig),
+    }[kind]
+    data = texts(text=10) if kind == "sft" else texts(prompt=4, chosen=5, rejected=5)
+    assert_same(
+        run(ours, tmp_path, args, data, {"peft_config": lora(), "infinity": on_disk(tmp_path)}),
+        run(theirs, tmp_path, args, data, {"peft_config": lora()}),
+    )
+
+
+def test_a_reference_that_follows_the_policy_is_refused(tmp_path):
+    """Method: sync_ref_model changes the reference's weights in place, outside any forward; the error says so before step 2."""
+    data = texts(prompt=4, chosen=5, rejected=5)
+    more = {"ref_model": llama(), "infinity": on_disk(tmp_path)}
+    with pytest.raises(infinity.UsageError, match="sync_ref_model"):
+        run(InfinityDPOTrainer, tmp_path, trl.DPOConfig, data, more, sync_ref_model=True, ref_model_sync_steps=1)

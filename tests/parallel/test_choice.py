@@ -1,0 +1,88 @@
+"""Which schedule, how many chunks, cut where: without any rank."""
+
+from __future__ import annotations
+
+import made_pipeline_jobs
+import pytest
+import torch
+from torch import nn
+
+from infinity.config.config import Config
+from infinity.errors import ConfigError
+from infinity.parallel import measure_costs
+from infinity.parallel.choice import Choice, choose
+from infinity.parallel.stages import Chain, chain_of
+
+LAYER = 256 * 256 * 4 + 256 * 4  # bytes of one
+
+
+def chain(layers: int = 16) -> Chain:
+    return chain_of(nn.Sequential(*(nn.Linear(256, 256) for _ in range(layers))))
+
+
+def chosen(config: dict, ranks: int = 2, *, layers: int = 16, schedule: str = "auto", micro: int = 4, **options) -> Choice:
+    arguments = {"chunks": None, "costs": None, "load_rate": None, **options}
+    return choose(chain(layers), Config.make(config), ranks, schedule=schedule, micro_batches=micro, **arguments)
+
+
+def test_the_schedule_follows_the_home_of_the_weights():
+    assert chosen({"params": "device"}).name == "Interleaved1F1B"
+    assert chosen({"params": "device"}, layers=3).name == "1F1B"
+    below = chosen({"params": "host"})
+    assert below.name == "LoopedBFS" and "at most twice a step" in below.describe(chain())
+
+
+@pytest.mark.parametrize(
+    ("window", "chunks"), [(None, 2), (16 * LAYER, 2), (8 * LAYER, 2), (6 * LAYER, 3), (4 * LAYER, 4), (2 * LAYER, 8)]
+)
+def test_chunks_are_at_most_half_of_the_window(window, chunks):
+    found = chosen({"params": "host", "device_memory": window})
+    assert found.chunks == 2 * chunks
+    assert window is None or 2 * max(found.lengths) * LAYER <= window
+
+
+def test_an_interleaved_schedule_under_a_window_of_less_than_two_chunks_is_refused():
+    small = {"params": "host", "device_memory": 7 * LAYER}
+    for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
+        with pytest.raises(ConfigError, match=r"does not hold two of the largest.*Use schedule='LoopedBFS'"):
+            chosen(small, schedule=name)
+        assert chosen(small | {"device_memory": 8 * LAYER}, schedule=name).chunks == 4
+        assert chosen(small | {"params": "device"}, schedule=name).chunks == 4
+
+
+def test_cuts_follow_measured_costs_and_loading():
+    """Twice as dear layers at the end; with weights from a slow home, loading decides."""
+    costs = [1.0] * 12 + [3.0] * 4
+    found = chosen({"params": "device"}, costs=costs, chunks=1, schedule="1F1B")
+    assert found.lengths == (12, 4)
+    slow = chosen({"params": "host"}, costs=costs, chunks=1, schedule="1F1B", load_rate=LAYER / 1000)
+    assert slow.lengths == (8, 8)
+    fast = chosen({"params": "host"}, costs=costs, chunks=1, schedule="1F1B", load_rate=LAYER * 1000)
+    assert fast.lengths == (12, 4)
+    with pytest.raises(ConfigError, match="costs has 3 numbers, the model 16 layers"):
+        chosen({"params": "device"}, costs=[1.0, 2.0, 3.0])
+
+
+def test_chunks_lie_as_the_schedule_takes_them():
+    looped, v = chosen({"params": "host"}), chosen({"params": "device"}, schedule="ZBVZeroBubble")
+    assert [looped.chunks_of(rank) for rank in range(2)] == [[0, 2], [1, 3]] and looped.last_rank == 1
+    assert [v.chunks_of(rank) for rank in range(2)] == [[0, 3], [1, 2]] and v.last_rank == 0
+    assert sum(looped.lengths) == 16 and looped.layers_of(1) == range(4, 8)
+
+
+@pytest.mark.parametrize("where", ["here", "meta"])
+def test_costs_are_measured_one_layer_at_a_time(where, monkeypatch):
+    """A number for each layer; layers of one kind have the same one; the model is not changed."""
+    runs = []
+    monkeypatch.setattr("infinity.parallel.costs._time", lambda work, where: runs.append(work()) or float(len(runs)))
+    if where == "meta":
+        with torch.device("meta"):
+            model = made_pipeline_jobs.causal("llama")
+    else:
+        model = made_pipeline_jobs.causal("llama")
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    costs = measure_costs(model, torch.arange(24).view(2, 12), device="cpu", repeats=2)
+    assert len(costs) == 4 and costs[1] == costs[2] and len({*costs}) == 3 and len(runs) == 6
+    for name, param in model.named_parameters():
+        assert param.device == before[name].device and param.grad is None
+        assert param.is_meta or torch.equal(param, before[name])
