@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -95,9 +95,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     length = choose_sequence_length(args.sequence_length, model_config)
     if getattr(model_config.get_text_config(), "vocab_size", 1) == 0:
         raise ConfigError(f"{args.model}: a model with a vocabulary of 0 has nothing to predict")
-    for option, value, least in (("batch-size", args.batch_size, 1), ("sequence-length", length, 2)):
-        if value < least:
-            raise ConfigError(f"--{option} {value}: give at least {least}")
+    _check_at_least((("batch-size", args.batch_size, 1), ("sequence-length", length, 2)))
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
     with torch.device("meta"):
         try:
@@ -127,6 +125,12 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         "bottleneck": prediction.bottleneck,
         **({"deepspeed": _deepspeed(model, config)} if args.deepspeed is not None else {}),
     }
+
+
+def _check_at_least(options: Iterable[tuple[str, int, int]]) -> None:
+    for option, value, least in options:
+        if value < least:
+            raise ConfigError(f"--{option} {value}: give at least {least}")
 
 
 def _deepspeed(model, config) -> dict[str, Any]:

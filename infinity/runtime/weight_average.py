@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -23,12 +23,26 @@ from ..errors import UsageError
 from ..state.handle import ParamHandle
 from ..state.shard import ParamShard
 from ..storage.arrays import StateArray
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .running import Running
 
 Blend = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
 PIECE_NUMEL = 4 * 1024 * 1024  # whole vectors of every processor, so that each element rounds as in a whole tensor
+
+
+class Averaged(Running, Protocol):
+    """The engine, as its average sees it."""
+
+    average: WeightAverage | None  # None: no average is kept
+
+    @property
+    def step_index(self) -> int:
+        """Optimizer steps that were made."""
+
+    def refuse_averaged(self, what: str) -> None:
+        """Raises UsageError while the model has the averages for its weights."""
+
+    def wait_idle(self) -> None:
+        """Waits until every byte is at home."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,7 @@ class Progress:
 class WeightAverage:
     """The averages of one engine's trained parameters: fp32 where they have masters, else in the parameters' dtype."""
 
-    def __init__(self, engine: Engine, blend: Blend):
+    def __init__(self, engine: Averaged, blend: Blend):
         self._engine, self._blend = weakref.ref(engine), blend
         self.count = 0  # updates
         self.is_exchanged = False
@@ -66,7 +80,7 @@ class WeightAverage:
             raise
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Averaged:
         """The engine. Raises UsageError when it is gone."""
         if (engine := self._engine()) is None or not engine.is_open:
             raise UsageError("the average went with its model, which was unwrapped or is gone")
