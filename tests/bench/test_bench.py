@@ -87,6 +87,7 @@ def test_jobs_of_a_gpu_run_without_one(tmp_path):
     ("train_ways", {"train.clip.ahead.infinity_nvme", "train.micro8.plain", "train.units8.infinity_host"}),
     ("train_1b", {"train_1b.plain", "train_1b.infinity_nvme"}),
     ("tiling", {"tiling.width.64", "tiling.head.tiles.grown"}),
+    ("disks", {"disks.one", "disks.unit", "disks.units8", "disks.ranks8", "disks.slow_one"}),
     ("startup", {"startup.host.inference", "startup.nvme.training"}),
 ])  # fmt: skip
 def test_end_to_end_themes_run_with_small_models(tmp_path, theme, expected):
