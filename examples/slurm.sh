@@ -12,7 +12,8 @@
 set -euo pipefail
 
 GPUS=${SLURM_GPUS_ON_NODE:-8}
-FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+FIRST=${HOSTS%%$'\n'*} # not by a pipe to head, which may end scontrol, and with it this script
 # Swap files belong on a disk of the machine itself, not on a network: $SLURM_TMPDIR is found without being named.
 export INFINITY_CACHE="${SLURM_SUBMIT_DIR:-.}/cache"
 # Pinned memory and io_uring's buffers count as locked: the limit has to be raised by the cluster where it is small.

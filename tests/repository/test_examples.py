@@ -142,9 +142,8 @@ def test_the_slurm_script_starts_torchrun_on_every_machine(tmp_path):
         "SLURM_JOB_NODELIST": "x",
     }
     job = subprocess.Popen(["bash", EXAMPLES / "slurm.sh", "train.py", "saved"], env=variables, stdout=subprocess.PIPE, text=True)
-    line = job.stdout.readline()
-    while "torchrun" not in line:
-        line = job.stdout.readline()
+    while (line := job.stdout.readline()) and "torchrun" not in line:
+        pass
     assert "--nnodes 2 --nproc-per-node 8" in line and "first:29500" in line and line.split()[-2:] == ["train.py", "saved"]
     job.terminate()
     assert "saved" in job.communicate(timeout=20)[0]
