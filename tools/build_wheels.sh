@@ -11,8 +11,10 @@ export INFINITY_CUDA=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 found=0
 for version in 3.11 3.12 3.13; do
-    python=$(ls -d "$HOME"/.pyenv/versions/$version.*/bin/python 2>/dev/null | tail -1)
-    [ -n "$python" ] || python=$(command -v "python$version" || true)
+    python=$(command -v "python$version" || true)
+    if ! "${python:-false}" -c "" 2>/dev/null; then  # pyenv's own names work only where a version was chosen
+        python=$(ls -d "$(pyenv root 2>/dev/null)"/versions/$version.*/bin/python 2>/dev/null | tail -1)
+    fi
     [ -n "$python" ] || { echo "python$version is not here"; continue; }
     place="$out/work-$version"
     rm -rf "$place" && mkdir -p "$place/raw"

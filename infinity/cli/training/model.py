@@ -174,7 +174,7 @@ def is_streamed(model: nn.Module, path: Path | None) -> bool:
 
 
 def add_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """Freezes the model and adds low-rank adapters (Hu et al. 2021) to its linear layers. Raises ConfigError without peft."""
+    """Adds low-rank adapters (Hu et al. 2021) to the linear layers, and freezes all else. Raises ConfigError without peft."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
