@@ -36,6 +36,8 @@ class Parking:
     def park(self, arrays: list[StateArray], folder: str) -> None:
         """Writes ``arrays`` to a swap file in ``folder`` and gives their memory back. Raises CapacityError or StorageError where the disk has no room: what
         was parked by then stays parked."""
+        if arrays:
+            self._store.need_service()
         for array in arrays:
             place = self._store.allocate_more(Tier.NVME, array.nbytes, "parked state", folder=folder)
             flat = array.flat.view(torch.uint8)

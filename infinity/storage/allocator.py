@@ -165,6 +165,15 @@ class ArrayAllocator:
             self._spaces.append((volume, offset + nbytes, size - nbytes))
         return volume, offset, nbytes
 
+    def need_service(self) -> None:
+        """Makes a service buffer for a disk where the plan had none. Raises CapacityError over the budget."""
+        if self._service.capacity_nbytes < native.CHECKSUM_NBYTES:
+            charge = self.ledger.reserve(Tier.HOST, MIB, "the store's service buffer")
+            self._charges.append(charge)
+            self.ledger.accounts[Tier.HOST].planned_nbytes += MIB
+            self._service = native.PinnedPool(self.make_region(MIB, copied=False))
+            self._service_nbytes = MIB
+
     def empty(self, array: StateArray) -> None:
         """Gives the memory of ``array`` back to the system; what was in it is elsewhere. Its address stays."""
         if array.region is not None:

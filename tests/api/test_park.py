@@ -15,6 +15,7 @@ from models import at_home, differing, loss_of, tokens, transformer
 from torch import nn
 
 import infinity
+from infinity import native
 
 SEED = 181
 
@@ -139,3 +140,13 @@ def test_what_cannot_be_parked_is_refused(tmp_path):
     with pytest.raises(infinity.CapacityError):
         infinity.park(small, tmp_path)
     small(tokens(SEED))
+
+
+def test_a_region_that_is_discarded_keeps_its_address_and_reads_as_zeros():
+    region = native.Region(3 * 2**20, True, 1)
+    flat = native.tensor_at(region, region.address, 3 * 2**20, torch.uint8)
+    flat.fill_(7)
+    region.discard()
+    assert flat.data_ptr() == region.address and not flat.any()
+    flat.fill_(9)
+    assert bool((flat == 9).all())

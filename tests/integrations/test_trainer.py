@@ -6,12 +6,14 @@ Trainer's default optimizer, torch's fused AdamW, rounds as the engine's kernels
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import differing
+from ranks import run_torchrun
 from torch import nn
 from trainer_cases import SEED, arguments, assert_same, llama, logged, on_disk, rows, sizes, values
 
@@ -161,3 +163,18 @@ def test_predict_with_generate_gives_the_same_tokens(tmp_path):
 def test_what_casts_the_model_is_refused(changes, tmp_path):
     with pytest.raises(infinity.ConfigError, match=next(iter(changes))):
         InfinityTrainer(model=llama(), args=arguments(tmp_path, **changes), train_dataset=rows(4))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_ranks_train_as_with_data_parallelism(tmp_path):
+    """Method: torchrun with two ranks over gloo; losses and weights are those of transformers' Trainer with DistributedDataParallel, but for
+    the order of sums, and a checkpoint resumes to the bit."""
+    script = Path(__file__).parents[1] / "support" / "trainer_ranks.py"
+    done = run_torchrun(2, [str(script), str(tmp_path)], seconds=540)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["resumed"]
+    assert told["furthest"] < 1e-5
+    assert told["losses"][0] == pytest.approx(told["losses"][1], rel=1e-5) and len(told["losses"][0]) == 3
+    assert told["evaluated"][0] == pytest.approx(told["evaluated"][1], rel=1e-5) and told["evaluated"][0]
