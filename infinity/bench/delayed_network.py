@@ -88,7 +88,7 @@ def _ip(*words: str) -> None:
 
 
 def switch(seconds: float, addresses: list[str], files: list[int]) -> None:
-    """Carries packets between the devices ``files``, each ``seconds`` after it was sent, for ever."""
+    """Moves packets between the devices ``files``, each ``seconds`` after it was sent, for ever."""
     device_of = {bytes(map(int, address.split("."))): file for address, file in zip(addresses, files)}
     underway: deque[tuple[float, int, bytes]] = deque()
     selector = selectors.DefaultSelector()

@@ -60,7 +60,7 @@ class Lockstep:
         self._is_over = True
 
     def digest_of(self, key: bytes) -> bytes:
-        """Digests the sequence of the last pass that is known by ``key``; zeros where there was none."""
+        """Makes a digest of the sequence of the last pass that is known by ``key``; zeros where there was none."""
         if key not in self._known:
             return bytes(DIGEST_NBYTES)
         said = repr([(each.what, each.nbytes) for each in self._known[key]])
@@ -72,7 +72,7 @@ class Lockstep:
         self._agreed = self._known[key] if agreed else None
 
     def goes_on_with(self, key: bytes) -> bool:
-        """Whether the agreed pass that has begun is known by ``key``, and nothing of it was started yet."""
+        """Tells whether the agreed pass that has begun is known by ``key``, and nothing of it was started yet."""
         return self._agreed is not None and not self._is_over and not self._started and self._key == key
 
     # --- what comes next ---
