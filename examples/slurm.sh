@@ -19,8 +19,8 @@ export INFINITY_CACHE="${SLURM_SUBMIT_DIR:-.}/cache"
 # Pinned memory and io_uring's buffers count as locked: the limit has to be raised by the cluster where it is small.
 ulimit -l unlimited || echo "locked memory is limited to $(ulimit -l) KiB: see infinity env"
 
+trap '[ -z "${child:-}" ] || kill -TERM "$child"; wait' TERM
 srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$GPUS" --rdzv-backend c10d --rdzv-endpoint "$FIRST:29500" \
     --rdzv-id "$SLURM_JOB_ID" "$@" &
 child=$!
-trap 'kill -TERM $child; wait $child' TERM
 wait $child

@@ -130,7 +130,7 @@ def test_the_slurm_script_starts_torchrun_on_every_machine(tmp_path):
     """Method: bash runs it with stand-ins for Slurm's commands: the ranks of all machines meet at the first, and a signal is handed on."""
     for name, text in {
         "scontrol": "echo first; echo second",
-        "srun": 'echo "$@"; trap "kill \\$!; echo saved; exit 0" TERM; sleep 30 > /dev/null & wait',
+        "srun": 'trap "kill \\$!; echo saved; exit 0" TERM; echo "$@"; sleep 30 > /dev/null & wait',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
