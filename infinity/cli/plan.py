@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import infinity
 
@@ -20,14 +20,6 @@ from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
 from .training.options import HOMES
 from .training.settings import AUTO, engine_config, engine_settings
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ..config.config import Config
-    from ..planning.cluster import Machine
-    from ..planning.memory_plan import MemoryPlan
-    from ..planning.unit_sizes import UnitSize
 
 USABLE = 0.9  # of a machine's memory and disks: the rest is the system's, and the libraries'
 BAR = 48  # characters of the memory map
@@ -75,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
 def make(args: argparse.Namespace) -> dict[str, Any]:
     """Makes the plan as plain data. Raises CapacityError, with the numbers, when nothing fits."""
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     from ..api.lay_out import lay_out
@@ -97,11 +88,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"{args.model}: a model with a vocabulary of 0 has nothing to predict")
     _check_at_least((("batch-size", args.batch_size, 1), ("sequence-length", length, 2)))
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
-    with torch.device("meta"):
-        try:
-            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=args.trust_remote_code)
-        except Exception as error:  # noqa: BLE001 - a config may be wrong in every way
-            raise ConfigError(f"transformers cannot build a causal LM from {args.model}: {error!r}") from None
+    model = _build(args, model_config, dtype)
     config = engine_config(settings, model)
     optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
     if machine is not None:
@@ -133,6 +120,18 @@ def _check_at_least(options: Iterable[tuple[str, int, int]]) -> None:
             raise ConfigError(f"--{option} {value}: give at least {least}")
 
 
+def _build(args: argparse.Namespace, model_config: Any, dtype: Any) -> Any:
+    """The model of a config, on ``meta``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        try:
+            return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=args.trust_remote_code)
+        except Exception as error:  # noqa: BLE001 - a config may be wrong in every way
+            raise ConfigError(f"transformers cannot build a causal LM from {args.model}: {error!r}") from None
+
+
 def _deepspeed(model, config) -> dict[str, Any]:
     """What DeepSpeed would keep and move with the same homes."""
     from ..planning.deepspeed_bytes import deepspeed_bytes
@@ -142,7 +141,7 @@ def _deepspeed(model, config) -> dict[str, Any]:
     return asdict(deepspeed_bytes(sum(sizes), max(sizes), **homes))
 
 
-def _described(model: nn.Module, plan: MemoryPlan, units: list[UnitSize]) -> dict[str, Any]:
+def _described(model: Any, plan: Any, units: list[Any]) -> dict[str, Any]:
     return {
         "parameters": sum(param.numel() for param in model.parameters()),
         "units": list(_units(plan, units)),
@@ -152,11 +151,11 @@ def _described(model: nn.Module, plan: MemoryPlan, units: list[UnitSize]) -> dic
 
 def _plan_cluster(
     args: argparse.Namespace,
-    machine: Machine,
-    model: nn.Module,
+    machine: Any,
+    model: Any,
     model_config: Any,
     optimizer: Any,
-    config: Config,
+    config: Any,
     length: int,
 ) -> dict[str, Any]:
     """Plans one rank of ``args.nodes`` machines; nothing of this one is measured."""
@@ -187,7 +186,7 @@ def _plan_cluster(
     }
 
 
-def _settings(args: argparse.Namespace, machine: Machine | None) -> dict[str, Any]:
+def _settings(args: argparse.Namespace, machine: Any | None) -> dict[str, Any]:
     from ..machine import scratch
 
     if machine is not None:  # each rank's part of its node

@@ -9,12 +9,33 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from .channel import Channel
+from ..errors import InfinityError
+from .lockstep import Lockstep
+from .tree import Merge, Tree
+
+
+class Place(Protocol):
+    """What a meeting asks of the channel where it is held."""
+
+    lockstep: Lockstep
+    tree: Tree
+    flags_nbytes: int
+
+    def raise_alarm(self) -> None:
+        """Calls the ranks that wait elsewhere."""
+
+    def complete(self, merge: Merge, what: str) -> torch.Tensor:
+        """Waits for the result of ``merge``."""
+
+    def come_together(self, reach: int) -> None:
+        """Ends the agreement on a sequence."""
+
+    def refusal(self, what: str) -> InfinityError:
+        """Makes the error of a meeting at which not all could say the same."""
 
 
 class Word(IntEnum):
@@ -36,7 +57,7 @@ class Meeting:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: Place,
         what: str,
         flags: Sequence[int] = (),
         *,

@@ -190,9 +190,7 @@ class Engine:
     def refuse_averaged(self, what: str) -> None:
         """Raises UsageError while the model has its averages for weights."""
         if self.average is not None and self.average.is_exchanged:
-            raise UsageError(
-                f"{what} is not to be had inside `with average.applied()`: the model has its average for weights there"
-            )
+            raise UsageError(f"{what} is not to be had inside `with average.applied()`: the model has its average for weights")
 
     def recover(self, *, finishing: bool = True) -> None:
         """Puts right what an exception left, if there was one. Asked while no other use is running. ``finishing``: what had to be whole

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from infinity.distributed import collectives as module
+from infinity.distributed import exchanges
 from infinity.distributed.collectives import BACKWARD_OVER, MOST_OFFERED, Collectives
 from infinity.distributed.data_ranks import DataRanks
 from infinity.distributed.lockstep import Lockstep
@@ -57,8 +58,9 @@ def test_an_offer_is_the_least_of_all_ranks(mine, theirs, least):
 @pytest.fixture
 def both(monkeypatch) -> Callable[..., list]:
     """Runs something on two ranks, given each one's collectives; ``axis``: what the ranks have each a part of."""
-    monkeypatch.setattr(module, "all_gather", pair.all_gather)
-    monkeypatch.setattr(module, "dist", pair)
+    for each in (module, exchanges):
+        monkeypatch.setattr(each, "all_gather", pair.all_gather)
+        monkeypatch.setattr(each, "dist", pair)
     monkeypatch.setattr(DataRanks, "world_rank", property(lambda ranks: next(iter(ranks.channels)).rank))
 
     def run(work: Callable[[Collectives], Any], *, axis: str = "row", **more: Any) -> list:
@@ -113,11 +115,10 @@ def test_a_compressed_gather_passes_a_quarter_within_half_a_step(both):
         assert half.abs().max() <= largest / 254 * 1.001
 
 
-def test_a_gather_tells_whether_both_expect_the_same_units(both):
+def test_a_pass_tells_whether_both_expect_the_same_units(both):
     def work(traces: list[list[int]]) -> Callable[[Collectives], bool]:
         def gather(collectives: Collectives) -> bool:
-            collectives.note_trace(traces[collectives.ranks.rank])
-            assert not collectives.traces_agree  # as long as nobody met
+            collectives.begin_pass(traces[collectives.ranks.rank], [], training=True)
             collectives.gather(filled(collectives), "unit 0").wait()
             return collectives.traces_agree
 
@@ -254,9 +255,9 @@ def test_what_one_rank_raises_all_raise_and_can_go_on(both):
 
 def test_ranks_that_are_at_other_steps_are_told(both):
     def work(collectives: Collectives) -> str:
-        collectives.progress.note(steps=2, backwards=collectives.ranks.channels[0].rank)
+        collectives.note_progress(steps=2, backwards=collectives.ranks.channels[0].rank)
         try:
-            collectives.rendezvous("step()", over_stages="a step")
+            collectives.meet_for_step("step()", over_stages="a step", trace=[])
         except UsageError as error:
             return str(error)
         return "met"

@@ -74,13 +74,22 @@ class Shard:
         return begin, max(begin, min(place.end, last))
 
 
+class Handle(SimpleNamespace):
+    """One parameter's."""
+
+    def __init__(self, unit: Any, shard: Shard, index: int):
+        super().__init__(unit=unit, shard=shard, index=index)
+
+    __hash__, __eq__ = object.__hash__, object.__eq__
+
+
 class Unit(ParamUnit):
     """One with shards of a row of two, which needs no store."""
 
     def __init__(self, index: int, rank: int, is_shared: bool):
         self.index, self.name, self._is_shared = index, f"unit {index}", is_shared
         self.shards = [Shard(rank, [torch.zeros(NUMEL), torch.zeros(NUMEL)])]
-        self.handles = [SimpleNamespace(unit=self, shard=self.shards[0], index=i) for i in range(2)]
+        self.handles = [Handle(self, self.shards[0], i) for i in range(2)]
 
 
 class Bank:
@@ -110,7 +119,13 @@ class Rank:
             schedule.use(unit.index)
         self.bank, self.reduced = Bank(device), []
         self.reducer = Reducer(
-            Collectives(pair, rank, shard), self.units, self.bank, ledger, schedule, lambda unit: self.reduced.append(unit.index)
+            Collectives(pair, rank, shard),
+            self.units,
+            self.bank,
+            ledger,
+            schedule,
+            lambda unit: self.reduced.append(unit.index),
+            lambda: True,
         )
 
     def gets(self, unit: int, value: float, params: tuple[int, ...] = (0, 1)) -> None:

@@ -73,13 +73,13 @@ class PairChannel:
 
 def all_gather(whole: torch.Tensor, mine: torch.Tensor, *, group: PairChannel, async_op: bool = False) -> Any:
     both = torch.cat(group.pair.exchange(group.rank, "all_gather", mine.clone()))
-    return SimpleNamespace(wait=lambda: whole.copy_(both)) if async_op else whole.copy_(both)
+    return SimpleNamespace(wait=lambda *_: whole.copy_(both), is_completed=lambda: True) if async_op else whole.copy_(both)
 
 
 def all_to_all_single(received: torch.Tensor, sent: torch.Tensor, *, group: PairChannel, async_op: bool) -> Any:
     both = group.pair.exchange(group.rank, "all_to_all", sent.clone())
     mine = torch.cat([each.view(2, -1)[group.rank] for each in both])
-    return SimpleNamespace(wait=lambda: received.copy_(mine))
+    return SimpleNamespace(wait=lambda *_: received.copy_(mine), is_completed=lambda: True)
 
 
 def broadcast(tensor: torch.Tensor, source: int, *, group: PairChannel) -> None:
