@@ -170,8 +170,8 @@ def test_every_rank_lands_its_slice_of_the_average_whatever_order_gradients_come
     for rank in ranks:
         assert [sum(rank.averages(unit)) for unit in range(UNITS)] == [2.0 * unit + 5 for unit in range(UNITS)]
         assert sorted(rank.reduced) == [0, 1, 2, 3] and rank.reduced == ranks[0].reduced and rank.account.charged_nbytes == 0
-    reductions = [what for what in ranks[0].pair.meetings if what.startswith("reducing")]
-    assert list(dict.fromkeys(reductions)) == [f"reducing unit {unit} (0)" for unit in (3, 2, 1, 0)]
+    reductions = [what.removesuffix(" (0)") for what in ranks[0].pair.meetings if what.startswith("reducing")]
+    assert list(dict.fromkeys(reductions)) == [f"reducing unit {unit}" for unit in (3, 2, 1, 0)]
 
 
 def test_units_that_several_modules_share_come_last():
