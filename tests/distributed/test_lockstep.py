@@ -36,7 +36,7 @@ def two(tmp_path_factory) -> dict[str, list[Any]]:
     jobs: dict[str, dict] = {f"parts:{how}": {"how": how} for how in HOWS}
     jobs |= {f"parts:whole-{how}": {"how": how, "shard": "gradients"} for how in ("raises in a backward", "evaluates")}
     jobs |= {f"changes:{shard}": {"shard": shard} for shard in ("parameters", "gradients", "optimizer")}
-    jobs |= {f"moved:{budget}": {"config": {"device_memory": budget}} for budget in (None, "260KiB", "300KiB", "400KiB")}
+    jobs |= {f"moved:{budget}": {"config": {"device_memory": budget}} for budget in (None, "520KiB", "600KiB", "800KiB")}
     jobs["moved:nvme"] = {"config": models.at_home("nvme", "nvme", tmp_path_factory.mktemp("swap")) | {"host_memory": "6MiB"}}
     jobs |= {f"counted:{blocks}": {"blocks": blocks} for blocks in (4, 12)}
     return launched(tmp_path_factory.mktemp("two"), 2, jobs)
@@ -116,17 +116,19 @@ def test_meetings_of_a_step_do_not_grow_with_the_model(two):
     assert many[0] > few[0] > 4
 
 
-@pytest.mark.parametrize("budget", [None, "260KiB", "300KiB", "400KiB", "nvme"])
+@pytest.mark.parametrize("budget", [None, "520KiB", "600KiB", "800KiB", "nvme"])
 def test_a_step_moves_the_bytes_that_the_plan_predicts(two, budget):
-    """Over every edge and from the other rank, in windows of two to all units, in the steady state: exactly."""
+    """Over every edge and from the other rank, in windows of two to all units, in the steady state: exactly, but for reads of a disk."""
     for of_rank in two[f"moved:{budget}"]:
         found, predicted = of_rank["found"], of_rank["predicted"]
+        # What is still on its way to the disk is read from memory, as it comes.
+        assert found.pop("nvme->host") == pytest.approx(predicted.pop("nvme->host"), rel=0.15)
         assert {name: predicted[name] for name in found if name in predicted} == {
             name: found[name] for name in found if name in predicted
         }
         assert found["all-gather"] > 0 and found["reduce-scatter"] > 0
     assert (
-        len({sum(two[f"moved:{each}"][0]["gathers"]) for each in ("260KiB", "300KiB", "400KiB")}) == 3
+        len({sum(two[f"moved:{each}"][0]["gathers"]) for each in ("520KiB", "600KiB", "800KiB")}) == 3
     )  # the twin: they do differ
 
 

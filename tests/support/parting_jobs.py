@@ -202,12 +202,12 @@ def counted(blocks: int) -> dict[str, Any]:
 
 def moved(config: dict, blocks: int = 8) -> dict[str, Any]:
     """Bytes of a step in the steady state, over every edge and from other ranks, and what the plan of the same job predicts."""
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(blocks)))
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(blocks)))  # each rank has half of each
     config = {"params": "host", "optimizer": "host", "units": ["Linear"]} | config
     model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), config)
     engine, counted = wrapped(model).engine, []
     for step in range(6):
-        model(data(step, dist.get_rank())).square().mean().backward()
+        model(data(step, dist.get_rank()).repeat(1, 2)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         engine.wait_idle()
