@@ -62,7 +62,7 @@ def test_only_gradients_that_are_added_to_are_read(tmp_path, monkeypatch, micro)
             for turn in range(micro):
                 read.clear()
                 model(x + turn, step != 1).backward()
-                engine.gradients.close_all(grads.values())
+                engine.gradients.homes.close_all(grads.values())
                 found = {array for array in read if array in grads}
                 assert found == (set() if turn == 0 or home == "host" else set(grads))
             optimizer.step()

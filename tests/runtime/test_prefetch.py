@@ -47,7 +47,7 @@ def test_a_unit_goes_home_from_every_stage(residency):
     """What is under way is finished, or dropped, before its memory goes."""
     unit, device = Unit(residency), Device(torch.device("cpu"), Traffic())
     prefetcher = Prefetcher(
-        [unit], SimpleNamespace(), Ledger(), Schedule(), window_nbytes=8, units_ahead=1, give_way=lambda: False,
+        [unit], SimpleNamespace(), Ledger(), Schedule(), window_nbytes=8, units_ahead=1, give_way=lambda: False, before_gather=lambda: None,
         collectives=Collectives(), device=device, journal=Journal(),
     )  # fmt: skip
     prefetcher.release_all([unit])
