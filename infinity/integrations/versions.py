@@ -12,7 +12,6 @@ logger = logging.getLogger(__name__)
 # The one place: the tests run against these, and docs/integrations.md is compared with them.
 TESTED = {
     "transformers": "5.23", "accelerate": "1.15", "peft": "0.21", "trl": "1.16", "lightning": "2.6", "datasets": "5.2",
-    "diffusers": "0.39",
 }  # fmt: skip
 
 _told: set[str] = set()  # libraries whose version was warned about in this process

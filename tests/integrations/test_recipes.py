@@ -15,7 +15,7 @@ from infinity.integrations import __all__ as PUBLIC
 from infinity.integrations import versions
 
 TEXT = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
-LIBRARIES = [name for name in versions.TESTED if name != "diffusers"]
+LIBRARIES = list(versions.TESTED)
 
 
 @pytest.mark.slow
