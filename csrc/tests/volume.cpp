@@ -261,8 +261,10 @@ TEST(volume, one_hung_disk_of_eight_is_named_in_time_and_the_others_go_on) {
   for (const std::string& kind : {std::string("uring"), std::string("threads")}) {
     std::string why;
     if (kind == "uring" && !make_uring_backend(4, why)) continue;
-    // Never destroyed: what hangs would be left behind.
-    const Disks& disks = *new Disks(kind, std::vector<std::uint64_t>(8, 2), 16 * kStripe, {}, &plan, 0, 2, 0.3);
+    // Never destroyed: what hangs would be left behind. Kept where a sanitizer finds it.
+    static auto& kept = *new std::vector<const Disks*>;
+    kept.push_back(new Disks(kind, std::vector<std::uint64_t>(8, 2), 16 * kStripe, {}, &plan, 0, 2, 0.3));
+    const Disks& disks = *kept.back();
     static const Memory source(16 * kStripe), target(16 * kStripe);
     Extent extent = Extent::in_volume(disks.volume, 0, 16 * kStripe);
     const TicketPtr written = extent.write(*disks.engine, 0, source.span);
