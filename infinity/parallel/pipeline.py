@@ -173,6 +173,17 @@ def _find_ties(chain: Chain, chunks: Sequence[nn.Module], rank_of: Callable[[int
     return Ties(list(shared), counts=rank == rank_of(0))
 
 
+def _refuse_others(everyones: list[tuple[int, dict[str, Any]]]) -> None:
+    """Raises UsageError where ranks, each with the digests of its batch, have other batches."""
+    (first, theirs), *others = everyones
+    for rank, digests in others:
+        if differing := [name for name in {**theirs, **digests} if theirs.get(name) != digests.get(name)]:
+            raise UsageError(
+                f"ranks {first} and {rank} have other batches ({', '.join(differing)}), though they have other parts of one model: give all ranks "
+                "of one coordinate of the data axes the same batch (a sampler by mesh.get_local_rank('dp'), not by the rank)"
+            )
+
+
 class Pipeline:
     """This rank's chunks of a model, and the schedule that runs them. Every rank of the job calls :meth:`step` together."""
 
@@ -211,10 +222,9 @@ class Pipeline:
 
         Raises UsageError for a batch that does not divide by the micro-batches, or is another one on other stages.
         """
-        inputs, target, batch = self._parts(inputs, target, batch)
+        schedule, inputs, target, batch = self._agree_on(inputs, target, batch)
         losses: list[torch.Tensor] = []
         arguments: dict[str, Any] = {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
-        schedule = self._agree_on(inputs, target, batch)
         with self._in_parts(), self._ties.adding_up(self._engine) if self._ties is not None else nullcontext():
             schedule.step(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
         return self._tell(losses)
@@ -222,10 +232,9 @@ class Pipeline:
     @torch.no_grad()
     def eval(self, inputs: torch.Tensor | None = None, target: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:
         """Runs the forward alone. Returns the loss, on every rank."""
-        inputs, target, batch = self._parts(inputs, target, batch)
+        schedule, inputs, target, batch = self._agree_on(inputs, target, batch)
         losses: list[torch.Tensor] = []
         arguments: dict[str, Any] = {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
-        schedule = self._agree_on(inputs, target, batch)
         with self._in_parts():
             schedule.eval(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
         return self._tell(losses)
@@ -242,28 +251,27 @@ class Pipeline:
         self._counted = int((target[..., 1:] != IGNORED).sum()) if self._loss_fn is None else 1
         return inputs, target, batch
 
-    def _agree_on(self, inputs: torch.Tensor, target: torch.Tensor, batch: dict[str, Any]) -> Any:
-        """Returns the schedule for batches of this shape. Raises UsageError where stages, or parts of tensors, were given other batches:
-        outputs of one would be compared with labels of another."""
-        given = {"the inputs": inputs, "the targets": target, **batch}
-        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        ranks = self._engine.ranks
-        mine = dist.get_rank(), {name: digest_of(value) for name, value in tensors.items()}
-        channels = [channel for channel in (ranks.tensor, ranks.stages) if channel is not None]
-        (first, theirs), *others = self._engine.collectives.collect(mine, "the batch of a pipeline's step", channels)
-        for rank, digests in others:
-            if differing := [name for name in {**theirs, **digests} if theirs.get(name) != digests.get(name)]:
-                raise UsageError(
-                    f"ranks {first} and {rank} have other batches ({', '.join(differing)}), though they have other parts of one model: give all ranks "
-                    "of one coordinate of the data axes the same batch (a sampler by mesh.get_local_rank('dp'), not by the rank)"
-                )
+    def _agree_on(self, inputs: Any, target: Any, batch: dict[str, Any]) -> tuple[Any, torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Returns the schedule for batches of this shape, and what it is given. Raises UsageError on all ranks where one has no batch that
+        divides, or where stages, or parts of tensors, were given other batches: outputs of one would be compared with labels of another."""
+        collectives, ranks = self._engine.collectives, self._engine.ranks
+        with self._engine.using():
+            with collectives.together("the batch of a pipeline"):
+                inputs, target, batch = self._parts(inputs, target, batch)
+            given = {"the inputs": inputs, "the targets": target, **batch}
+            tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+            mine = dist.get_rank(), {name: digest_of(value) for name, value in tensors.items()}
+            channels = [channel for channel in (ranks.tensor, ranks.stages) if channel is not None]
+            everyones = collectives.collect(mine, "digests of the batch of a pipeline", channels)
+            with collectives.together("having compared the batch of a pipeline"):  # other data ranks have others, and do not see it
+                _refuse_others(everyones)
         shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in tensors.items())
         if shapes not in self._schedules:
             self._schedules[shapes] = self._make_schedule()
         self._schedules.move_to_end(shapes)
         while len(self._schedules) > KEPT_SHAPES:
             self._schedules.popitem(last=False)
-        return self._schedules[shapes]
+        return self._schedules[shapes], inputs, target, batch
 
     def _in_parts(self) -> AbstractContextManager[None]:
         return self._boundaries.in_parts() if self._boundaries is not None else nullcontext()

@@ -140,7 +140,8 @@ def test_stages_with_other_batches_are_told_before_anything_runs(two, schedule):
     """Outputs of one batch would be compared with the labels of another, and nobody would see."""
     for rank in two[f"shapes:{schedule}"]:
         assert rank["refused"].startswith("UsageError: ranks 0 and 1 have other batches (the inputs, the targets)")
-        assert rank["goes on"]
+        assert "a batch of 6 does not divide into 4 micro-batches" in rank["odd"]  # on both
+        assert rank["goes on"] and rank["evaluated first"][0] == rank["evaluated first"][1]
 
 
 @pytest.mark.parametrize("what", ["llama-auto", "qwen3-auto", "qwen3-1F1B", "gpt2-ZBVZeroBubble"])

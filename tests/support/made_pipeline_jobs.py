@@ -23,8 +23,8 @@ if __name__ == "__main__":
 import models
 import parallel_jobs
 from parallel_jobs import VOCABULARY, whole
-from pipeline_jobs import MICRO, batch, build, loss_of, mesh_of, schedule_of, step, told
-from ranks import serve
+from pipeline_jobs import MICRO, batch, build, loss_of, mesh_of, schedule_of, step
+from ranks import serve, told
 
 import infinity
 from infinity.machine.tiers import Tier
@@ -178,9 +178,16 @@ def shapes(config: dict, schedule: str) -> dict[str, Any]:
         losses.append(told_losses)
     tokens = torch.randint(0, 98, (8, 12), generator=torch.Generator().manual_seed(dist.get_rank()))
     refused = told(lambda: pipe.step(input_ids=tokens, labels=tokens))
+    rows = 6 if dist.get_rank() else 8  # which does not divide on one of them
+    odd = told(lambda: pipe.step(input_ids=tokens[:1].repeat(rows, 1), labels=tokens[:1].repeat(rows, 1)))
     goes_on = pipe.step(**labelled(0)).item()
     infinity.unwrap_model(pipe.chunks, optimizer)
-    return {"losses": losses, "refused": refused, "goes on": goes_on > 0}
+    pipe, optimizer = infinity.parallel.pipeline(
+        causal("llama"), mesh, None, {"params": "host"}, schedule=schedule, micro_batches=4, quiet=True
+    )
+    first = pipe.eval(**labelled(0)).item(), pipe.step(**labelled(0)).item()
+    infinity.unwrap_model(pipe.chunks)
+    return {"losses": losses, "refused": refused, "odd": odd, "goes on": goes_on > 0, "evaluated first": first}
 
 
 def saved_whole(name: str, folder: str, config: dict, schedule: str) -> bool:
