@@ -105,6 +105,19 @@ inline void wait(const TicketPtr& ticket) {
   ticket->wait();
 }
 
+// The error that `ticket` ends with.
+template <class Error>
+Error thrown_by(const TicketPtr& ticket) {
+  try {
+    wait(ticket);
+  } catch (const Error& error) {
+    return error;
+  }
+  throw Failed("nothing was thrown");
+}
+
+inline bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
 // Open descriptors and threads of this process; io_uring's workers belong to the kernel, which ends them later.
 struct Resources {
   int descriptors = entries("/proc/self/fd", false);

@@ -20,18 +20,6 @@ namespace {
 
 constexpr std::size_t kBlock = 4 * kBlockNbytes;  // Disk's default piece
 
-template <class Error>
-Error thrown_by(const TicketPtr& ticket) {
-  try {
-    wait(ticket);
-  } catch (const Error& error) {
-    return error;
-  }
-  throw Failed("nothing was thrown");
-}
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 // --- bytes that are written come back ---
 
 TEST_OF_BACKENDS(io, requests_of_every_size_come_back) {

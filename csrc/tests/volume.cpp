@@ -14,8 +14,6 @@ namespace {
 
 constexpr std::size_t kStripe = 2 * kChecksumNbytes;
 
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 // Several modelled disks in folders of their own, and one volume over them.
 struct Disks {
   Disks(const std::string& kind, std::vector<std::uint64_t> counts, std::uint64_t nbytes, std::vector<double> rates = {},
@@ -66,16 +64,6 @@ struct Disks {
   std::shared_ptr<IoEngine> engine;
   std::shared_ptr<Volume> volume;
 };
-
-template <class Error>
-Error thrown_by(const TicketPtr& ticket) {
-  try {
-    wait(ticket);
-  } catch (const Error& error) {
-    return error;
-  }
-  throw Failed("nothing was thrown");
-}
 
 // --- where bytes lie ---
 

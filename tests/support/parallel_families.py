@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 import models
 from parallel_jobs import adamw, loss_of, mesh_of, off, plainly, tokens, train, whole
-from ranks import serve
+from ranks import serve, told
 
 import infinity
 
@@ -127,13 +127,6 @@ def experts_refused() -> dict[str, str]:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
     import transformers as hf
 
-    def told(make: Any) -> str:
-        try:
-            make()
-            return "was taken"
-        except infinity.ConfigError as error:
-            return str(error)
-
     small = {"vocab_size": 98, "num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 96}
     odd = hf.MixtralForCausalLM(hf.MixtralConfig(**small, num_local_experts=3, num_key_value_heads=2))
     both = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("tp", "ep"))
@@ -224,13 +217,6 @@ def adapters(config: dict) -> dict[str, Any]:
             infinity.unwrap_model(model, optimizer)
     ours, alone = found["ours"], found["one process"]
     found["grads off"], found["weights off"] = off(ours["grads"], alone["grads"]), off(ours["weights"], alone["weights"])
-
-    def told(make: Any) -> str:
-        try:
-            make()
-            return "was taken"
-        except infinity.ConfigError as error:
-            return str(error)
 
     found["adapted before"] = told(
         lambda: infinity.parallel.tensor_parallel(get_peft_model(family("llama"), adapted()), mesh, quiet=True)

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 import parallel_jobs
 from parallel_jobs import VOCABULARY, Decoder, adamw, whole
-from ranks import serve
+from ranks import serve, told
 
 import infinity
 from infinity.distributed.channel import Channel
@@ -340,14 +340,6 @@ def loaded(path: str, what: str, config: dict) -> dict[str, Any]:
 
 
 # --- refusals and failures ---
-
-
-def told(run: Callable[[], Any]) -> str:
-    try:
-        run()
-        return "was taken"
-    except infinity.InfinityError as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def refused() -> dict[str, str]:

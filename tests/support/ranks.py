@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,17 @@ def run_all(folder: Path, world: int, jobs: dict[str, dict[str, Any]], **options
 
 def near(found: list[float], expected: list[float], distance: float = 1e-6) -> bool:
     return len(found) == len(expected) > 0 and all(abs(a - b) <= distance * max(1.0, abs(b)) for a, b in zip(found, expected))
+
+
+def told(run: Callable[[], Any]) -> str:
+    """What a typed error that ``run`` raises says, after its kind; "was taken" for none."""
+    from infinity import InfinityError
+
+    try:
+        run()
+    except InfinityError as error:
+        return f"{type(error).__name__}: {error}"
+    return "was taken"
 
 
 def run_torchrun(
