@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from marks import refuse_kept_errors
+from ranks import StandingRanks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,6 +48,15 @@ def launch_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("launch")
     (folder / "swap").mkdir()
     return folder
+
+
+@pytest.fixture(scope="session")
+def standing_ranks(tmp_path_factory) -> Iterator[Callable[[int], StandingRanks]]:
+    """So many ranks, which run the jobs of all tests that ask for them."""
+    kept: dict[int, StandingRanks] = {}
+    yield lambda world: kept.setdefault(world, StandingRanks(world, tmp_path_factory.getbasetemp() / f"standing-{world}"))
+    for ranks in kept.values():
+        ranks.close()
 
 
 @pytest.fixture(scope="module")

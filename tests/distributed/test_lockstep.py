@@ -5,13 +5,14 @@ Words used here: see `ranks` (job, launch), `parting_jobs` and `infinity.distrib
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import models
 import parting_jobs
 import pytest
 import torch
-from ranks import launch
+from ranks import Jobs, launch
 
 import infinity
 from infinity.distributed.lockstep import Collective, Lockstep
@@ -31,32 +32,23 @@ HOWS = [
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> dict[str, list[Any]]:
-    """Everything that two ranks do here, in one launch."""
+def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
+    """Everything that two ranks do here."""
     jobs: dict[str, dict] = {f"parts:{how}": {"how": how} for how in HOWS}
     jobs |= {f"parts:whole-{how}": {"how": how, "shard": "gradients"} for how in ("raises in a backward", "evaluates")}
     jobs |= {f"changes:{shard}": {"shard": shard} for shard in ("parameters", "gradients", "optimizer")}
     jobs |= {f"moved:{budget}": {"config": {"device_memory": budget}} for budget in (None, "520KiB", "600KiB", "800KiB")}
     jobs["moved:nvme"] = {"config": models.at_home("nvme", "nvme", tmp_path_factory.mktemp("swap")) | {"host_memory": "6MiB"}}
     jobs |= {f"counted:{blocks}": {"blocks": blocks} for blocks in (4, 12)}
-    return launched(tmp_path_factory.mktemp("two"), 2, jobs)
+    return Jobs(standing_ranks(2), "parting_jobs", jobs)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory) -> dict[str, list[Any]]:
+def four(standing_ranks) -> Mapping[str, list[Any]]:
     """Four ranks: three that hear of one, in a tree of three levels, and replicas."""
     jobs: dict[str, dict] = {f"parts:{how}": {"how": how, "children": 1} for how in HOWS}
     jobs |= {f"parts:replicas-{how}": {"how": how, "replicas": True} for how in ("another order", "raises in a backward")}
-    return launched(tmp_path_factory.mktemp("four"), 4, jobs)
-
-
-def launched(folder, world: int, jobs: dict[str, dict], **more: Any) -> dict[str, list[Any]]:
-    results, done = launch(folder, world, jobs, script=SCRIPT, environment={"RANK_TIMEOUT": "40"}, **more)
-    assert done.returncode == 0, (
-        [found for found in results.values() if found[0] is None or not isinstance(found[0], dict)],
-        done.stderr[-4000:],
-    )
-    return results
+    return Jobs(standing_ranks(4), "parting_jobs", jobs)
 
 
 def check_parted(found: list[dict], how: str) -> None:

@@ -8,6 +8,7 @@ and with a power of two of ranks that is the same sum in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import rank_jobs
 import torch
 from gpu_stand_in import build_stand_in
-from ranks import launch
+from ranks import Jobs
 from safetensors.torch import load_file, save_file
 
 import infinity
@@ -47,8 +48,8 @@ def jobs_elsewhere(mode: str, folder: Path, kernels: str) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> dict[str, list[Any]]:
-    """Everything that two ranks can do one after the other, in one launch."""
+def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
+    """Everything that two ranks can do one after the other."""
     folder = tmp_path_factory.mktemp("two")
     (folder / "swap").mkdir()
     jobs: dict[str, dict] = {}
@@ -96,14 +97,11 @@ def two(tmp_path_factory) -> dict[str, list[Any]]:
     jobs["load:optimizer"] = {
         "path": str(folder / "checkpoint"), "config": {"params": "device", "optimizer": "device", "shard": "optimizer"},
     }  # fmt: skip
-    results, done = launch(folder, 2, jobs)
-    assert done.returncode == 0, done.stderr[-4000:]
-    results["folder"] = [folder]
-    return results
+    return Jobs(standing_ranks(2), "rank_jobs", jobs, needs=lambda name: ["save"] * name.startswith("load:"), folder=folder)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory, two) -> dict[str, list[Any]]:
+def four(tmp_path_factory, standing_ranks, two) -> Mapping[str, list[Any]]:
     """Four ranks: what differs from two."""
     folder = tmp_path_factory.mktemp("four")
     (folder / "swap").mkdir()
@@ -120,12 +118,9 @@ def four(tmp_path_factory, two) -> dict[str, list[Any]]:
         config = models.at_home(home, home, folder / "swap") | {"shard_in_node": True}
         jobs[f"restless_in_nodes:{home}"] = {"config": config, "path": str(folder / f"restless-{home}")}
         jobs[f"in_nodes:{home}"] = {"config": models.at_home(home, home, folder / "swap") | {"shard_in_node": True}}
-    jobs["load:of-two"] = {"path": str(two["folder"][0] / "checkpoint"), "config": models.at_home("nvme", "nvme", folder / "swap")}
+    jobs["load:of-two"] = {"path": str(two["folder"] / "checkpoint"), "config": models.at_home("nvme", "nvme", folder / "swap")}
     jobs["save"] = {"path": str(folder / "checkpoint"), "config": host}
-    results, done = launch(folder, 4, jobs)
-    assert done.returncode == 0, done.stderr[-4000:]
-    results["folder"] = [folder]
-    return results
+    return Jobs(standing_ranks(4), "rank_jobs", jobs, folder=folder)
 
 
 def same_run(a: list[dict], b: list[dict]) -> bool:
@@ -439,7 +434,7 @@ def test_state_dicts_are_full_on_every_rank(two, mode):
     assert not models.differing(first["loaded"], first["weights"])
     assert "writeback=True" in first["refused"]
     assert not models.differing(moments(first["again"]), moments(first["optimizer"]))
-    written = load_file(two["folder"][0] / "swap" / f"pretrained-{mode}" / "model.safetensors")
+    written = load_file(two["folder"] / "swap" / f"pretrained-{mode}" / "model.safetensors")
     assert all(torch.equal(value, first["weights"][name]) for name, value in written.items())
 
 
@@ -456,18 +451,20 @@ def test_a_checkpoint_resumes_bit_for_bit(two, case):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_is_loaded_by_four(two, four):
+    saved = two["save"][0]
     for loaded in four["load:of-two"]:
-        assert not models.differing(loaded["weights"], two["save"][0]["weights"])
-        assert not models.differing(moments(loaded["optimizer"]), moments(two["save"][0]["optimizer"]))
+        assert not models.differing(loaded["weights"], saved["weights"])
+        assert not models.differing(moments(loaded["optimizer"]), moments(saved["optimizer"]))
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_four_ranks_is_loaded_by_one(four):
+    saved = four["save"][0]
     model = rank_jobs.build(9)
     model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"})
-    infinity.load_checkpoint(four["folder"][0] / "checkpoint", model, optimizer)
-    assert not models.differing(rank_jobs.cloned(model.state_dict()), four["save"][0]["weights"])
-    assert not models.differing(moments(optimizer.state_dict()), moments(four["save"][0]["optimizer"]))
+    infinity.load_checkpoint(four["folder"] / "checkpoint", model, optimizer)
+    assert not models.differing(rank_jobs.cloned(model.state_dict()), saved["weights"])
+    assert not models.differing(moments(optimizer.state_dict()), moments(saved["optimizer"]))
     infinity.unwrap_model(model, optimizer)
 
 
@@ -476,8 +473,8 @@ def test_torch_distributed_checkpoint_loads_what_four_ranks_wrote(four):
     """torch's own reader puts the slices together: weights and moments, in one process without Infinity."""
     import torch.distributed.checkpoint as dcp
 
-    folder = next((four["folder"][0] / "checkpoint").glob("infinity-*"))
     saved = four["save"][0]
+    folder = next((four["folder"] / "checkpoint").glob("infinity-*"))
     names = list(dict(rank_jobs.build().named_parameters()))
     state = {
         f"{kind}/{name}": torch.full_like(saved["weights"][name], float("nan")) for name in names for kind in ("weight", "exp_avg")
@@ -493,10 +490,11 @@ def test_a_checkpoint_that_lacks_a_ranks_file_is_refused(four, tmp_path):
     """The twin: with one rank's file of one unit gone, or cut short, nothing is loaded."""
     import shutil
 
+    assert four["save"]
     for harm in (lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-8])):
         copy = tmp_path / "copy"
         shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(four["folder"][0] / "checkpoint", copy)
+        shutil.copytree(four["folder"] / "checkpoint", copy)
         harm(next(copy.glob("infinity-*/unit-00002-rank-00003.safetensors")))
         model = rank_jobs.build(9)
         before = rank_jobs.cloned(model.state_dict())

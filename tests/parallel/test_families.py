@@ -6,20 +6,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import models
 import pytest
-from ranks import near, run_all
+from ranks import Jobs, near, run_all
 
 FAMILIES = ("llama", "qwen3", "t5", "bert", "gpt2")
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
-def two(launch_folder) -> dict[str, Any]:
-    """Everything that two ranks do, in one launch."""
-    folder, swap = launch_folder, launch_folder / "swap"
+def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
+    """Everything that two ranks do."""
+    swap = launch_folder / "swap"
     configs = [models.at_home(home, home, swap) for home in ("host", "nvme")]
     jobs: dict[str, dict] = {f"families:{name}": {"name": name, "configs": configs} for name in FAMILIES}
     jobs |= {f"generates:{name}": {"name": name, "config": configs[0]} for name in ("llama", "gpt2")}
@@ -27,7 +28,7 @@ def two(launch_folder) -> dict[str, Any]:
     jobs["experts_refused"] = {}
     jobs["adapters"] = {"config": configs[1]}
     jobs["axes"] = {"names": ["dp", "cp", "sp", "fsdp"]}
-    return run_all(folder, 2, jobs, script="parallel_families.py")
+    return Jobs(standing_ranks(2), "parallel_families", jobs)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import made_pipeline_jobs
@@ -12,7 +13,7 @@ import models
 import pytest
 import torch
 from parallel_jobs import off
-from ranks import near, run_all
+from ranks import Jobs, near, run_all
 from safetensors.torch import save_file
 
 import infinity
@@ -35,8 +36,8 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def two(launch_folder) -> dict[str, Any]:
-    """Everything that two ranks do, in one launch."""
+def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
+    """Everything that two ranks do."""
     folder, swap = launch_folder, launch_folder / "swap"
     jobs: dict[str, dict] = {f"alone:{name}": {"name": name} for name in FAMILIES}
     for name in FAMILIES:
@@ -57,7 +58,7 @@ def two(launch_folder) -> dict[str, Any]:
              for name, schedule in (("llama", "auto"), ("qwen3", "auto"), ("qwen3", "1F1B"), ("gpt2", "ZBVZeroBubble"))}  # fmt: skip
     jobs["memory"] = {"config": {"params": "host", "optimizer": "host"}}
     jobs["reviewed"] = {"config": models.at_home("host", "host", swap)}
-    return run_all(folder, 2, jobs, script="made_pipeline_jobs.py") | {"folder": folder}
+    return Jobs(standing_ranks(2), "made_pipeline_jobs", jobs, folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -83,11 +84,12 @@ def test_both_copies_of_a_tie_have_the_same_bits(two, schedule):
 
 def test_a_checkpoint_is_that_of_the_whole_model(two):
     """One process loads it: a tie is one entry."""
+    saved = two["piped:qwen3-saved"]
     model = made_pipeline_jobs.causal("qwen3")
     model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), {"params": "host"})
     infinity.load_checkpoint(two["folder"] / "saved", model, optimizer)
     found = model.state_dict()
-    for rank in two["piped:qwen3-saved"]:
+    for rank in saved:
         assert all(torch.equal(found[name], value) for name, value in rank["weights"].items())
     assert near([float(optimizer.state_dict()["state"][0]["step"])], [3.0])
 

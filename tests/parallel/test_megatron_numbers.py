@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import Failed, launch
 from torch import nn
 
 import infinity
@@ -54,12 +53,8 @@ def test_parameter_counts_of_the_paper(size, count):
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("counted")
-    found, done = launch(folder, 2, {"communication": {"layers": 3}}, script="parallel_jobs.py")
-    failed = [repr(rank)[-3000:] for rank in found["communication"] if isinstance(rank, Failed)]
-    assert done.returncode == 0, failed or done.stderr[-3000:]
-    return found["communication"][0]
+def counted(standing_ranks) -> dict:
+    return standing_ranks(2).run("parallel_jobs", "communication", {"layers": 3})[0]
 
 
 def test_two_all_reduces_forward_and_two_backward_in_a_layer(counted):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pipeline_jobs
 import pytest
 import torch
 from parallel_jobs import off
-from ranks import fall, near, run_all
+from ranks import Jobs, fall, near, run_all, what_was_saved
 
 import infinity
 
@@ -37,22 +38,22 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def two(launch_folder, chosen) -> dict[str, Any]:
-    """Everything that two ranks do, in one launch."""
+def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
+    """Everything that two ranks do."""
     folder, swap = launch_folder, launch_folder / "swap"
     config = {home: models.at_home(home, home, swap) for home in HOMES}
     jobs: dict[str, dict] = {f"trained:{kind}-twin": {"kind": kind, "config": None} for kind in SCHEDULES}
     jobs |= {f"trained:{kind}-{home}": {"kind": kind, "config": config[home]} for kind in SCHEDULES for home in HOMES}
     jobs["trained:by config"] = {"kind": "1F1B", "config": config["nvme"] | {"max_grad_norm": 0.5}, "by": "config"}
     jobs |= {f"counted:{kind}-{home}": {"kind": kind, "config": config[home]}
-             for kind, home in sorted(chosen("kind", "home"))}  # fmt: skip
+             for kind in SCHEDULES for home in HOMES}  # fmt: skip
     jobs |= {f"loads:{window}": {"window": window, "chunks": 8, "config": config["nvme"]} for window in (2, 3)}
     jobs |= {f"saved:{what}": {"path": str(folder / what), "what": what, "config": config["nvme"]} for what in MESHES}
     jobs |= {f"loaded:{what} onto {onto}": {"path": str(folder / what), "what": onto, "config": config["host"]}
              for what in MESHES for onto in MESHES if "pp2" in (what, onto)}  # fmt: skip
     jobs["refused"] = {}
     jobs |= {f"executed:{kind}": {"kind": kind} for kind in SCHEDULES}
-    return run_all(folder, 2, jobs, script="pipeline_jobs.py") | {"folder": folder}
+    return Jobs(standing_ranks(2), "pipeline_jobs", jobs, needs=what_was_saved)
 
 
 def losses(ranks: list[dict]) -> list[float]:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import parallel_jobs
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import fall, near, run_all
+from ranks import Jobs, fall, near, what_was_saved
 from safetensors.torch import load_file, save_file
 
 import infinity
@@ -42,8 +44,8 @@ def config_of(home: str, swap) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(launch_folder, chosen) -> dict[str, Any]:
-    """Everything that two ranks do, in one launch."""
+def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
+    """Everything that two ranks do."""
     folder, swap = launch_folder, launch_folder / "swap"
     jobs: dict[str, dict] = {}
     for short, kind in KINDS.items():
@@ -68,11 +70,11 @@ def two(launch_folder, chosen) -> dict[str, Any]:
     jobs["frozen"] = {"config": config_of("nvme", swap)}
     weights = folder / "model.safetensors"
     save_file(parallel_jobs.decoder(3).state_dict(), weights)
-    for source, home in sorted(chosen("source", "home")):
+    for source, home in itertools.product(("drawn", "file"), HOMES):
         jobs[f"on_meta:{source}-{home}"] = {"config": config_of(home, swap), "weights": str(weights) if source == "file" else None}
     jobs |= {f"untied:{again}": {"tie_again": again} for again in (False, True, "by the config")}
     jobs |= {f"refused:{what}": {"what": what} for what in REFUSED}
-    jobs |= {f"edited:{how}-{home}": {"how": how, "home": home} for how, home in sorted(chosen("how", "home"))}
+    jobs |= {f"edited:{how}-{home}": {"how": how, "home": home} for how in parallel_jobs.EDITS for home in HOMES}
     jobs["small_things"] = {}
     jobs["without_mesh"] = {"config": config_of("host", swap)}
     jobs |= {f"dropped:{checkpoints}": {"checkpoints": checkpoints} for checkpoints in (False, True)}
@@ -81,13 +83,11 @@ def two(launch_folder, chosen) -> dict[str, Any]:
         jobs[f"saved:{name}"] = {"path": str(folder / name), "kind": "sequences", "config": config_of("nvme", swap), "dp": dp}
         coded = {"kind": "sequences", "config": host | {"moments": "int8"}, "dp": dp}
         jobs[f"saved:{name}-int8"] = {"path": str(folder / f"{name}-int8"), **coded}
-    for name, onto in sorted(chosen("name", "onto")):
-        if name in MESHES_OF_TWO and onto in MESHES_OF_TWO:
-            dp = MESHES_OF_TWO[onto]
-            jobs[f"loaded:{name} onto {onto}"] = {"path": str(folder / name), "kind": "columns and rows", "config": host, "dp": dp}
-            coded = {"kind": "sequences", "config": host | {"moments": "int8"}, "dp": dp}
-            jobs[f"loaded:{name} onto {onto}-int8"] = {"path": str(folder / f"{name}-int8"), **coded}
-    return run_all(folder, 2, jobs, script="parallel_jobs.py") | {"folder": folder}
+    for name, (onto, dp) in itertools.product(MESHES_OF_TWO, MESHES_OF_TWO.items()):
+        jobs[f"loaded:{name} onto {onto}"] = {"path": str(folder / name), "kind": "columns and rows", "config": host, "dp": dp}
+        coded = {"kind": "sequences", "config": host | {"moments": "int8"}, "dp": dp}
+        jobs[f"loaded:{name} onto {onto}-int8"] = {"path": str(folder / f"{name}-int8"), **coded}
+    return Jobs(standing_ranks(2), "parallel_jobs", jobs, needs=what_was_saved, folder=folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -320,7 +320,7 @@ MESHES = {"dp4": 4, "dp2tp2": 2, "tp4": 1}
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory) -> dict[str, Any]:
+def four(tmp_path_factory, standing_ranks) -> Mapping[str, Any]:
     folder = tmp_path_factory.mktemp("four")
     swap = folder / "swap"
     swap.mkdir()
@@ -338,7 +338,7 @@ def four(tmp_path_factory) -> dict[str, Any]:
     for name in MESHES:
         for onto, dp in MESHES.items():
             jobs[f"loaded:{name} onto {onto}"] = {"path": str(folder / name), "kind": "sequences", "config": host, "dp": dp}
-    return run_all(folder, 4, jobs, script="parallel_jobs.py")
+    return Jobs(standing_ranks(4), "parallel_jobs", jobs, needs=what_was_saved)
 
 
 @pytest.mark.slow

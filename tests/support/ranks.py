@@ -4,6 +4,7 @@ Words used here:
 
 **job**: a function of `rank_jobs`, or of another script here, that every rank runs; what it returns on each rank is what the test looks at.
 **launch**: one torchrun with some ranks, which run jobs one after the other over gloo on this machine.
+**standing ranks**: a launch that stays for all tests of a worker and runs each job when a test first asks for it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -81,29 +84,134 @@ def told(run: Callable[[], Any]) -> str:
     return "was taken"
 
 
+def torchrun(world: int, command: list[str], *, environment: dict[str, str] | None = None, **options: Any) -> subprocess.Popen:
+    """Starts torchrun on this machine, at the head of a session of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *command]
+    # torch 2.13 keeps one store over restarts: a restarted rank would find the address of the one that died.
+    variables = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return subprocess.Popen(command, text=True, env=variables | (environment or {}), start_new_session=True, **options)
+
+
+def end_session(process: subprocess.Popen) -> None:
+    """Ends ``process`` and everything that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
 def run_torchrun(
     world: int, command: list[str], *, seconds: float = SECONDS, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess:
     """torchrun on this machine. No process is left behind, whatever happens."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *command]
-    # torch 2.13 keeps one store over restarts: a restarted rank would find the address of the one that died.
-    variables = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables | (environment or {}),
-        start_new_session=True,
-    )  # fmt: skip
+    process = torchrun(world, command, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        end_session(process)
         out, err = process.communicate()
         raise AssertionError(f"no end within {seconds} s:\n{out}\n{err}") from None
     finally:
+        end_session(process)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+class StandingRanks:
+    """Ranks that run one job after the other, as they are asked to. They start with the first job, and again after one that failed."""
+
+    def __init__(self, world: int, folder: Path):
+        self.world, self.folder = world, folder
+        self._process: subprocess.Popen | None = None
+        self._ranks: list[Connection] = []
+
+    def run(self, script: str, name: str, arguments: dict[str, Any]) -> list[Any]:
+        """Runs the job ``name`` of ``script`` (a module of this folder). What each rank returned."""
+        if self._process is None:
+            self._start()
+        raw = pickle.dumps((script, name.partition(":")[0], arguments))
+        found: dict[int, Any] = {}
         try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
+            for rank in self._ranks:
+                rank.send_bytes(raw)
+            while len(found) < self.world:
+                ready = wait([rank for at, rank in enumerate(self._ranks) if at not in found], timeout=SECONDS)
+                assert ready, f"{name}: no end within {SECONDS} s"
+                for rank in ready:
+                    found[self._ranks.index(rank)] = pickle.loads(rank.recv_bytes())
+        except (OSError, EOFError):  # a rank failed before, and the others have nobody to go on with
             pass
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+        except BaseException:
+            self.close()
+            raise
+        failed = [f"rank {rank}: {result!r}"[-3000:] for rank, result in found.items() if isinstance(result, Failed)]
+        if failed or len(found) < self.world:
+            self.close()
+            raise AssertionError(f"{name}: {failed or 'a rank ended'}\n{(self.folder / 'err').read_text()[-4000:]}")
+        return [found[rank] for rank in range(self.world)]
+
+    def _start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        end = time.monotonic() + SECONDS
+        ranks: dict[int, Connection] = {}
+        try:
+            with socket.create_server(("127.0.0.1", 0)) as server, open(self.folder / "err", "w") as err:
+                server.settimeout(1)
+                command = [str(HERE / "rank_server.py"), str(server.getsockname()[1])]
+                self._process = torchrun(self.world, command, stdin=subprocess.DEVNULL, stdout=err, stderr=err)
+                while len(ranks) < self.world:
+                    said = (self.folder / "err").read_text()[-4000:]
+                    assert self._process.poll() is None and time.monotonic() < end, f"the ranks did not start: {said}"
+                    try:
+                        connection = Connection(server.accept()[0].detach())
+                        ranks[connection.recv()] = connection
+                    except TimeoutError:
+                        continue
+        except BaseException:
+            self.close()
+            raise
+        self._ranks = [ranks[rank] for rank in range(self.world)]
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        for rank in self._ranks:
+            rank.close()
+        if self._process is not None:
+            end_session(self._process)
+            self._process.wait()
+        self._process, self._ranks = None, []
+
+
+class Jobs(Mapping[str, list[Any]]):
+    """What jobs returned, by name. Each is run on ``ranks`` when it is first looked at, after those that it ``needs``.
+
+    ``jobs``: name, or name:variant -> arguments. ``results``: what is known without them.
+    """
+
+    def __init__(
+        self, ranks: StandingRanks, script: str, jobs: dict[str, dict[str, Any]], *,
+        needs: Callable[[str], list[str]] = lambda name: [], **results: Any,
+    ):  # fmt: skip
+        self._ranks, self._script, self._jobs, self._needs, self._results = ranks, script, jobs, needs, results
+
+    def __getitem__(self, name: str) -> list[Any]:
+        if name not in self._results:
+            arguments = self._jobs[name]
+            for needed in self._needs(name):
+                self[needed]
+            self._results[name] = self._ranks.run(self._script, name, arguments)
+        return self._results[name]
+
+    def __iter__(self):
+        return iter([*self._results, *self._jobs])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def what_was_saved(job: str) -> list[str]:
+    """The job that writes what ``job`` loads, if it does."""
+    name, loads, onto = job.removeprefix("loaded:").partition(" onto ")
+    return [f"saved:{name}{'-int8' * onto.endswith('-int8')}"] if loads else []
 
 
 def fall(at: Path, how: str, *, script: Path, seconds: float = 240, **arguments: Any) -> str:
@@ -159,23 +267,34 @@ def _tensor_of(raw: bytes, dtype: Any, shape: Any) -> Any:
 
 def serve(functions: dict[str, Any]) -> None:
     """What a script of jobs does on every rank: runs the jobs of its launch, whose names are among ``functions``."""
-    import torch
     import torch.distributed as dist
 
     folder = Path(sys.argv[1])
+    rank = join()
+    for name, arguments in pickle.loads((folder / "jobs").read_bytes()).items():
+        result = outcome_of(functions[name.partition(":")[0]], arguments)
+        with open(folder / f"{name.replace(':', '-')}.{rank}", "wb") as file:
+            Plainly(file).dump(result)
+        if isinstance(result, Failed):
+            os._exit(1)
+    dist.destroy_process_group()
+
+
+def join() -> int:
+    """Makes this process a rank of its launch. Returns which."""
+    import torch
+    import torch.distributed as dist
+
     torch.set_num_threads(1)
     seconds = float(os.environ.get("RANK_TIMEOUT", "60"))
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
-    rank = dist.get_rank()
-    for name, arguments in pickle.loads((folder / "jobs").read_bytes()).items():
-        failed = False
-        try:
-            result = functions[name.partition(":")[0]](**arguments)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a script that does not catch it
-            result, failed = Failed(type(error).__name__, str(error), traceback.format_exc()), True
-        with open(folder / f"{name.replace(':', '-')}.{rank}", "wb") as file:
-            Plainly(file).dump(result)
-        if failed:
-            os._exit(1)
-    dist.destroy_process_group()
+    return dist.get_rank()
+
+
+def outcome_of(job: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Runs ``job``. What it returns, or Failed."""
+    try:
+        return job(**arguments)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a script that does not catch it
+        return Failed(type(error).__name__, str(error), traceback.format_exc())
