@@ -124,7 +124,8 @@ class ArrayAllocator:
 
     def allocate_more(self, tier: Tier, nbytes: int, what: str, *, folder: str | None = None) -> StateArray:
         """Allocates ``nbytes`` bytes as :meth:`allocate` does, and also after :meth:`open`; the plan grows by as much. On disk they
-        are part of a further volume, in ``folder`` or, without one, over all folders."""
+        are part of a further volume, in ``folder`` or, without one, over all folders; what was written there before is still in them, so
+        that whole blocks have to be written before they are read."""
         if tier is not Tier.NVME:
             array = self.allocate(tier, torch.uint8, nbytes, what)
             self.ledger.accounts[tier].planned_nbytes += round_up(nbytes, native.BLOCK_NBYTES)
