@@ -62,13 +62,22 @@ class SwapFolders:
 
     def lay_out(self, volume: native.Volume, nbytes: int, io: native.IoEngine) -> None:
         """Makes the swap files of ``volume``, with room for ``nbytes``, a multiple of 4096. Raises ConfigError where a folder is gone,
-        CapacityError where there is too little room, StorageError where a disk refuses."""
+        CapacityError where there is too little room, StorageError where a disk refuses; no file is left then."""
         stripe = MAX_STRIPE_NBYTES if nbytes > LARGE_NBYTES else self.stripe_nbytes
         parts = self._parts(nbytes, stripe)
         folders = [folder for folder, _ in parts]
         counts = _stripes([part for _, part in parts], stripe, nbytes)
         sizes = volume.lay_out(stripe, counts, self._rank * len(folders) // self._ranks, nbytes)
-        volume.set_files([create_swap_file(io, folder, size) if size else -1 for folder, size in zip(folders, sizes)])
+        files: list[int] = []
+        try:
+            for folder, size in zip(folders, sizes):
+                files.append(create_swap_file(io, folder, size) if size else -1)
+        except BaseException:
+            for file in files:
+                if file >= 0:
+                    io.drop_file(file)
+            raise
+        volume.set_files(files)
 
     def _parts(self, nbytes: int, stripe_nbytes: int) -> list[tuple[str, int]]:
         """Splits ``nbytes`` into what each swap file takes, as (folder, bytes)."""
