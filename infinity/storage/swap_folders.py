@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from .. import native
 from ..errors import CapacityError, ConfigError, StorageError
 from ..machine import disk_profile
-from ..machine.sizes import format_nbytes, round_up
+from ..machine.sizes import format_nbytes, round_down, round_up
 
 logger = logging.getLogger(__name__)
 
@@ -81,17 +81,18 @@ class SwapFolders:
 
     def _parts(self, nbytes: int, stripe_nbytes: int) -> list[tuple[str, int]]:
         """Splits ``nbytes`` into what each swap file takes, as (folder, bytes)."""
-        free = []
         for place in self.places:
             _check(place.folder)
-            free.append(shutil.disk_usage(place.folder).free)
+        # Of several files each has whole stripes: one that is full takes none that it has no room for.
+        whole = stripe_nbytes if len(self.places) > 1 else 1
+        free = [round_down(shutil.disk_usage(place.folder).free, whole) for place in self.places]
         if nbytes > sum(free):
             raise CapacityError(
                 f"NVMe home needs {format_nbytes(nbytes)} at {', '.join(place.folder for place in self.places)} but "
                 f"{format_nbytes(sum(free))} is free. Free {format_nbytes(nbytes - sum(free))}, name more folders in nvme_paths, or keep "
                 "more on the host: Config(optimizer='host')."
             )
-        own = split(nbytes, self.places, [room // self._ranks for room in free])
+        own = split(nbytes, self.places, [round_down(room // self._ranks, whole) for room in free])
         # Where this rank's part of what is free does not do, other ranks have taken theirs already.
         rest = split(nbytes - sum(own), self.places, [room - part for room, part in zip(free, own)])
         parts = []

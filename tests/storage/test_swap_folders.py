@@ -145,6 +145,21 @@ def test_disks_of_unlike_size_are_used_in_full(make_disks):
         too_much.open([])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_that_is_filled_takes_no_stripe_that_it_has_no_room_for(ranks, make_disks):
+    """Method: a fast disk whose room ends within a stripe, near its end, and a slow one with room for the rest; for two ranks, too."""
+    disks = make_disks([9e9, 1e9])
+    disks.room = dict(zip(disks.folders, (11 * STRIPE - 4096, 60 * STRIPE)))
+    sizes = Counter()
+    for rank in range(ranks):
+        store = disks.store(rank=rank, ranks=ranks)
+        store.allocate(Tier.NVME, torch.uint8, 30 * STRIPE // ranks, "an array")
+        store.open([])
+        sizes.update(held(store, 0, 30 * STRIPE // ranks))
+    assert sizes[0] <= disks.room[disks.folders[0]] and sizes[0] >= (10 if ranks == 1 else 8) * STRIPE
+    assert sum(sizes.values()) == 30 * STRIPE
+
+
 def test_folders_on_one_file_system_are_one(tmp_path, monkeypatch):
     """Method: two folders of this test's disk, without a model; one file, in the first of them. What is free there counts once."""
     folders = [str(tmp_path / name) for name in ("one", "two")]
