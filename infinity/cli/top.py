@@ -106,11 +106,7 @@ def _rank(status: dict[str, Any]) -> Iterator[str]:
     for edge, moved in _tables(status.get("edges")):
         rate, limit = moved.get("rate"), moved.get("limit")
         if _is_number(rate) and moved.get("nbytes"):
-            share = (
-                f"{bar(rate / limit)} {rate / limit:>4.0%} of {limit / 1e9:.2f} GB/s"
-                if _is_number(limit) and limit > 0
-                else ""
-            )
+            share = f"{bar(rate / limit)} {rate / limit:>4.0%} of {limit / 1e9:.2f} GB/s" if _is_number(limit) and limit > 0 else ""
             yield f"   {printable(edge):<22}{rate / 1e9:>6.2f} GB/s  stalled {number(moved.get('stalled'), '.0%'):>4}  {share}"
 
 

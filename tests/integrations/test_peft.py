@@ -162,9 +162,7 @@ def test_the_adapters_that_are_active_are_merged_in_their_own_dtype(name, tmp_pa
         assert main(["export", *words]) == 0
         loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.bfloat16)
         assert differing(loaded.state_dict(), expected) == []
-    infinity.wrap_model(
-        model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), on_disk(tmp_path)
-    )
+    infinity.wrap_model(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), on_disk(tmp_path))
     save_merged(model, tmp_path / "merged")
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
     assert differing(loaded.state_dict(), expected) == []
