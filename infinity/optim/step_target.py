@@ -53,7 +53,7 @@ class StepTarget(Protocol):
     def check_alive(self) -> None:
         """Raises UsageError where the engine is gone, or its process forked."""
 
-    def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> None:
+    def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
         """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward."""
 
     def release(self, units: Iterable[ParamUnit]) -> None:
