@@ -54,7 +54,7 @@ class StepTarget(Protocol):
         """Raises UsageError where the engine is gone, or its process forked."""
 
     def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
-        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward."""
+        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward. Returns what ends that."""
 
     def release(self, units: Iterable[ParamUnit]) -> None:
         """Sends ``units`` home: their bytes there are about to change."""
