@@ -75,8 +75,8 @@ class Average:
         """Has the model compute with the average inside the block: evaluate, generate, ``infinity.save_pretrained``. The weights and the
         averages change places at home, and back at the end, also where an exception cuts the way there short.
 
-        Inside it ``optimizer.step()``, ``update()``, state dicts of the average, checkpoints and another ``applied()`` raise UsageError.
-        Raises UsageError before the first update.
+        Inside it ``optimizer.step()``, ``update()``, state dicts of the average, checkpoints, ``unwrap_model`` and another ``applied()``
+        raise UsageError. Raises UsageError before the first update.
         """
         self._check("another applied()")
         try:
@@ -104,9 +104,10 @@ class Average:
     def remove(self) -> None:
         """Gives the average's memory back."""
         engine = self._average.engine
-        engine.refuse_averaged("removing the average")
-        self._average.free()
-        engine.average = None
+        with engine.using():  # brings back what is parked
+            engine.refuse_averaged("removing the average")
+            self._average.free()
+            engine.average = None
 
     # --- state dicts ---
 

@@ -5,6 +5,7 @@ Words used here: **plain** and **wrapped** as in `runs.py`; **torch's** is an Av
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -219,13 +220,32 @@ def test_the_weights_that_applied_has_put_aside_stay_as_they_are(tmp_path):
             pass
 
     with average.applied():
-        for refused in (nested, average.state_dict, lambda: average.load_state_dict(averages)):
+        unwrapped = partial(infinity.unwrap_model, model)
+        for refused in (nested, average.state_dict, lambda: average.load_state_dict(averages), unwrapped, average.remove):
             with pytest.raises(infinity.UsageError, match="average.applied"):
                 refused()
         assert differing(model.state_dict(), averages) == []
     assert differing(model.state_dict(), weights) == []
     average.load_state_dict(weights)
     assert differing(average.state_dict(), weights) == []
+    infinity.unwrap_model(model)
+    assert differing(model.state_dict(), weights) == []
+
+
+def test_an_average_is_removed_from_a_parked_model(tmp_path):
+    """Method: parked with its average, which is removed before anything was read back; the run goes on with the bits of one without."""
+    found = []
+    for averages in (False, True):
+        model, optimizer = pair("host", tmp_path)
+        step(model, optimizer, 0)
+        if averages:
+            average = infinity.ema(model, 0.9)
+            average.update()
+            infinity.park(model, tmp_path)
+            average.remove()
+        step(model, optimizer, 1)
+        found.append(model.state_dict())
+    assert differing(*found) == []
 
 
 def test_an_average_that_is_not_there_yet_is_not_read(tmp_path):
