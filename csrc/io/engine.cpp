@@ -173,7 +173,8 @@ void IoEngine::shut_down() {
     return;
   }
   backend_.reset();
-  for (File& file : files_) close(std::exchange(file.descriptor, -1));
+  for (File& file : files_)
+    if (file.descriptor >= 0) close(std::exchange(file.descriptor, -1));
 }
 
 int IoEngine::create_file(const std::string& path, std::uint64_t nbytes) {
@@ -215,6 +216,14 @@ int IoEngine::add_empty(File file, std::uint64_t nbytes) {
     close(descriptor);
     throw;
   }
+}
+
+void IoEngine::drop_file(int index) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  INFINITY_REQUIRE(index >= 0 && index < static_cast<int>(files_.size()), "no file ", index);
+  File& file = files_[index];
+  file.nbytes = 0;  // every transfer is outside it
+  if (file.descriptor >= 0) close(std::exchange(file.descriptor, -1));
 }
 
 int IoEngine::open_file(const std::string& path) {

@@ -76,6 +76,9 @@ class IoEngine {
   // process ends, however it does. Messages about it name `folder`.
   int create_swap_file(const std::string& folder, std::uint64_t nbytes);
 
+  // Closes a file that nothing was transferred of, nor will be: a swap file's space is free then. Its index stays taken.
+  void drop_file(int index);
+
   // Opens `path`, which is there already, O_DIRECT where possible; to read only where that is all it allows. Returns the file's index. Throws StorageError.
   int open_file(const std::string& path);
 

@@ -262,6 +262,7 @@ void bind_io(py::module_& m) {
       .def("shut_down", &IoEngine::shut_down, py::call_guard<py::gil_scoped_release>())
       .def("create_swap_file", &IoEngine::create_swap_file, py::arg("folder"), py::arg("nbytes"),
            py::call_guard<py::gil_scoped_release>())
+      .def("drop_file", &IoEngine::drop_file, py::arg("file"), py::call_guard<py::gil_scoped_release>())
       .def("open_file", &IoEngine::open_file, py::arg("path"), py::call_guard<py::gil_scoped_release>())
       .def("device", [](const IoEngine& engine, int file) { return engine.file(file).device; }, py::arg("file"))
       .def("is_direct", [](const IoEngine& engine, int file) { return engine.file(file).direct; }, py::arg("file"))

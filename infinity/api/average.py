@@ -73,38 +73,50 @@ class Average:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Has the model compute with the average inside the block: evaluate, generate, ``infinity.save_pretrained``. The weights and the
-        averages change places at home, and back at the end.
+        averages change places at home, and back at the end, also where an exception cuts the way there short.
 
-        Inside it ``optimizer.step()``, ``update()`` and checkpoints raise UsageError. Raises UsageError before the first update.
+        Inside it ``optimizer.step()``, ``update()``, state dicts of the average, checkpoints, ``unwrap_model`` and another ``applied()``
+        raise UsageError. Raises UsageError before the first update.
         """
-        if not self.updates:
-            raise UsageError("there is no average yet: call update() after a step")
-        self._exchange()
+        self._check("another applied()")
         try:
+            self._exchange(True)
             yield
         finally:
-            self._exchange()
+            self._exchange(False)
+
+    def _check(self, what: str, *, updated: bool = True) -> None:
+        """Raises UsageError while the averages are the model's weights and, with ``updated``, where there are none yet."""
+        with self._average.engine.using():  # an exchange that was cut short is over then
+            self._average.engine.refuse_averaged(what)
+        if updated and not self.updates:
+            raise UsageError("there is no average yet: call update() after a step")
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _exchange(self, applied: bool) -> None:
+        """Has the model the averages for its weights, or its weights again. Nothing is done where it has them."""
         engine = self._average.engine
         engine.refuse_between("exchanging weights and averages")
         with engine.using(), engine.store.guarding():
-            self._average.exchange()
+            if self._average.is_exchanged != applied:
+                self._average.exchange()
 
     def remove(self) -> None:
         """Gives the average's memory back."""
         engine = self._average.engine
-        engine.refuse_averaged("removing the average")
-        self._average.free()
-        engine.average = None
+        with engine.using():  # brings back what is parked
+            engine.refuse_averaged("removing the average")
+            self._average.free()
+            engine.average = None
 
     # --- state dicts ---
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the model's state dict with averages in the place of the trained weights, in fp32 where they have masters: a plain
-        model loads it. All of it is in memory at once; ``save_pretrained`` in :meth:`applied` is streamed."""
+        model loads it. All of it is in memory at once; ``save_pretrained`` in :meth:`applied` is streamed. Raises UsageError before the
+        first update, and in :meth:`applied`, where the model's own state dict has the averages."""
+        self._check("the average's state dict")
         state = self._model.state_dict()
         with self._average.engine.using():
             return state | {name: self._whole(handle) for name, handle in self._handles().items() if name in state}
@@ -121,7 +133,8 @@ class Average:
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *, updates: int = 1) -> None:
         """Makes ``state_dict`` the average, of ``updates`` updates. Raises UsageError, before anything is changed, where a parameter is
-        missing or has another shape."""
+        missing or has another shape, and in :meth:`applied`."""
+        self._check("loading the average", updated=False)
         handles = self._handles()
         for name, handle in handles.items():
             if name not in state_dict or state_dict[name].shape != handle.param.shape:

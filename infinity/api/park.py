@@ -23,24 +23,26 @@ def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
 
     The next use of the model or its optimizer reads everything back, or :func:`resume` does. No bit changes. Returns the bytes that were
     given back. Each rank parks its own. Raises UsageError between a backward and its step, ConfigError without a folder, CapacityError
-    where the disk has no room.
+    where the disk has no room, StorageError where no file can be made there; the model goes on after each of them.
     """
     engine = engine_of(model)
     engine.refuse_between("park")
     if folder is None and not engine.config.nvme_paths:
         raise ConfigError("park needs a folder on a disk: infinity.park(model, '/path/on/the/disk'), or Config(nvme_paths=[...])")
-    with engine.using(), engine.store.guarding():
+    with engine.using():
         if landed := [handle.name for handle in engine.group_of if handle.grad.state is GradState.LANDED]:
             raise UsageError(
                 f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait for it. Park after step()"
             )
-        engine.wait_idle()
-        engine.prefetcher.release_all([unit for unit in engine.units if not unit.stays])
-        for unit in engine.units:
-            for shard in unit.shards:
-                shard.wait_idle()
+        with engine.store.guarding():
+            engine.wait_idle()
+            engine.prefetcher.release_all([unit for unit in engine.units if not unit.stays])
+            for unit in engine.units:
+                for shard in unit.shards:
+                    shard.wait_idle()
         averages = engine.average.arrays_in_memory if engine.average is not None else []
         where = os.path.abspath(folder) if folder is not None else engine.config.nvme_paths[0]
+        # Not guarded: a folder that takes no swap file is no disk that lost anything. Its writes guard themselves.
         engine.parking.park([*arrays_in_memory(engine.units), *averages], where)
         give_back_heap()
         return engine.parking.nbytes

@@ -23,7 +23,8 @@ def unwrap_model(
     and the optimizer that was wrapped, with its state. The homes are closed and removed. Without ``optimizer`` the one that was
     wrapped with the model is taken, while it is alive.
 
-    Raises UsageError when ``model`` is not wrapped, or ``optimizer`` is not the one that wrap_model returned with it.
+    Raises UsageError when ``model`` is not wrapped, or has its average for weights, or ``optimizer`` is not the one that wrap_model returned
+    with it.
     """
     roots = list(model) if isinstance(model, (list, tuple)) else [model]
     if isinstance(optimizer, InfinityOptimizer) and optimizer.is_unwrapped and not any(RECORD in root.__dict__ for root in roots):
@@ -36,6 +37,7 @@ def unwrap_model(
     plain = managed.wrapped if managed is not None else None
     if record.unwrapping is None:
         with engine.using():
+            engine.refuse_averaged("unwrap_model")  # the weights are where the averages were, and would go with them
             change = _plan_unwrap(record, managed)
         engine.refuse_all("unwrap_model was cut short by an exception: call it again, with the same model")
         record.unwrapping = change

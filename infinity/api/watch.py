@@ -6,6 +6,7 @@ thread, nothing waits, and nothing of the model or its arithmetic is touched. A 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -22,7 +23,7 @@ from torch import nn
 from ..machine import disk_profile, run_files
 from ..machine.tiers import Tier
 from ..runtime.engine import Engine
-from ..runtime.registry import wrapped
+from ..runtime.registry import is_wrapped, wrapped
 from ..state.unit import ParamUnit
 from .stats import edges_of
 
@@ -55,7 +56,8 @@ class Watch:
         engine = wrapped(model).engine
         self._model = weakref.ref(wrapped(model).model)
         self._root = disk_profile.cache_folder() / "runs"
-        self.folder = Path(folder) if folder is not None else self._root / run_files.job_name()
+        self.folder = Path(folder) if folder is not None else self._root / _free_name()
+        _open.add(self)
         self._every, self._steps, self._step, self._rank = every, steps, first_step, engine.ranks.world_rank
         self._loss: float | None = None
         self._step_seconds = self._tokens = 0.0
@@ -64,6 +66,7 @@ class Watch:
         self._before: tuple[float, dict] | None = None  # when, and what the edges had moved
         self._history: list[tuple[int, float | None, float]] = []
         self._stride = 1
+        self._told: dict[str, Any] | None = None  # the last status
         self._lock = threading.Lock()  # autograd has threads of its own where a GPU computes
         self._process = run_files.this_process()
         self._limits = _limits(engine)
@@ -74,7 +77,7 @@ class Watch:
             if (watch := itself()) is not None:
                 watch._tell("backward", unit.name)
 
-        engine.listen_to_landed(landed)
+        self._stop_listening = engine.listen_to_landed(landed)
         if engine.ranks.is_first and folder is None:
             run_files.remove_old(self._root)
         self._write(run_files.PLAN, _plan(engine))
@@ -106,6 +109,9 @@ class Watch:
         removers, self._removers = self._removers, []
         for remover in removers:
             remover.remove()
+        if self in _open:
+            _open.discard(self)
+            self._stop_listening()
         if self._doing[0] != state and not self._doing[0].startswith("ended"):
             self._tell(state, "", now=True)
             self._write(run_files.HISTORY, {"points": self._history})
@@ -128,24 +134,29 @@ class Watch:
             try:
                 self._next = time.monotonic() + self._every
                 self._written += 1
-                if (model := self._model()) is not None:
-                    self._write(run_files.STATUS, self._status(model))
+                self._write(run_files.STATUS, self._status())
                 if self._written % HISTORY_EVERY == 0:
                     self._write(run_files.HISTORY, {"points": self._history})
             finally:
                 self._lock.release()
 
-    def _status(self, model: nn.Module) -> dict[str, Any]:
-        engine, now = wrapped(model).engine, time.monotonic()
+    def _status(self) -> dict[str, Any]:
+        now, model = time.monotonic(), self._model()
+        doing = {
+            "at": time.time(), "phase": self._doing[0], "unit": self._doing[1], "step": self._step, "steps": self._steps, "loss": self._loss
+        }  # fmt: skip
+        if model is None or not is_wrapped(model):  # nothing moves any more
+            return (self._told or {}) | doing
+        engine = wrapped(model).engine
         counted = edges_of(engine) | ({} if engine.ranks.alone else engine.traffic.collectives)
         edges = {name: asdict(moved) for name, moved in counted.items()}
         before_at, before = self._before or (now, edges)
         self._before, seconds = (now, edges), max(now - before_at, 1e-9)
         rate = self._tokens / self._step_seconds if self._step_seconds else 0.0
-        return {
-            "pid": self._process.pid, "started": self._process.started, "host": os.uname().nodename, "at": time.time(),
-            "rank": self._rank, "ranks": engine.ranks.data_size * engine.ranks.parts, "phase": self._doing[0], "unit": self._doing[1],
-            "step": self._step, "steps": self._steps, "loss": self._loss, "tokens_per_second": rate, "step_seconds": self._step_seconds,
+        self._told = doing | {
+            "pid": self._process.pid, "started": self._process.started, "host": os.uname().nodename,
+            "rank": self._rank, "ranks": engine.ranks.data_size * engine.ranks.parts,
+            "tokens_per_second": rate, "step_seconds": self._step_seconds,
             "remaining_seconds": (self._steps - self._step) * self._step_seconds if self._steps is not None else None,
             "tiers": {
                 str(tier): {"charged_nbytes": account.charged_nbytes, "peak_nbytes": account.peak_nbytes,
@@ -159,6 +170,7 @@ class Watch:
                 for name, moved in edges.items()
             },
         }  # fmt: skip
+        return self._told
 
     def _write(self, kind: str, content: dict[str, Any]) -> None:
         if not self.folder.is_absolute() and self.folder.parts[:1] == ("~",):
@@ -167,6 +179,15 @@ class Watch:
             run_files.write(self.folder, kind, self._rank, content)
         except OSError:  # a full disk, say: the training goes on
             return
+
+
+_open: weakref.WeakSet[Watch] = weakref.WeakSet()  # that were not closed
+
+
+def _free_name() -> str:
+    """Names this job's folder; with a number for a further model that this process watches meanwhile, the same on all ranks."""
+    taken, name = {watch.folder.name for watch in _open}, run_files.job_name()
+    return next(each for number in itertools.count(1) if (each := name if number == 1 else f"{name}-{number}") not in taken)
 
 
 def _owners(model: nn.Module, engine: Engine) -> list[tuple[str, nn.Module]]:

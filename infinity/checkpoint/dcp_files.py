@@ -112,13 +112,14 @@ def _names(found: metadata.Metadata) -> dict[str, str]:
         if isinstance(entry, metadata.TensorStorageMetadata):
             path = tuple(map(str, (found.planner_data or {}).get(key) or (key,)))
             if not any(part.startswith("optim") for part in path):
-                groups.setdefault(path[:-1], {})[without_wrappers(path[-1])] = key
+                groups.setdefault(path[:-1], {})[path[-1]] = key
     inside = {path: names for path, names in groups.items() if path and path[-1] in INSIDE}
     chosen = list(inside.values()) if inside else list(groups.values())
     if len(chosen) != 1:
         paths = ", ".join(".".join(path) or "(none)" for path in groups) or "none"
         raise ConfigError(f"the checkpoint has not one state dict of a model under {', '.join(INSIDE)}, but these: {paths}")
-    return chosen[0]
+    own = without_wrappers(chosen[0])
+    return {own[name]: key for name, key in chosen[0].items()}
 
 
 def _source(folder: Path, found: metadata.Metadata, key: str) -> Source:

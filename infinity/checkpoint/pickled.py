@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from .pretrained import Source
 INDEX = "pytorch_model.bin.index.json"
 SINGLE = ("pytorch_model.bin", "pytorch_model_fsdp.bin", "model.pt", "model.pth")
 INSIDE = ("state_dict", "model_state_dict", "model", "module")  # keys under which jobs keep a model's state dict
-WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")  # of torch.compile, DDP and FSDP, in names
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module")  # of torch.compile and FSDP, in names: nobody else has such
+WRAPPED = "module"  # of DDP and AveragedModel, which have nothing beside it
+BESIDE = "n_averaged"  # but that number
 
 
 def load_pickled(path: Path, *, stand_ins: Sequence[tuple[type, str]] = ()) -> Any:
@@ -89,26 +91,39 @@ def state_dict_of(value: Any, path: Path) -> dict[str, torch.Tensor]:
                 value = value[key]
         found = {name: tensor for name, tensor in value.items() if isinstance(tensor, torch.Tensor)}
         if found and all(isinstance(name, str) for name in found):
-            return {without_wrappers(name): tensor for name, tensor in found.items()}
+            return found
     raise ConfigError(f"{path} holds no state dict of a model: its tensors are under none of {', '.join(INSIDE)}")
 
 
-def without_wrappers(name: str) -> str:
-    """Returns a parameter's name without what DDP, FSDP and torch.compile put into it."""
-    for wrapper in WRAPPERS:
-        name = name.replace(f".{wrapper}", ".").removeprefix(wrapper)
-    return name
+def without_wrappers(names: Iterable[str]) -> dict[str, str]:
+    """Maps the names of a state dict to those without what DDP, FSDP and torch.compile put into them. A ``module`` that has others beside
+    it is the model's own. No two names become one."""
+    paths = {name: tuple(part for part in name.split(".") if part not in WRAPPERS) for name in names}
+    inside: dict[tuple, set[str]] = {}
+    for path in paths.values():
+        for at, part in enumerate(path):
+            inside.setdefault(path[:at], set()).add(part)
+    wrappers = {path for path, parts in inside.items() if parts - {BESIDE} == {WRAPPED}}
+
+    def stripped(path: tuple) -> str:
+        last = len(path) - 1
+        return ".".join(part for at, part in enumerate(path) if part != WRAPPED or at == last or path[:at] not in wrappers)
+
+    return {name: stripped(path) for name, path in paths.items()}
 
 
 def sources_of_tensors(groups: Iterator[dict[str, torch.Tensor]]) -> dict[str, Source]:
-    """Makes sources of tensors; of tied ones (the same bytes under several names) the first name is kept."""
+    """Makes sources of tensors, under the model's own names; of tied ones (the same elements under several names) the first is kept."""
     sources: dict[str, Source] = {}
+    names: list[str] = []
     written: set[tuple] = set()
     for tensors in groups:
+        names += tensors
         for name, tensor in tensors.items():
-            place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
+            place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
             if tensor.numel() and place in written:
                 continue
             written.add(place)
             sources[name] = tensor.nbytes, lambda tensor=tensor: tensor.detach().clone(memory_format=torch.contiguous_format)
-    return sources
+    own = without_wrappers(names)
+    return {own[name]: source for name, source in sources.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from ..state.handle import handle_of
 from ..state.parts import parts_of
 from .weight_files import save_file
 
+NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # of those that are written here
 FILE_NBYTES = 256 * 1024 * 1024  # of one safetensors file; what is in memory at once
 
 
@@ -203,7 +205,7 @@ def _write_index(folder: Path, files: dict[str, list[tuple[str, int]]]) -> None:
     """The index of several files, each with its tensors' names and bytes; none for one. Files of an earlier, differently split save are
     removed."""
     for old in folder.glob("model*.safetensors"):
-        if old.name not in files:
+        if NAME.fullmatch(old.name) and old.name not in files:
             old.unlink()
     index = folder / "model.safetensors.index.json"
     if len(files) > 1:

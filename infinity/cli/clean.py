@@ -7,10 +7,12 @@ short, runs that are over, and a disk's probe. Nothing is taken for ours by its 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -100,10 +102,11 @@ def remove(folders: list[Path]) -> None:
 def _probes(folder: Path) -> list[Path]:
     found = []
     for path in folder.iterdir() if os.access(folder, os.R_OK) else ():
-        if PROBE.fullmatch(path.name) and path.is_dir() and not path.is_symlink() and path.owner() == Path("/proc/self").owner():
-            old = time.time() - path.stat().st_mtime > PROBE_SECONDS
-            if old and [entry.name for entry in path.iterdir()] in ([], ["probe"]):
-                found.append(path)
+        with contextlib.suppress(OSError):  # removed just now
+            if PROBE.fullmatch(path.name) and stat.S_ISDIR((status := path.lstat()).st_mode) and status.st_uid == os.geteuid():
+                old = time.time() - status.st_mtime > PROBE_SECONDS
+                if old and [entry.name for entry in path.iterdir()] in ([], ["probe"]):
+                    found.append(path)
     return found
 
 

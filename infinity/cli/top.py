@@ -87,8 +87,8 @@ def _rank(status: dict[str, Any]) -> Iterator[str]:
     from ..machine.sizes import format_nbytes
     from ..untrusted import printable
 
-    def number(value: Any, form: str = ",.0f", unit: str = "") -> str:
-        return f"{value:{form}}{unit}" if isinstance(value, (int, float)) and not isinstance(value, bool) else "-"
+    def number(value: Any, form: str = ",.0f") -> str:
+        return f"{value:{form}}" if _is_number(value) else "-"
 
     step, of = number(status.get("step")), status.get("steps")
     doing = printable(f"{status.get('phase', '')} {status.get('unit', '')}").strip()[:60]
@@ -96,22 +96,23 @@ def _rank(status: dict[str, Any]) -> Iterator[str]:
         f" rank {number(status.get('rank'))}  step {step}{f' of {number(of)}' if of else ''}  loss {number(status.get('loss'), '.4f')}  "
         f"{number(status.get('tokens_per_second'))} tokens/s  {remaining(status.get('remaining_seconds'))} left  {doing}"
     )
-    if isinstance(at := status.get("at"), (int, float)) and (silent := time.time() - at) > STALE_SECONDS:
+    if _is_number(at := status.get("at")) and (silent := time.time() - at) > STALE_SECONDS:
         yield f"   (said {silent:.0f} s ago)"
     for tier, of_tier in _tables(status.get("tiers")):
         charged, planned, budget = (of_tier.get(f"{name}_nbytes") for name in ("charged", "planned", "budget"))
-        if isinstance(charged, int) and isinstance(planned, int) and (charged or planned):
-            most = budget if isinstance(budget, int) and budget > 0 else max(planned, charged)
+        if _is_number(charged) and _is_number(planned) and max(charged, planned) > 0:
+            most = budget if _is_number(budget) and budget > 0 else max(planned, charged)
             yield f"   {printable(tier):<8}{bar(charged / most)} {format_nbytes(charged):>11} of {format_nbytes(most)}"
     for edge, moved in _tables(status.get("edges")):
         rate, limit = moved.get("rate"), moved.get("limit")
-        if isinstance(rate, (int, float)) and moved.get("nbytes"):
-            share = (
-                f"{bar(rate / limit)} {rate / limit:>4.0%} of {limit / 1e9:.2f} GB/s"
-                if isinstance(limit, (int, float)) and limit > 0
-                else ""
-            )
+        if _is_number(rate) and moved.get("nbytes"):
+            share = f"{bar(rate / limit)} {rate / limit:>4.0%} of {limit / 1e9:.2f} GB/s" if _is_number(limit) and limit > 0 else ""
             yield f"   {printable(edge):<22}{rate / 1e9:>6.2f} GB/s  stalled {number(moved.get('stalled'), '.0%'):>4}  {share}"
+
+
+def _is_number(value: Any) -> bool:
+    """Tells whether a value can be reckoned with: no text, nothing infinite, and no integer that is too long for a float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e18 < value < 1e18
 
 
 def _tables(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -127,7 +128,7 @@ def bar(share: float) -> str:
 
 def remaining(seconds: Any) -> str:
     """Writes seconds as hours and minutes."""
-    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 <= seconds < 1e9:
+    if not _is_number(seconds) or not 0 <= seconds < 1e9:
         return "-"
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"

@@ -81,6 +81,8 @@ class _Translation:
             if zero.get(key) is True:
                 self.fields.setdefault(field, value)
                 self.report.append(f"zero_optimization.{key} mapped to {field}={self.fields[field]!r}")
+            elif key in zero and zero[key] not in (None, False, "auto"):
+                raise ConfigError(f"DeepSpeed zero_optimization.{key}={zero[key]!r} is not true or false")
             elif key in zero:
                 self.report.append(f"zero_optimization.{key} ignored: it is off")
         size = zero.get("zero_hpz_partition_size")
@@ -89,6 +91,8 @@ class _Translation:
             self.report.append(
                 f"zero_optimization.zero_hpz_partition_size={size} mapped to shard_in_node=True: over a machine's ranks"
             )
+        elif size not in (None, 0, 1, "auto"):
+            raise ConfigError(f"DeepSpeed zero_optimization.zero_hpz_partition_size={size!r} is not a number of ranks")
         elif "zero_hpz_partition_size" in zero:
             self.report.append("zero_optimization.zero_hpz_partition_size ignored: it is off")
 
@@ -108,13 +112,17 @@ class _Translation:
         if isinstance(value, int) and not isinstance(value, bool) and value in self.STAGES:
             self.fields["shard"] = self.STAGES[value]
             self.report.append(f"zero_optimization.stage={value} mapped to shard={self.STAGES[value]!r}")
-        elif "stage" in zero:
-            self.report.append("zero_optimization.stage ignored")
+        elif value in (None, "auto", 0) and value is not False:
+            self.report += ["zero_optimization.stage ignored"] if "stage" in zero else []
+        else:
+            raise ConfigError(f"DeepSpeed zero_optimization.stage={value!r} is not 0, 1, 2 or 3")
 
     def precision(self, key: str) -> None:
         """Maps ``bf16`` or ``fp16`` to the dtype of the parameters."""
         table = self.section("", self.mapping, key)
         if table.get("enabled") is True:
+            if (other := self.fields.get("param_dtype")) is not None:
+                raise ConfigError(f"DeepSpeed {other}.enabled and {key}.enabled are both true: the model computes in one dtype")
             self.fields["param_dtype"] = key
             self.report.append(f"{key}.enabled mapped to param_dtype={key!r}")
         elif "enabled" in table:

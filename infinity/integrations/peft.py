@@ -25,7 +25,7 @@ from .versions import require
 
 peft = require("peft")
 
-from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: E402 - once the library is known to be there
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # noqa: E402 - once the library is known to be there
 from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: E402
 
 PREFIX = "base_model.model."  # of PEFT's names of what is the base model's
@@ -71,15 +71,35 @@ def save_merged(model: nn.Module, folder: str | os.PathLike) -> None:
         raise UsageError(f"{type(model).__name__}: give a PEFT model of a transformers model")
     with engine.using(), engine.collectives.together("save_merged"):
         engine.wait_idle()
-        weights = peft.get_peft_model_state_dict(model, state_dict=adapter_tensors(model), save_embedding_layers=False)
-        dtype = next((value.dtype for value in weights.values()), torch.float32)
-        hollow = _hollow(lambda: type(base)(base.config), dtype)
+        tensors = adapter_tensors(model)
+        hollow = _hollow(lambda: type(base)(base.config))
         names = set(hollow.state_dict())
-        twin, _ = _adapt(hollow, model.active_peft_config, weights)
+        twin = _twin_of(model, hollow, tensors)
         sources = {plain: source for name, source in sources_of(model).items() if (plain := _plain_name(name)) in names}
         write_sources(Path(folder), merged(sources, twin), writes=engine.ranks.is_first)
         if engine.ranks.is_first:
             write_configs(base, Path(folder))
+
+
+def _twin_of(model: nn.Module, hollow: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Puts the active adapters of ``model``, whose values are ``tensors``, into a hollow model, in their dtypes: PEFT merges in these."""
+    active = model.base_model.active_adapters if isinstance(model.base_model, BaseTuner) else [model.active_adapter]
+    twin: nn.Module | None = None
+    for name in active:
+        weights = peft.get_peft_model_state_dict(model, state_dict=dict(tensors), adapter_name=name, save_embedding_layers=False)
+        if twin is None:
+            twin = peft.PeftModel(hollow, model.peft_config[name], adapter_name=name)
+        else:
+            twin.add_adapter(name, model.peft_config[name])
+        _adapt(twin, name, weights)
+    if twin is None:
+        raise UsageError("no adapter of this model is active: choose one by set_adapter")
+    if isinstance(twin.base_model, BaseTuner):
+        twin.base_model.set_adapter(active)
+    for name, param in list(twin.named_parameters()):
+        if name in tensors and not _is_hollow(param):
+            _put(twin, name, nn.Parameter(param.data.to(tensors[name].dtype), requires_grad=False))
+    return twin
 
 
 def _plain_name(name: str) -> str:
@@ -87,14 +107,14 @@ def _plain_name(name: str) -> str:
     return ".".join(part for part in name.removeprefix(PREFIX).split(".") if part not in ("base_layer", "original_module"))
 
 
-def _hollow(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """Builds a model. ``dtype``: of its parameters, for PEFT gives adapters the dtype of what they are put around."""
+def _hollow(build: Callable[[], nn.Module]) -> nn.Module:
+    """Builds a model. Its parameters are fp32, and so are the adapters that PEFT puts around them, as around those of any 16-bit model."""
     with torch.device("meta"):
         model = build()
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None:
-                value = torch.zeros(1, dtype=dtype).expand(param.shape)
+                value = torch.zeros(1, dtype=torch.float32).expand(param.shape)
                 module._parameters[name] = nn.Parameter(value, requires_grad=False)
     return model
 
@@ -113,10 +133,11 @@ def adapted_twin(model: Path, adapter: Path) -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(model)
         kind = getattr(transformers, (config.architectures or [""])[0], None)
         build = (lambda: transformers.AutoModelForCausalLM.from_config(config)) if kind is None else lambda: kind(config)
-        hollow = _hollow(build, torch.float32)  # as PEFT has adapters of any 16-bit model
+        hollow = _hollow(build)
         names = set(hollow.state_dict())
         weights = peft.load_peft_weights(str(adapter), device="cpu")
-        twin, left = _adapt(hollow, peft.PeftConfig.from_pretrained(adapter), weights)
+        twin = peft.PeftModel(hollow, peft.PeftConfig.from_pretrained(adapter))
+        left = _adapt(twin, "default", weights)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"{adapter} is not an adapter of peft for the model in {model}: {error}") from error
     for name in [name for name in left if _plain_name(name) in names and name in weights]:
@@ -129,20 +150,15 @@ def adapted_twin(model: Path, adapter: Path) -> nn.Module:
     return twin
 
 
-def _adapt(hollow: nn.Module, config: peft.PeftConfig, weights: Mapping[str, torch.Tensor]) -> tuple[nn.Module, list[str]]:
-    """Puts adapters of the values ``weights`` into a hollow model. Returns it, and the names that only one of both has."""
-    twin = peft.PeftModel(hollow, config)
-    own = peft.get_peft_model_state_dict(twin, save_embedding_layers=False)
-    for key, target in _targets(twin).items():
-        for path in dict(target.named_parameters()):
-            if path.startswith("modules_to_save.") and f"{PREFIX}{key}.{path.split('.', 2)[2]}" in weights:
-                _put(
-                    target,
-                    path,
-                    nn.Parameter(torch.empty_like(weights[f"{PREFIX}{key}.{path.split('.', 2)[2]}"]), requires_grad=False),
-                )
-    peft.set_peft_model_state_dict(twin, {name: value for name, value in weights.items() if name in own})
-    return twin, sorted(own.keys() ^ weights.keys())
+def _adapt(twin: nn.Module, adapter: str, weights: Mapping[str, torch.Tensor]) -> list[str]:
+    """Gives an adapter of a hollow model the values ``weights``. Returns the names that only one of both has."""
+    own = peft.get_peft_model_state_dict(twin, adapter_name=adapter, save_embedding_layers=False)
+    saved = f".modules_to_save.{adapter}."
+    for name, param in list(twin.named_parameters()):
+        if _is_hollow(param) and (value := weights.get(name.replace(saved, "."))) is not None:  # a trained bias, say
+            _put(twin, name, nn.Parameter(torch.empty_like(value), requires_grad=False))
+    peft.set_peft_model_state_dict(twin, {name: value for name, value in weights.items() if name in own}, adapter_name=adapter)
+    return sorted(own.keys() ^ weights.keys())
 
 
 def merged(sources: Mapping[str, Source], twin: nn.Module) -> dict[str, Source]:

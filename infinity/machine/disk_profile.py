@@ -35,6 +35,7 @@ PROBE_REQUEST_NBYTES = 4 * MIB
 # (block, depth), the likely ones first: a slow disk is not asked for all of them.
 SETTINGS = [(MIB, 32), (MIB, 64), (4 * MIB, 16), (4 * MIB, 32), (256 * 1024, 64), (256 * 1024, 128)]
 PATIENCE_SECONDS = 1.5
+WAIT_SECONDS = 20.0  # for others that measure
 WORTH = 1.03  # another setting must be this much better than one before it
 
 
@@ -220,14 +221,26 @@ def _keep(profiles: dict[str, DiskProfile]) -> None:
 
 @contextmanager
 def _alone(folder: str) -> Iterator[None]:
-    """Runs a block in one process at a time, of those that use ``folder`` and where its file system can tell."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    """Runs a block in one process at a time, of those that use ``folder`` and where its file system can tell. One that has the lock for
+    longer than a measurement takes does not measure: the folder is a user's, who may have locked it around the whole job."""
+    descriptor, deadline = os.open(folder, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + WAIT_SECONDS
     try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while not _is_locked_by(descriptor) and time.monotonic() < deadline:
+            time.sleep(0.02)
         yield
     finally:
         os.close(descriptor)
+
+
+def _is_locked_by(descriptor: int) -> bool:
+    """Takes the lock. False while somebody else has it; where the file system has none, there is nothing to wait for."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _measure(folder: str, kind: str) -> DiskProfile:

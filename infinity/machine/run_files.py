@@ -65,7 +65,10 @@ def write(folder: Path, kind: str, rank: int, content: dict[str, Any]) -> None:
 
 def read(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
     """Yields what the ranks of a run have told, in their order. What is no file of ours is passed over."""
-    for path in sorted(folder.glob(f"{kind}-rank*.json"), key=lambda path: (len(path.name), path.name)):
+    paths: list[Path] = []
+    with contextlib.suppress(OSError):
+        paths = sorted(folder.glob(f"{kind}-rank*.json"), key=lambda path: (len(path.name), path.name))
+    for path in paths:
         with contextlib.suppress(OSError, ValueError):
             if is_regular(path, links=False) and isinstance(found := parse_json(read_text(path, most_nbytes=MOST_NBYTES)), dict):
                 yield found
@@ -87,10 +90,13 @@ def is_running(folder: Path) -> bool:
 
 def runs(root: Path) -> list[Path]:
     """Lists the runs in ``root``, the newest first."""
-    if not root.is_dir():
-        return []
-    found = [folder for folder in root.iterdir() if folder.is_dir() and not folder.is_symlink() and any(read(folder, STATUS))]
-    return sorted(found, key=lambda folder: -folder.stat().st_mtime)
+    found: list[tuple[float, Path]] = []
+    with contextlib.suppress(OSError):
+        for folder in root.iterdir():
+            with contextlib.suppress(OSError):  # removed just now, by another job that begins
+                if folder.is_dir() and not folder.is_symlink() and any(read(folder, STATUS)):
+                    found.append((folder.stat().st_mtime, folder))
+    return [folder for _, folder in sorted(found, key=lambda entry: -entry[0])]
 
 
 def is_ours(folder: Path) -> bool:

@@ -40,3 +40,8 @@ def format_nbytes(nbytes: float) -> str:
 def round_up(value: int, multiple: int) -> int:
     """Returns the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
+
+
+def round_down(value: int, multiple: int) -> int:
+    """Returns the largest multiple of ``multiple`` that is at most ``value``."""
+    return value // multiple * multiple

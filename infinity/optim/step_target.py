@@ -53,8 +53,8 @@ class StepTarget(Protocol):
     def check_alive(self) -> None:
         """Raises UsageError where the engine is gone, or its process forked."""
 
-    def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> None:
-        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward."""
+    def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
+        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward. Returns what ends that."""
 
     def release(self, units: Iterable[ParamUnit]) -> None:
         """Sends ``units`` home: their bytes there are about to change."""

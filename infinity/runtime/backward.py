@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -143,12 +144,13 @@ class Backward:
         if landed and not self.engine.prefetcher.is_held(unit):
             self._tell(unit)
 
-    def listen(self, listener: Callable[[ParamUnit], None]) -> None:
-        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward."""
+    def listen(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
+        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward. Returns what ends that."""
         self._listeners.append(listener)
+        return partial(self._listeners.remove, listener)
 
     def _tell(self, unit: ParamUnit) -> None:
-        for listener in self._listeners:
+        for listener in tuple(self._listeners):
             listener(unit)
 
     # --- its beginning and its end ---

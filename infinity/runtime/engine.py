@@ -288,9 +288,9 @@ class Engine:
         self.steps.count_backwards(count)
         self.collectives.note_progress(steps=self.steps.index, backwards=count)
 
-    def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> None:
-        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward."""
-        self.backward.listen(listener)
+    def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
+        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward. Returns what ends that."""
+        return self.backward.listen(listener)
 
     def steps_units_early(self) -> bool:
         """Tells whether somebody steps units while the backward goes on, or makes their updates ahead."""

@@ -20,6 +20,7 @@ import torch
 
 from .. import native
 from ..errors import UsageError
+from ..machine.tiers import Tier
 from ..state.handle import ParamHandle
 from ..state.shard import ParamShard
 from ..storage.arrays import StateArray
@@ -91,6 +92,10 @@ class WeightAverage:
         dtype = torch.float32 if "master" in shard.arrays else shard.spec.dtype
         raw = self.engine.store.allocate_more(home.tier, shard.slice_numel * dtype.itemsize, what)
         self._taken.append(raw)
+        if raw.tier is Tier.NVME:  # its space may have been another's, and parts of blocks are written over what is there
+            for at in range(0, raw.nbytes, PIECE_NUMEL):
+                zeros = torch.zeros(min(PIECE_NUMEL, raw.nbytes - at), dtype=torch.uint8, device="cpu")
+                self.engine.store.write(raw, at, zeros, version=self.engine.step_index)
         flat = raw.flat.view(dtype) if raw.flat is not None else None
         return StateArray(raw.tier, dtype, shard.slice_numel, raw.extent, flat, raw.charge)
 

@@ -58,6 +58,7 @@ class ArrayAllocator:
             depth=min(MAX_DEPTH, max((profile.depth for profile in profiles), default=1)),
         )
         self._volumes = [native.Volume()]  # the first is laid out by open(), the others are added later
+        self._folder_of: list[str | None] = [None]  # what each volume was added for: None means all folders
         self._nbytes = 0  # of the first
         self._charges: list[native.Charge] = []
         self._added: list[Space] = []  # volumes that were added
@@ -124,14 +125,15 @@ class ArrayAllocator:
 
     def allocate_more(self, tier: Tier, nbytes: int, what: str, *, folder: str | None = None) -> StateArray:
         """Allocates ``nbytes`` bytes as :meth:`allocate` does, and also after :meth:`open`; the plan grows by as much. On disk they
-        are part of a further volume, in ``folder`` or, without one, over all folders."""
+        are part of a further volume, in ``folder`` or, without one, over all folders; what was written there before is still in them, so
+        that whole blocks have to be written before they are read."""
         if tier is not Tier.NVME:
             array = self.allocate(tier, torch.uint8, nbytes, what)
             self.ledger.accounts[tier].planned_nbytes += round_up(nbytes, native.BLOCK_NBYTES)
             return array
-        if (space := self._take_space(nbytes)) is None:
+        if (space := self._take_space(nbytes, folder)) is None:
             self._grow(nbytes, what, folder)
-            space = self._take_space(nbytes)
+            space = self._take_space(nbytes, folder)
         volume, offset, _ = space
         array = StateArray(tier, torch.uint8, nbytes, native.Extent.in_volume(self._volumes[volume], offset, nbytes))
         self._places[array] = space
@@ -147,8 +149,8 @@ class ArrayAllocator:
             self.ledger.accounts[array.tier].planned_nbytes -= round_up(array.nbytes, native.BLOCK_NBYTES)
             array.flat = array.extent = None
 
-    def _take_space(self, nbytes: int) -> Space | None:
-        """Takes a space of ``nbytes`` in the volumes that were added; None when there is none."""
+    def _take_space(self, nbytes: int, folder: str | None) -> Space | None:
+        """Takes a space of ``nbytes`` in the volumes that were added for ``folder``; None when there is none."""
         leaving, self._leaving = self._leaving, []  # at once: what the collector finds meanwhile is added
         for tickets, space in leaving:
             if all(ticket.done for ticket in tickets):
@@ -156,7 +158,7 @@ class ArrayAllocator:
             else:
                 self._leaving.append((tickets, space))
         self._spaces = _joined(self._spaces)
-        fitting = [space for space in self._spaces if space[2] >= nbytes]
+        fitting = [space for space in self._spaces if space[2] >= nbytes and self._folder_of[space[0]] == folder]
         if not fitting:
             return None
         volume, offset, size = min(fitting, key=lambda space: space[2])
@@ -201,6 +203,7 @@ class ArrayAllocator:
         folders.lay_out(volume, size, self.io)
         self._charges.append(charge)
         account.planned_nbytes += size
+        self._folder_of.append(folder)
         self._volumes.append(volume)
         self._added.append((len(self._volumes) - 1, 0, size))
         self._spaces.append(self._added[-1])

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from .. import native
 from ..errors import CapacityError, ConfigError, StorageError
 from ..machine import disk_profile
-from ..machine.sizes import format_nbytes, round_up
+from ..machine.sizes import format_nbytes, round_down, round_up
 
 logger = logging.getLogger(__name__)
 
@@ -62,27 +62,37 @@ class SwapFolders:
 
     def lay_out(self, volume: native.Volume, nbytes: int, io: native.IoEngine) -> None:
         """Makes the swap files of ``volume``, with room for ``nbytes``, a multiple of 4096. Raises ConfigError where a folder is gone,
-        CapacityError where there is too little room, StorageError where a disk refuses."""
+        CapacityError where there is too little room, StorageError where a disk refuses; no file is left then."""
         stripe = MAX_STRIPE_NBYTES if nbytes > LARGE_NBYTES else self.stripe_nbytes
         parts = self._parts(nbytes, stripe)
         folders = [folder for folder, _ in parts]
         counts = _stripes([part for _, part in parts], stripe, nbytes)
         sizes = volume.lay_out(stripe, counts, self._rank * len(folders) // self._ranks, nbytes)
-        volume.set_files([create_swap_file(io, folder, size) if size else -1 for folder, size in zip(folders, sizes)])
+        files: list[int] = []
+        try:
+            for folder, size in zip(folders, sizes):
+                files.append(create_swap_file(io, folder, size) if size else -1)
+        except BaseException:
+            for file in files:
+                if file >= 0:
+                    io.drop_file(file)
+            raise
+        volume.set_files(files)
 
     def _parts(self, nbytes: int, stripe_nbytes: int) -> list[tuple[str, int]]:
         """Splits ``nbytes`` into what each swap file takes, as (folder, bytes)."""
-        free = []
         for place in self.places:
             _check(place.folder)
-            free.append(shutil.disk_usage(place.folder).free)
+        # Of several files each has whole stripes: one that is full takes none that it has no room for.
+        whole = stripe_nbytes if len(self.places) > 1 else 1
+        free = [round_down(shutil.disk_usage(place.folder).free, whole) for place in self.places]
         if nbytes > sum(free):
             raise CapacityError(
                 f"NVMe home needs {format_nbytes(nbytes)} at {', '.join(place.folder for place in self.places)} but "
                 f"{format_nbytes(sum(free))} is free. Free {format_nbytes(nbytes - sum(free))}, name more folders in nvme_paths, or keep "
                 "more on the host: Config(optimizer='host')."
             )
-        own = split(nbytes, self.places, [room // self._ranks for room in free])
+        own = split(nbytes, self.places, [round_down(room // self._ranks, whole) for room in free])
         # Where this rank's part of what is free does not do, other ranks have taken theirs already.
         rest = split(nbytes - sum(own), self.places, [room - part for room, part in zip(free, own)])
         parts = []

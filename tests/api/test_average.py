@@ -5,6 +5,7 @@ Words used here: **plain** and **wrapped** as in `runs.py`; **torch's** is an Av
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_a_change_that_is_cut_short_is_carried_to_its_end(change, tmp_path, monk
 
         monkeypatch.setattr(WeightAverage, "_write", interrupted)
         try:
-            average.update() if change == "update" else average._exchange()
+            average.update() if change == "update" else average._exchange(True)
         except KeyboardInterrupt:
             pass
         monkeypatch.setattr(WeightAverage, "_write", write)
@@ -158,13 +159,108 @@ def test_a_change_that_is_cut_short_is_carried_to_its_end(change, tmp_path, monk
             seen = model(tokens(3))
         if change == "exchange":
             assert average._average.is_exchanged
-            average._exchange()
+            average._exchange(False)
         step(model, optimizer, 2)
         average.update()
         ends.append((seen, average.state_dict(), average.updates))
     for seen, state, updates in ends[1:]:
         assert torch.equal(seen, ends[0][0]) and updates == ends[0][2]
         assert differing(state, ends[0][1]) == []
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_applied_ends_with_the_weights_whatever_cuts_it_short(way, tmp_path, monkeypatch):
+    """Method: Ctrl-C at the fifth piece of the exchange at the block's begin, or at its end. Behind it the model has its weights, and
+    another `applied` the averages. Without it the block is entered: the twin."""
+    from infinity.runtime.weight_average import WeightAverage
+
+    model, optimizer = pair("host", tmp_path)
+    average = infinity.ema(model, 0.9)
+    for number in range(2):
+        step(model, optimizer, number)
+        average.update()
+    weights, averages = ({name: value.clone() for name, value in one.state_dict().items()} for one in (model, average))
+    write, left, entered = WeightAverage._write, [], []
+
+    def interrupted(self, *args, write=write):
+        if left and not left.pop():
+            raise KeyboardInterrupt
+        write(self, *args)
+
+    def evaluate():
+        with average.applied():
+            entered.append(differing(model.state_dict(), averages))
+            left.extend([0, 1, 1, 1, 1] if way == "out" else [])
+
+    monkeypatch.setattr(WeightAverage, "_write", interrupted)
+    left.extend([0, 1, 1, 1, 1] if way == "in" else [])
+    with pytest.raises(KeyboardInterrupt):
+        evaluate()
+    assert entered == ([] if way == "in" else [[]])
+    assert differing(model.state_dict(), weights) == []
+    way = "neither"
+    evaluate()
+    assert entered[-1] == [] and differing(model.state_dict(), weights) == [] and differing(average.state_dict(), averages) == []
+    step(model, optimizer, 2)
+
+
+def test_the_weights_that_applied_has_put_aside_stay_as_they_are(tmp_path):
+    """Method: inside `applied` the averages' places have the weights; what reads or writes averages, or applies them once more, is refused
+    there."""
+    model, optimizer = pair("host", tmp_path)
+    average = infinity.ema(model, 0.9)
+    for number in range(2):
+        step(model, optimizer, number)
+        average.update()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    averages = {name: value.clone() for name, value in average.state_dict().items()}
+
+    def nested() -> None:
+        with average.applied():
+            pass
+
+    with average.applied():
+        unwrapped = partial(infinity.unwrap_model, model)
+        for refused in (nested, average.state_dict, lambda: average.load_state_dict(averages), unwrapped, average.remove):
+            with pytest.raises(infinity.UsageError, match="average.applied"):
+                refused()
+        assert differing(model.state_dict(), averages) == []
+    assert differing(model.state_dict(), weights) == []
+    average.load_state_dict(weights)
+    assert differing(average.state_dict(), weights) == []
+    infinity.unwrap_model(model)
+    assert differing(model.state_dict(), weights) == []
+
+
+def test_an_average_is_removed_from_a_parked_model(tmp_path):
+    """Method: parked with its average, which is removed before anything was read back; the run goes on with the bits of one without."""
+    found = []
+    for averages in (False, True):
+        model, optimizer = pair("host", tmp_path)
+        step(model, optimizer, 0)
+        if averages:
+            average = infinity.ema(model, 0.9)
+            average.update()
+            infinity.park(model, tmp_path)
+            average.remove()
+        step(model, optimizer, 1)
+        found.append(model.state_dict())
+    assert differing(*found) == []
+
+
+def test_an_average_that_is_not_there_yet_is_not_read(tmp_path):
+    """Method: on disk, in the space of an average that was removed, whose bytes are still there. The run goes on."""
+    model, optimizer = pair("nvme", tmp_path)
+    average = infinity.ema(model, 0.9)
+    step(model, optimizer, 0)
+    average.update()
+    average.remove()
+    average = infinity.ema(model, 0.5)
+    with pytest.raises(infinity.UsageError, match="no average yet"):
+        average.state_dict()
+    step(model, optimizer, 1)
+    average.update()
+    assert average.updates == 1 and average.state_dict()
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):

@@ -5,6 +5,7 @@ Words used here: **plain** and **wrapped** as in `runs.py`.
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,41 @@ def test_what_cannot_be_parked_is_refused(tmp_path):
     with pytest.raises(infinity.CapacityError):
         infinity.park(small, tmp_path)
     small(tokens(SEED))
+
+
+def test_a_folder_that_takes_no_file_ends_nothing(tmp_path, monkeypatch):
+    """Method: the system refuses the swap file, as it does to who may not write there; the run goes on with the bits of one that was not
+    parked."""
+    from infinity.storage import swap_folders
+
+    def refused(io: native.IoEngine, folder: str, nbytes: int) -> int:
+        raise infinity.StorageError(errno.EACCES, "cannot make a swap file", folder)
+
+    found = []
+    for parks in (False, True):
+        model, optimizer = pair("host", tmp_path)
+        step(model, optimizer, 0)
+        if parks:
+            with monkeypatch.context() as patched, pytest.raises(infinity.StorageError, match="cannot make"):
+                patched.setattr(swap_folders, "create_swap_file", refused)
+                infinity.park(model, tmp_path)
+        step(model, optimizer, 1)
+        found.append(ends(model, optimizer))
+    assert differing(*found) == []
+
+
+def test_each_park_lies_in_the_folder_that_it_was_given(tmp_path):
+    """Method: parked in one folder, resumed, parked in another; the swap files of each are counted."""
+    from models import swap_files
+
+    model, optimizer = pair("host", tmp_path)
+    folders = [tmp_path / name for name in ("one", "two")]
+    for count, folder in enumerate((folders[0], folders[1], folders[0])):
+        folder.mkdir(exist_ok=True)
+        infinity.park(model, folder)
+        infinity.resume(model)
+        assert [len(swap_files(each)) for each in folders] == [1, min(count, 1)]
+    step(model, optimizer, 0)
 
 
 def test_a_region_that_is_discarded_keeps_its_address_and_reads_as_zeros():

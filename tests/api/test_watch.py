@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -94,6 +95,40 @@ def test_a_loop_that_fails_says_so_and_its_hooks_are_gone(tmp_path):
         raise KeyError("mine")
     assert statuses(tmp_path)[0]["phase"] == "ended by KeyError"
     assert sum(len(module._forward_pre_hooks) for module in model.modules()) == hooks
+
+
+def test_a_model_that_is_unwrapped_meanwhile_ends_nothing(tmp_path):
+    """Method: unwrapped inside the block, and collected before its watch is closed; the last status says that the loop is over, with the steps."""
+    model, optimizer = make()
+    with infinity.Watch(model, folder=tmp_path / "unwrapped", every=0.0) as watch:
+        step(model, optimizer)
+        watch.update(loss=1.0)
+        infinity.unwrap_model(model)
+        watch.update(loss=2.0)
+    (status,) = statuses(tmp_path / "unwrapped")
+    assert status["phase"] == "ended" and status["step"] == 2
+    model, optimizer = make()
+    watch = infinity.Watch(model, folder=tmp_path / "gone", every=0.0)
+    del model, optimizer
+    gc.collect()
+    watch.close()
+    assert statuses(tmp_path / "gone")[0]["phase"] == "ended"
+
+
+def test_two_models_of_one_process_have_a_folder_each(tmp_path, monkeypatch):
+    """Also: what is closed leaves its folder's name, and nothing in the engine."""
+    monkeypatch.setenv("INFINITY_CACHE", str(tmp_path))
+    model, _ = make()
+    other, _ = make()
+    listeners = infinity.runtime.registry.wrapped(model).engine.backward._listeners
+    before = list(listeners)
+    with infinity.Watch(model) as first, infinity.Watch(other) as second:
+        assert first.folder != second.folder and len(statuses(first.folder)) == len(statuses(second.folder)) == 1
+        assert len(listeners) == len(before) + 1
+    with infinity.Watch(model) as again:
+        assert again.folder == first.folder
+    again.close()
+    assert listeners == before
 
 
 def test_a_long_history_is_thinned(tmp_path, monkeypatch):

@@ -175,6 +175,42 @@ def test_pickled_weights_become_the_model_they_were_of(layout, tmp_path):
     assert same(written(tmp_path / "out"), state)
 
 
+def test_tensors_that_share_bytes_but_not_elements_are_all_written(tmp_path):
+    """Method: a square matrix and its transpose, which have storage, offset and shape in common; the twin, a tied one, is written once."""
+    weight = torch.randn(3, 3)
+    torch.save({"a": weight, "b": weight.t(), "tied": weight}, tmp_path / "model.pt")
+    export(tmp_path / "model.pt", tmp_path / "out")
+    assert same(written(tmp_path / "out"), {"a": weight, "b": weight.t().contiguous()})
+
+
+@pytest.mark.parametrize("writer", ["torch.save", "dcp"])
+@pytest.mark.parametrize(
+    ("names", "own"),
+    [(("net.module.weight", "net.weight"), None), (("module.weight", "module.net.bias", "head.weight"), None),
+     (("module.a", "module.b._orig_mod.c"), ("a", "b.c")), (("module.module.a", "module.b"), ("module.a", "b")),
+     (("n_averaged", "module.a.b"), ("n_averaged", "a.b")), (("a._fsdp_wrapped_module.module.b", "c"), ("a.b", "c"))],
+)  # fmt: skip
+def test_only_what_wrappers_put_into_names_is_taken_out(names, own, writer, tmp_path):
+    """Method: a module that the model itself calls `module` has others beside it, a wrapper's has not; each tensor is written."""
+    state = {name: torch.full((2,), float(number)) for number, name in enumerate(names)}
+    if writer == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
+    else:
+        torch.save(state, tmp_path / "in.pt")
+    export(tmp_path / ("in" if writer == "dcp" else "in.pt"), tmp_path / "out")
+    assert same(written(tmp_path / "out"), dict(zip(own or names, state.values())))
+
+
+def test_files_that_others_have_put_beside_the_weights_stay(tmp_path):
+    """Method: exported into a folder with another model's file, and one of an earlier export in parts, which goes."""
+    torch.save({"a": torch.randn(3)}, tmp_path / "model.pt")
+    (tmp_path / "out").mkdir()
+    for name in ("model_ema.safetensors", "model-00001-of-00002.safetensors"):
+        (tmp_path / "out" / name).write_text("")
+    export(tmp_path / "model.pt", tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors", "model_ema.safetensors"]
+
+
 def test_a_dtype_can_be_chosen_and_a_model_starts_from_it(tmp_path):
     """Method: exported in bf16, the folder fills a model on meta; integers stay what they are."""
     model = make_model()

@@ -191,6 +191,23 @@ def test_clean_finds_what_is_ours_and_leaves_everything_else(place, capsys, monk
     assert main(["clean", "nowhere"]) == 2
 
 
+def test_clean_asks_no_name_of_a_user(place, capsys, monkeypatch):
+    """Method: probes of a user without an entry in the system's list, as containers have: this process's is found, another's is left."""
+    monkeypatch.setattr("tempfile.tempdir", str(place / "tmp"))
+    probes = [data(place / "tmp", f"infinity-probe-abcdefg{letter}", "probe") for letter in "ab"]
+    lstat = Path.lstat
+
+    def of_somebody(path: Path) -> os.stat_result:
+        found = lstat(path)
+        uid = {probes[0]: 54321, probes[1]: 54322}.get(path, found.st_uid)
+        return os.stat_result((*found[:4], uid, *found[5:7], 0, 0, 0)) if path in probes else found
+
+    monkeypatch.setattr(Path, "lstat", of_somebody)
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    assert main(["clean", "--json"]) == 0
+    assert [each["path"] for each in json.loads(capsys.readouterr().out)["leftovers"]] == [str(probes[0])]
+
+
 # --- signals ---
 
 

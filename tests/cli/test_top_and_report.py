@@ -65,7 +65,9 @@ def test_without_a_job_top_says_what_tells(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "status",
     [{"rank": "x", "tiers": [1], "edges": {"a": 3}}, {"tiers": {"\x1b[2J": {"charged_nbytes": 1, "planned_nbytes": 0, "budget_nbytes": 0}}},
-     {"step": True, "loss": "<b>", "remaining_seconds": -1, "unit": "\x1b]0;x\x07", "at": "now"}, {}],
+     {"step": True, "loss": "<b>", "remaining_seconds": -1, "unit": "\x1b]0;x\x07", "at": "now"}, {},
+     {"step": 10**400, "at": -(10**400), "edges": {"a": {"rate": 10**400, "nbytes": 1}, "b": {"rate": 1.0, "nbytes": 1, "limit": 10**400}},
+      "tiers": {"a": {"charged_nbytes": -1, "planned_nbytes": 0}, "b": {"charged_nbytes": 10**400, "planned_nbytes": 1}}}],
 )  # fmt: skip
 def test_top_shows_what_it_can_of_a_strange_status(status, tmp_path, capsys):
     """Method: files of other kinds and with control characters: no traceback, and nothing that a terminal obeys."""

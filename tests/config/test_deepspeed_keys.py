@@ -81,6 +81,25 @@ def test_mapped_keys_choose(source, changed):
     assert Config.from_deepspeed(source) == Config(**changed)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [{"zero_optimization": {"stage": "3"}}, {"zero_optimization": {"stage": 4}}, {"zero_optimization": {"stage": True}},
+     {"zero_optimization": {"zero_quantized_weights": "true"}}, {"zero_optimization": {"cpu_offload": 1}},
+     {"zero_optimization": {"zero_hpz_partition_size": "8"}}, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}],
+    ids=str,
+)  # fmt: skip
+def test_a_value_that_is_none_of_its_key_is_refused_and_not_taken_for_off(source):
+    """Method: text for numbers and switches, a stage that is none, and two dtypes at once."""
+    with pytest.raises(ConfigError, match=r"stage|zero_quantized_weights|cpu_offload|zero_hpz_partition_size|both true"):
+        Config.from_deepspeed(source)
+
+
+@pytest.mark.parametrize("stage", [0, "auto", None])
+def test_a_stage_that_is_left_to_us_is_the_default(stage):
+    """The twin."""
+    assert Config.from_deepspeed({"zero_optimization": {"stage": stage}}) == Config()
+
+
 def test_a_dtype_that_is_none_is_refused():
     with pytest.raises(ConfigError, match="grad_accum_dtype"):
         Config.from_deepspeed({"data_types": {"grad_accum_dtype": "fp7"}})

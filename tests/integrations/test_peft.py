@@ -121,6 +121,53 @@ def test_a_merged_model_is_saved_without_changing_the_one_at_home(name, tmp_path
     assert differing(loaded.state_dict(), adapted(name, torch.bfloat16).merge_and_unload().state_dict()) == []
 
 
+def _lora(*targets: str, **more: Any) -> Any:
+    return peft.LoraConfig(r=2, target_modules=list(targets), **LM, **more)
+
+
+OTHERS: dict[str, Callable[[nn.Module], Any]] = {
+    "another": lambda base: _second(base, "b"),
+    "both": lambda base: _second(base, ["default", "b"]),
+    "renamed": lambda base: peft.get_peft_model(base, _lora("q_proj"), adapter_name="mine"),
+    "16 bit": lambda base: peft.get_peft_model(base, _lora("q_proj"), autocast_adapter_dtype=False),
+    "biases": lambda base: peft.get_peft_model(base, _lora("q_proj", bias="all")),
+}
+
+
+def _second(base: nn.Module, active: str | list[str]) -> nn.Module:
+    model = peft.get_peft_model(base, _lora("q_proj"))
+    model.add_adapter("b", _lora("q_proj", "v_proj"))
+    model.base_model.set_adapter(active)
+    return model
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_adapters_that_are_active_are_merged_in_their_own_dtype(name, tmp_path):
+    """Method: another adapter than the first, two at once, one of another name, one in bf16, and trained biases: each beside PEFT's own merge.
+    Those that train biases are merged by `infinity export`, too."""
+
+    def build() -> nn.Module:
+        model = OTHERS[name](llama(torch.bfloat16, attention_bias=True, attention_dropout=0.0))
+        for key, param in model.named_parameters():
+            if "lora" in key or param.requires_grad:
+                nn.init.normal_(param, std=0.1)
+        return model
+
+    expected = seeded(SEED, build).merge_and_unload().state_dict()
+    model = seeded(SEED, build)
+    if name == "biases":
+        llama(torch.bfloat16, attention_bias=True).save_pretrained(tmp_path / "base")
+        model.save_pretrained(tmp_path / "adapter")
+        words = [str(tmp_path / "base"), str(tmp_path / "exported"), "--merge", str(tmp_path / "adapter")]
+        assert main(["export", *words]) == 0
+        loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.bfloat16)
+        assert differing(loaded.state_dict(), expected) == []
+    infinity.wrap_model(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), on_disk(tmp_path))
+    save_merged(model, tmp_path / "merged")
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
+    assert differing(loaded.state_dict(), expected) == []
+
+
 @pytest.mark.parametrize("name", MERGED)
 @pytest.mark.parametrize("source", ["folder", "checkpoint"])
 def test_export_merges_an_adapter_into_files(name, source, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -125,6 +126,29 @@ def test_ranks_of_one_machine_measure_a_disk_once(tmp_path, monkeypatch, cache_f
         with ThreadPoolExecutor(4) as threads:
             assert {profile.read_rate for profile in threads.map(ask, [str(tmp_path)] * 4)} == {3e9}
         assert most == [1] * count
+
+
+def test_a_folder_that_somebody_keeps_locked_is_measured_all_the_same(tmp_path, measured, monkeypatch):
+    """Method: as under `flock FOLDER python ...`, the lock is another descriptor's for as long as the job runs. The twin: one that is let go
+    meanwhile is waited for."""
+    monkeypatch.setattr(disk_profile, "WAIT_SECONDS", 0.1)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with ThreadPoolExecutor(1) as threads:
+            try:
+                asked = threads.submit(disk_profile.disk_profile, str(tmp_path))
+                assert asked.result(timeout=60).read_rate == 3e9 and len(measured) == 1
+            finally:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        disk_profile.disk_profile.cache_clear()
+        monkeypatch.setattr(disk_profile, "WAIT_SECONDS", 3600.0)
+        monkeypatch.setattr(time, "sleep", lambda seconds: fcntl.flock(descriptor, fcntl.LOCK_UN))
+        (tmp_path / "cache" / "disks.json").unlink()
+        assert disk_profile.disk_profile(str(tmp_path)).read_rate == 3e9 and len(measured) == 2
+    finally:
+        os.close(descriptor)
 
 
 def test_the_rate_of_a_device_counts_once(tmp_path, monkeypatch):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+
+import pytest
 
 from infinity.machine import run_files
 
@@ -39,6 +42,27 @@ def test_a_run_is_over_when_its_process_is(tmp_path):
     assert not run_files.is_running(tmp_path)
     run_files.write(tmp_path, run_files.STATUS, 0, status(started=run_files.this_process().started + 1))
     assert not run_files.is_running(tmp_path)
+
+
+@pytest.mark.parametrize("moment", ["read", "stat"])
+def test_a_run_that_another_job_removes_meanwhile_ends_nothing(moment, tmp_path, monkeypatch):
+    """Method: as this job looks for old runs, another one removes the second of three, before or after its status was read."""
+    for number in range(3):
+        run_files.write(tmp_path / f"run{number}", run_files.STATUS, 0, status(started=1))
+    read = run_files.read
+
+    def removed(folder, kind):
+        gone = folder.name == "run1"
+        if gone and moment == "read":
+            shutil.rmtree(folder)
+        found = list(read(folder, kind))
+        if gone and moment == "stat":
+            shutil.rmtree(folder)
+        return iter(found)
+
+    monkeypatch.setattr(run_files, "read", removed)
+    assert sorted(folder.name for folder in run_files.runs(tmp_path)) == ["run0", "run2"]
+    run_files.remove_old(tmp_path, keep=0)
 
 
 def test_old_runs_go_and_nobody_elses(tmp_path):

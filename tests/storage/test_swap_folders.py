@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import differing, loss_of, tokens, transformer
+from models import differing, loss_of, swap_files, tokens, transformer
 from native_arrays import ENGINES
 from runs import adamw
 
@@ -145,6 +145,21 @@ def test_disks_of_unlike_size_are_used_in_full(make_disks):
         too_much.open([])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_that_is_filled_takes_no_stripe_that_it_has_no_room_for(ranks, make_disks):
+    """Method: a fast disk whose room ends within a stripe, near its end, and a slow one with room for the rest; for two ranks, too."""
+    disks = make_disks([9e9, 1e9])
+    disks.room = dict(zip(disks.folders, (11 * STRIPE - 4096, 60 * STRIPE)))
+    sizes = Counter()
+    for rank in range(ranks):
+        store = disks.store(rank=rank, ranks=ranks)
+        store.allocate(Tier.NVME, torch.uint8, 30 * STRIPE // ranks, "an array")
+        store.open([])
+        sizes.update(held(store, 0, 30 * STRIPE // ranks))
+    assert sizes[0] <= disks.room[disks.folders[0]] and sizes[0] >= (10 if ranks == 1 else 8) * STRIPE
+    assert sum(sizes.values()) == 30 * STRIPE
+
+
 def test_folders_on_one_file_system_are_one(tmp_path, monkeypatch):
     """Method: two folders of this test's disk, without a model; one file, in the first of them. What is free there counts once."""
     folders = [str(tmp_path / name) for name in ("one", "two")]
@@ -216,6 +231,32 @@ def test_what_is_added_later_lies_on_all_disks_too(make_disks):
         assert min(held(store, array.extent.offset, array.nbytes, 1).values()) >= 3 * STRIPE
     store.rebuild()
     assert sum(size for _, _, size in store._spaces) == store._added[0][2] - 4 * MIB
+
+
+def test_space_that_not_all_disks_have_is_given_back(make_disks, monkeypatch):
+    """Method: the second of two disks refuses a further file, three times; the first has what it had, and gives more once both do."""
+    disks = make_disks([1e9, 1e9])
+    store = disks.store()
+    store.allocate(Tier.NVME, torch.uint8, MIB, "an array")
+    store.open([])
+    create = swap_folders.create_swap_file
+
+    def refused(io: native.IoEngine, folder: str, nbytes: int) -> int:
+        if folder == disks.folders[1]:
+            raise infinity.CapacityError("it is full")
+        return create(io, folder, nbytes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(swap_folders, "create_swap_file", refused)
+        for _ in range(3):
+            with pytest.raises(infinity.CapacityError, match="it is full"):
+                store.allocate_more(Tier.NVME, MIB, "activations")
+    assert [len(swap_files(Path(folder))) for folder in disks.folders] == [1, 1]
+    array = store.allocate_more(Tier.NVME, MIB, "activations")
+    assert [len(swap_files(Path(folder))) for folder in disks.folders] == [2, 2]
+    value = torch.randint(0, 255, (MIB,), dtype=torch.uint8)
+    store.write(array, 0, value, version=1)
+    assert torch.equal(store.read(array, 0, MIB), value)
 
 
 def test_a_folder_that_vanishes_in_mid_run_takes_nothing_with_it(make_disks):
