@@ -273,7 +273,7 @@ class Collectives(Exchanges):
         """Notes a collective that begins now. Meets, where the agreed pass does not go on with it."""
         self._enter_pass()
         passing, collective = self.ranks.data.lockstep, Collective(what, given.nbytes, _stand_in(given, taken, begin))
-        if passing.is_open and passing.next != collective:
+        if passing.is_agreed and passing.next != collective:
             self.ranks.data.rendezvous(f"{what} {self._progress}")
         passing.note(collective)
 

@@ -37,7 +37,7 @@ def two(tmp_path_factory) -> dict[str, list[Any]]:
     jobs |= {f"parts:whole-{how}": {"how": how, "shard": "gradients"} for how in ("raises in a backward", "evaluates")}
     jobs |= {f"changes:{shard}": {"shard": shard} for shard in ("parameters", "gradients", "optimizer")}
     jobs |= {f"moved:{budget}": {"config": {"device_memory": budget}} for budget in (None, "520KiB", "600KiB", "800KiB")}
-    jobs["interrupted"] = {}
+    jobs |= {"interrupted": {}, **{f"unlike_the_last:{parts}": {"parts": parts} for parts in (False, True)}}
     jobs["moved:nvme"] = {"config": models.at_home("nvme", "nvme", tmp_path_factory.mktemp("swap")) | {"host_memory": "6MiB"}}
     jobs |= {f"counted:{blocks}": {"blocks": blocks} for blocks in (4, 12)}
     return launched(tmp_path_factory.mktemp("two"), 2, jobs)
@@ -124,6 +124,20 @@ def test_what_all_ranks_do_between_two_steps_leaves_the_next_pass_as_it_was(two)
         waiting, met, followed = zip(*of_rank["found"])
         assert set(waiting[2:]) == {1} and waiting[0] > 1
         assert met[3:] == (1, 2, 2, 1, 1) and all(followed[2:])
+
+
+def test_a_backward_that_an_agreed_pass_had_not_is_met_for(two):
+    """Method: a pass is agreed on as one without a backward, and has one: gradients do not all wait for its end."""
+    for of_rank in two["unlike_the_last:False"]:
+        assert of_rank["agreed without a backward"][3] and not of_rank["told"]
+        assert of_rank["kept"][3] <= of_rank["kept"][0] < 6
+
+
+def test_ranks_that_part_behind_the_end_of_an_agreed_pass_are_told(two):
+    """The same, and one rank's backward reaches fewer blocks: it ends while the other waits at a gather."""
+    for rank, of_rank in enumerate(two["unlike_the_last:True"]):
+        ((step, text),) = of_rank["told"]
+        assert step == 3 and of_rank["agreed without a backward"][3] and f"rank {rank} is at" in text
 
 
 @pytest.mark.parametrize("budget", [None, "520KiB", "600KiB", "800KiB", "nvme"])

@@ -220,6 +220,42 @@ def interrupted() -> dict[str, Any]:
     return {"found": found}
 
 
+def unlike_the_last(parts: bool) -> dict[str, Any]:
+    """A pass that was agreed as one without a backward, and has one; ``parts``: of the last rank it reaches the last blocks only, at first."""
+    rank, most, at_once, told, agreed = dist.get_rank(), [0], [], [], []
+    take, WholeGradients.take = WholeGradients.take, kept(most)
+    model, optimizer = wrap("parameters", tight=True)
+    lockstep = wrapped(model).engine.ranks.data.lockstep
+
+    def attempt(step: int, is_first: bool) -> None:
+        cut = parts and is_first and step == 3 and rank == dist.get_world_size() - 1
+        hook = model.blocks[3].register_forward_hook(lambda module, args, output: output.detach() if cut else None)
+        loss = model(data(step, rank))
+        hook.remove()
+        if is_first:
+            agreed.append(lockstep.is_agreed and not lockstep.is_open)
+        if step != 1:  # which goes as the fourth is expected to
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    try:
+        for step in range(5):
+            most[0] = 0
+            for number in range(2):
+                try:
+                    attempt(step, number == 0)
+                    break
+                except infinity.UsageError as error:
+                    told.append((step, str(error)))
+                    optimizer.zero_grad()
+            at_once.append(most[0])
+    finally:
+        WholeGradients.take = take
+    infinity.unwrap_model(model, optimizer)
+    return {"told": told, "agreed without a backward": agreed, "kept": at_once}
+
+
 def counted(blocks: int) -> dict[str, Any]:
     """Meetings of every step of a model of so many blocks."""
     met, begin = 0, Meeting._begin
