@@ -63,7 +63,7 @@ def attach(schedule: Any) -> Any:
 
 
 def empty(schedule: Any) -> None:
-    """Empties the buffers of a ``schedule`` that is not run any more: it and its stages refer to each other, and go when the collector comes by."""
+    """Gives back the buffers of a ``schedule`` that is not run any more: it and its stages refer to each other, and go when the collector comes by."""
     for stage in _stages_of(schedule):
         stage.args_recv_info.clear()
         stage.grad_recv_info.clear()
