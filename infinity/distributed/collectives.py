@@ -71,8 +71,7 @@ class Collectives(Exchanges):
         if training and self._passes == 1:
             self._found_after_step = found
         self._enter_pass()
-        if not place.lockstep.goes_on_with(key):
-            place.lockstep.end()
+        if not place.lockstep.enter(key):
             place.announce(f"a forward {self._progress}", self._flags_of(key), then=partial(self._begin, key))
 
     def _flags_of(self, key: bytes) -> list[int]:
@@ -80,14 +79,15 @@ class Collectives(Exchanges):
         said = key[:DIGEST_NBYTES] + self.ranks.data.lockstep.digest_of(key)
         return [*said, *(255 - byte for byte in said)]
 
-    def _begin(self, key: bytes, found: torch.Tensor, *, only_agreed: bool = False) -> None:
-        """Begins a pass, of which everybody's flags have been ``found``: agreed where all said the same."""
+    def _begin(self, key: bytes, found: torch.Tensor, *, foreseen: bool = False) -> None:
+        """Begins a pass, of which everybody's flags have been ``found``: agreed where all said the same. One that is only ``foreseen`` begins
+        where it is agreed."""
         most, least = found[:SAID_NBYTES], 255 - found[SAID_NBYTES:]
         same = (most == least).tolist()
         agreed = all(same) and bool(most[DIGEST_NBYTES:].any())
-        if agreed or not only_agreed:
+        if agreed or not foreseen:
             self._traces_agree = all(same[:DIGEST_NBYTES])
-            self.ranks.data.lockstep.begin(key, agreed=agreed)
+            self.ranks.data.lockstep.begin(key, agreed=agreed, foreseen=foreseen)
 
     def meet_for_step(self, what: str, *, over_stages: str, trace: Iterable[int]) -> None:
         """Waits until every rank is at the step ``what``, of which other stages are told ``over_stages``. With it goes how a forward after a step
@@ -100,7 +100,7 @@ class Collectives(Exchanges):
             key = _key_of(trace, self._found_after_step, 1)
             # Ranks whose last pass went another way may not find the same units gathered: what one says here is nobody's word.
             flags = self._flags_of(key) if place.lockstep.was_followed else [255] * (2 * SAID_NBYTES)
-            place.announce(said, flags, then=partial(self._begin, key, only_agreed=True)).wait()
+            place.announce(said, flags, then=partial(self._begin, key, foreseen=True)).wait()
 
     def _enter_pass(self) -> None:
         """Waits for the data ranks to begin the pass, if it has just begun."""
@@ -273,7 +273,7 @@ class Collectives(Exchanges):
         """Notes a collective that begins now. Meets, where the agreed pass does not go on with it."""
         self._enter_pass()
         passing, collective = self.ranks.data.lockstep, Collective(what, given.nbytes, _stand_in(given, taken, begin))
-        if passing.is_open and passing.next != collective:
+        if passing.is_agreed and passing.next != collective:
             self.ranks.data.rendezvous(f"{what} {self._progress}")
         passing.note(collective)
 

@@ -2,6 +2,7 @@
 
 sequence   the collectives of a pass in their order
 agreed     of a sequence: all data ranks have said, as the pass began, that such a pass went this way last time
+foreseen   of a pass: agreed on with the step before it, and no forward has come to it yet
 parted     of a rank that needs something else than what comes next in the agreed sequence
 
 What holds, whatever the ranks do: **a rank starts a collective only as the next one of the agreed sequence, or after a meeting just before it.**
@@ -42,15 +43,17 @@ class Lockstep:
         self._started: list[Collective] = []
         self._agreed: list[Collective] | None = None
         self._is_over = True  # what is started now belongs to no pass
+        self._is_foreseen = False
         self.was_followed = False  # the last pass was agreed, and went so to its end
 
     # --- a pass ---
 
     def end(self) -> None:
-        """Ends the pass: remembers how it went, unless it was left before its end."""
-        if not self._is_over:
+        """Ends the pass: remembers how it went, unless it was left before its end, or never came."""
+        was_entered = not self._is_over and not self._is_foreseen
+        if was_entered:
             self.was_followed = self.is_agreed and not self.is_open
-        if not self._is_over and not self.is_open:
+        if was_entered and not self.is_open:
             self._known[self._key] = self._started
             self._known.move_to_end(self._key)
             if len(self._known) > MOST_KNOWN:
@@ -66,14 +69,19 @@ class Lockstep:
         said = repr([(each.what, each.nbytes) for each in self._known[key]])
         return hashlib.blake2b(key + said.encode(), digest_size=DIGEST_NBYTES).digest()
 
-    def begin(self, key: bytes, *, agreed: bool) -> None:
-        """Begins a pass that is known by ``key``. ``agreed``: it will go as the last one, on every rank."""
-        self._key, self._started, self._is_over = key, [], False
+    def begin(self, key: bytes, *, agreed: bool, foreseen: bool = False) -> None:
+        """Begins a pass that is known by ``key``. ``agreed``: it will go as the last one, on every rank. ``foreseen``: its forward is still to
+        come, and tells by :meth:`enter`."""
+        self._key, self._started, self._is_over, self._is_foreseen = key, [], False, foreseen
         self._agreed = self._known[key] if agreed else None
 
-    def goes_on_with(self, key: bytes) -> bool:
-        """Tells whether the agreed pass that has begun is known by ``key``, and nothing of it was started yet."""
-        return self._agreed is not None and not self._is_over and not self._started and self._key == key
+    def enter(self, key: bytes) -> bool:
+        """Enters the pass that was foreseen. Returns whether it is agreed on still, known by ``key``, and nothing of it was started; else it ends."""
+        if self._is_foreseen and self._agreed is not None and not self._is_over and not self._started and self._key == key:
+            self._is_foreseen = False
+            return True
+        self.end()
+        return False
 
     # --- what comes next ---
 

@@ -91,10 +91,17 @@ class Reducer:
         none, and they meet in passing. Ranks that come to fewer units are met at their backward's end."""
         if not self.waits_elsewhere or self.waits_for_more:
             return
-        if self._collectives.is_agreed or self._collectives.was_agreed:
+        if self._goes_as_agreed:
             self.start_due(only_ready=True)
         else:
             self._start_more(self._collectives.offer(self.count_ready()) if least is None else least)
+
+    @property
+    def _goes_as_agreed(self) -> bool:
+        """Whether the reductions that are left, if any are, start where the agreed pass goes on with them. It may have been agreed as one that
+        had no backward: once that is over ranks meet."""
+        is_over = self._position == len(self._order)
+        return self._collectives.is_agreed or (self._collectives.was_agreed and is_over)
 
     def start_offered(self, least: int | None) -> None:
         """Starts what all ranks offered at a gather, if they met for one."""
@@ -138,7 +145,7 @@ class Reducer:
             self._unread = True
             return
         self.start_due()
-        met = self.waits_elsewhere and not self._collectives.was_agreed
+        met = self.waits_elsewhere and not self._goes_as_agreed
         while met and (least := self._collectives.offer(None)) is not None:
             self._start_more(least)  # another rank is still in its backward
         self._start_more(len(self._units))

@@ -23,7 +23,7 @@ from ..runtime.registry import engine_of, is_wrapped
 from ..state.tensors import digest_of
 from .boundaries import Boundaries, axis_that_shares
 from .choice import Choice, choose
-from .schedules import attach
+from .schedules import attach, empty
 from .stages import Chain, chain_of
 from .ties import Ties
 
@@ -202,7 +202,7 @@ class Pipeline:
         self._loss_fn, self._ties = loss_fn, ties
         self._group = mesh["pp"].get_group()
         self._teller = dist.get_global_rank(self._group, choice.last_rank)  # it has the losses
-        self._schedules = OrderedDict[tuple, Any]()  # by the shapes of their batches, the last one used last
+        self._schedules = OrderedDict[tuple, Any]()  # by the shapes of their batches and whether they train, the last one used last
         self._counted = 1  # labels of the batch that the loss counts
         shares = axis_that_shares(chunks[0], mesh)
         self._boundaries = (
@@ -222,7 +222,7 @@ class Pipeline:
 
         Raises UsageError for a batch that does not divide by the micro-batches, or is another one on other stages.
         """
-        schedule, inputs, target, batch = self._agree_on(inputs, target, batch)
+        schedule, inputs, target, batch = self._agree_on(inputs, target, batch, trains=True)
         losses: list[torch.Tensor] = []
         arguments: dict[str, Any] = {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
         with self._in_parts(), self._ties.adding_up(self._engine) if self._ties is not None else nullcontext():
@@ -232,7 +232,7 @@ class Pipeline:
     @torch.no_grad()
     def eval(self, inputs: torch.Tensor | None = None, target: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:
         """Runs the forward alone. Returns the loss, on every rank."""
-        schedule, inputs, target, batch = self._agree_on(inputs, target, batch)
+        schedule, inputs, target, batch = self._agree_on(inputs, target, batch, trains=False)
         losses: list[torch.Tensor] = []
         arguments: dict[str, Any] = {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
         with self._in_parts():
@@ -251,27 +251,41 @@ class Pipeline:
         self._counted = int((target[..., 1:] != IGNORED).sum()) if self._loss_fn is None else 1
         return inputs, target, batch
 
-    def _agree_on(self, inputs: Any, target: Any, batch: dict[str, Any]) -> tuple[Any, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    def _agree_on(
+        self, inputs: Any, target: Any, batch: dict[str, Any], *, trains: bool
+    ) -> tuple[Any, torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Returns the schedule for batches of this shape, and what it is given. Raises UsageError on all ranks where one has no batch that
         divides, or where stages, or parts of tensors, were given other batches: outputs of one would be compared with labels of another."""
         collectives, ranks = self._engine.collectives, self._engine.ranks
         with self._engine.using():
             with collectives.together("the batch of a pipeline"):
                 inputs, target, batch = self._parts(inputs, target, batch)
-            given = {"the inputs": inputs, "the targets": target, **batch}
-            tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-            mine = dist.get_rank(), {name: digest_of(value) for name, value in tensors.items()}
+                given = {"the inputs": inputs, "the targets": target, **batch}
+                tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+                mine = dist.get_rank(), {name: digest_of(value) for name, value in tensors.items()}
             channels = [channel for channel in (ranks.tensor, ranks.stages) if channel is not None]
             everyones = collectives.collect(mine, "digests of the batch of a pipeline", channels)
             with collectives.together("having compared the batch of a pipeline"):  # other data ranks have others, and do not see it
                 _refuse_others(everyones)
-        shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in tensors.items())
-        if shapes not in self._schedules:
-            self._schedules[shapes] = self._make_schedule()
-        self._schedules.move_to_end(shapes)
+            shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in tensors.items())
+            # The first step of a shape, and of another kind than the last one, runs a micro-batch more, which gathers weights: where one data
+            # rank does, all others do with theirs.
+            (is_new,) = collectives.agree([(shapes, trains) not in self._schedules], "the shapes of the batch of a pipeline")
+        return self._schedule_of(shapes, trains=trains, is_new=is_new), inputs, target, batch
+
+    def _schedule_of(self, shapes: tuple, *, trains: bool, is_new: bool) -> Any:
+        if is_new:
+            self._give_up((shapes, True))
+            self._give_up((shapes, False))
+            self._schedules[shapes, trains] = self._make_schedule()
+        self._schedules.move_to_end((shapes, trains))
         while len(self._schedules) > KEPT_SHAPES:
-            self._schedules.popitem(last=False)
-        return self._schedules[shapes], inputs, target, batch
+            self._give_up(next(iter(self._schedules)))
+        return self._schedules[shapes, trains]
+
+    def _give_up(self, key: tuple[tuple, bool]) -> None:
+        if (schedule := self._schedules.pop(key, None)) is not None:
+            empty(schedule)
 
     def _in_parts(self) -> AbstractContextManager[None]:
         return self._boundaries.in_parts() if self._boundaries is not None else nullcontext()

@@ -62,6 +62,13 @@ def attach(schedule: Any) -> Any:
     return schedule
 
 
+def empty(schedule: Any) -> None:
+    """Gives back the buffers of a ``schedule`` that is not run any more: it and its stages refer to each other, and go when the collector comes by."""
+    for stage in _stages_of(schedule):
+        stage.args_recv_info.clear()
+        stage.grad_recv_info.clear()
+
+
 def _stages_of(schedule: Any) -> list[Any]:
     stages = getattr(schedule, "_stages", None) or [stage for stage in [getattr(schedule, "_stage", None)] if stage is not None]
     if not stages or not callable(getattr(schedule, "step", None)):

@@ -38,6 +38,7 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     jobs |= {f"parts:whole-{how}": {"how": how, "shard": "gradients"} for how in ("raises in a backward", "evaluates")}
     jobs |= {f"changes:{shard}": {"shard": shard} for shard in ("parameters", "gradients", "optimizer")}
     jobs |= {f"moved:{budget}": {"config": {"device_memory": budget}} for budget in (None, "520KiB", "600KiB", "800KiB")}
+    jobs |= {"interrupted": {}, **{f"unlike_the_last:{parts}": {"parts": parts} for parts in (False, True)}}
     jobs["moved:nvme"] = {"config": models.at_home("nvme", "nvme", tmp_path_factory.mktemp("swap")) | {"host_memory": "6MiB"}}
     jobs |= {f"counted:{blocks}": {"blocks": blocks} for blocks in (4, 12)}
     return Jobs(standing_ranks(2), "parting_jobs", jobs)
@@ -106,6 +107,29 @@ def test_meetings_of_a_step_do_not_grow_with_the_model(two):
     few, many = (two[f"counted:{blocks}"][0]["met"] for blocks in (4, 12))
     assert few[3:] == many[3:] == [2, 2, 2]
     assert many[0] > few[0] > 4
+
+
+def test_what_all_ranks_do_between_two_steps_leaves_the_next_pass_as_it_was(two):
+    """A pass is agreed on with the step before it; parameters are read before it comes. It is agreed on again, and no more gradients wait on the
+    device than in the others, then or later. Twin: before anything was agreed more of them wait."""
+    for of_rank in two["interrupted"]:
+        waiting, met, followed = zip(*of_rank["found"])
+        assert set(waiting[2:]) == {1} and waiting[0] > 1
+        assert met[3:] == (1, 2, 2, 1, 1) and all(followed[2:])
+
+
+def test_a_backward_that_an_agreed_pass_had_not_is_met_for(two):
+    """Method: a pass is agreed on as one without a backward, and has one: gradients do not all wait for its end."""
+    for of_rank in two["unlike_the_last:False"]:
+        assert of_rank["agreed without a backward"][3] and not of_rank["told"]
+        assert of_rank["kept"][3] <= of_rank["kept"][0] < 6
+
+
+def test_ranks_that_part_behind_the_end_of_an_agreed_pass_are_told(two):
+    """The same, and one rank's backward reaches fewer blocks: it ends while the other waits at a gather."""
+    for rank, of_rank in enumerate(two["unlike_the_last:True"]):
+        ((step, text),) = of_rank["told"]
+        assert step == 3 and of_rank["agreed without a backward"][3] and f"rank {rank} is at" in text
 
 
 @pytest.mark.parametrize("budget", [None, "520KiB", "600KiB", "800KiB", "nvme"])
@@ -179,6 +203,19 @@ def test_a_pass_that_was_left_does_not_replace_a_whole_one():
     before = lockstep.digest_of(b"k")
     passed(lockstep, b"k", "a", agreed=True)
     assert lockstep.digest_of(b"k") == before
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_foreseen_pass_that_never_came_is_not_remembered(comes):
+    """It is parted from before its forward. One that came, and was parted from at once, is: what it did counts."""
+    lockstep = Lockstep()
+    passed(lockstep, b"k", "abc", agreed=False)
+    before = lockstep.digest_of(b"k")
+    lockstep.begin(b"k", agreed=True, foreseen=True)
+    assert not comes or lockstep.enter(b"k")
+    lockstep.part(0)
+    assert not lockstep.enter(b"k")
+    assert (lockstep.digest_of(b"k") == before) is not comes
 
 
 @pytest.mark.parametrize("size", [1, 2, CHILDREN + 1, CHILDREN + 2, 1000, 5000])

@@ -201,6 +201,21 @@ def test_stages_data_ranks_and_parts_together(tmp_path, world, axes):
 
 
 @pytest.mark.slow
+def test_data_ranks_may_have_batches_of_other_lengths(tmp_path):
+    """One has a new length while the other's is known, in each order, and evaluations between: stages of the one try it out, which gathers
+    weights from the other."""
+    jobs: dict[str, dict] = {
+        "lengths": {
+            "steps": [(12, 12), (12, 7), (9, 12), (12, 9), (12, 12)],
+            "config": {"params": "host", "optimizer": "host"},
+        }
+    }
+    for rank in run_all(tmp_path, 4, jobs, script="made_pipeline_jobs.py")["lengths"]:
+        alone, piped = rank["losses"]
+        assert near(piped, alone, 1e-4)
+
+
+@pytest.mark.slow
 def test_checkpoints_pass_between_3d_and_everything_else(tmp_path):
     """From 2 x 2 x 2 to pp2, to pp2 x dp2, and to one process; weights and moments keep their bits on the way."""
     config = {"params": "host", "optimizer": "host"}

@@ -190,6 +190,41 @@ def shapes(config: dict, schedule: str) -> dict[str, Any]:
     return {"losses": losses, "refused": refused, "odd": odd, "goes on": goes_on > 0, "evaluated first": first}
 
 
+def lengths(steps: list[tuple[int, int]], config: dict) -> dict[str, Any]:
+    """Steps in which two data ranks' batches have such lengths, beside one process that is given both in turn. After each, batches
+    of the first step's lengths are evaluated."""
+    mesh, losses, optimizer = mesh_with(), [], None
+
+    def tokens_of(number: int, data_rank: int) -> torch.Tensor:
+        given = torch.Generator().manual_seed(10 * number + data_rank)
+        return torch.randint(0, 98, (8, steps[number][data_rank]), generator=given)
+
+    for pipelined in (False, True):
+        model: Any = causal("llama")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if pipelined:
+            model, optimizer = infinity.parallel.pipeline(
+                model, mesh, optimizer, config, schedule="auto", micro_batches=4, quiet=True
+            )
+        of_steps = []
+        for number in range(len(steps)):
+            mine, of_ranks = data_rank_of(mesh), [tokens_of(number, data_rank) for data_rank in range(2)]
+            if pipelined:
+                of_steps.append(model.step(input_ids=of_ranks[mine], labels=of_ranks[mine]).item())
+            else:
+                found = [model(input_ids=tokens, labels=tokens).loss for tokens in of_ranks]
+                (sum(found) / 2).backward()
+                of_steps.append(found[mine].item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if pipelined:
+                of_first = tokens_of(0, mine)
+                model.eval(input_ids=of_first, labels=of_first)
+        losses.append(of_steps)
+    infinity.unwrap_model(model.chunks, optimizer)
+    return {"losses": losses}
+
+
 def saved_whole(name: str, folder: str, config: dict, schedule: str) -> bool:
     """Whether transformers loads what save_pretrained writes of a pipeline's chunks."""
     pipe, _ = infinity.parallel.pipeline(causal(name), mesh_of(2), None, config, schedule=schedule, micro_batches=4, quiet=True)

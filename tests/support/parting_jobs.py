@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ import infinity
 from infinity.distributed import tree
 from infinity.distributed.channel import Channel
 from infinity.distributed.meeting import Meeting
+from infinity.gradients.whole import WholeGradients
 from infinity.planning.cluster import edges_of, gathers_of
 from infinity.runtime.registry import wrapped
+from infinity.state.shard import ParamShard
+from infinity.state.unit import ParamUnit
 
 AGREED = 4  # steps after which passes are agreed
 
@@ -172,6 +176,84 @@ def changes(shard: str) -> dict[str, Any]:
     weights = state_of(model)
     infinity.unwrap_model(model, optimizer)
     return {"weights": weights, "grads": grads}
+
+
+def kept(count: list[int]) -> Callable[[WholeGradients, ParamUnit, ParamShard], torch.Tensor]:
+    """Counts how many shards have a whole gradient on the device at once: the most, in ``count``."""
+    take = WholeGradients.take
+
+    def counting(self: WholeGradients, unit: ParamUnit, shard: ParamShard) -> torch.Tensor:
+        whole = take(self, unit, shard)
+        count[0] = max(count[0], len(self._kept))
+        return whole
+
+    return counting
+
+
+def interrupted() -> dict[str, Any]:
+    """Steps, and before two of them all ranks read parameters: of each the most whole gradients at once, its meetings in forward and backward, and
+    whether it went as it was agreed."""
+    rank, most, met, found = dist.get_rank(), [0], [0], []
+    take, begin = WholeGradients.take, Meeting._begin
+    WholeGradients.take = kept(most)
+    model, optimizer = wrap("parameters", tight=True)
+    lockstep = wrapped(model).engine.ranks.data.lockstep
+
+    def counting(self: Meeting) -> None:
+        met[0] += 1
+        begin(self)
+
+    Meeting._begin = counting
+    try:
+        for step in range(8):
+            if step in (4, 5):
+                with infinity.full_params(model, ["blocks.4"]):
+                    pass
+            most[0] = met[0] = 0
+            model(data(step, rank)).backward()
+            found.append((most[0], met[0], lockstep.was_followed))
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        WholeGradients.take, Meeting._begin = take, begin
+    infinity.unwrap_model(model, optimizer)
+    return {"found": found}
+
+
+def unlike_the_last(parts: bool) -> dict[str, Any]:
+    """A pass that was agreed as one without a backward, and has one; ``parts``: of the last rank it reaches the last blocks only, at first."""
+    rank, most, at_once, told, agreed = dist.get_rank(), [0], [], [], []
+    take, WholeGradients.take = WholeGradients.take, kept(most)
+    model, optimizer = wrap("parameters", tight=True)
+    lockstep = wrapped(model).engine.ranks.data.lockstep
+
+    def attempt(step: int, is_first: bool) -> None:
+        cut = parts and is_first and step == 3 and rank == dist.get_world_size() - 1
+        hook = model.blocks[3].register_forward_hook(lambda module, args, output: output.detach() if cut else None)
+        loss = model(data(step, rank))
+        hook.remove()
+        if is_first:
+            agreed.append(lockstep.is_agreed and not lockstep.is_open)
+        if step != 1:  # which goes as the fourth is expected to
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    try:
+        for step in range(5):
+            most[0] = 0
+            for number in range(2):
+                try:
+                    attempt(step, number == 0)
+                    break
+                except infinity.UsageError as error:
+                    told.append((step, str(error)))
+                    optimizer.zero_grad()
+            at_once.append(most[0])
+    finally:
+        WholeGradients.take = take
+    infinity.unwrap_model(model, optimizer)
+    return {"told": told, "agreed without a backward": agreed, "kept": at_once}
 
 
 def counted(blocks: int) -> dict[str, Any]:
