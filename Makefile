@@ -37,7 +37,7 @@ lint: setup $(VENV)/.lint-ready
 # The documents: links, fields, every Python block and every `infinity` command but the benchmarks, run.
 docs: setup $(VENV)/.test-ready
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/repository/test_docs.py --basetemp=build/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/repository/test_docs.py -n 2 --basetemp=build/pytest $(ARGS)
 
 # A sample of mutants of the engine's rooms, each against the tests beside it: about an hour. Results in bench/results.
 mutants: setup $(VENV)/.test-ready

@@ -131,7 +131,13 @@ def same_run(a: list[dict], b: list[dict]) -> bool:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("mode", "what"), ELSEWHERE)
+@pytest.mark.parametrize(
+    ("mode", "what"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case in (("gradients", "split"), ("optimizer", "split")) else ())
+        for case in ELSEWHERE
+    ],
+)
 def test_ranks_on_devices_of_their_own_have_the_same_bits(two, mode, what):
     """Claim: with several ranks, too, a device whose memory the processor does not use changes nothing. Method: the same job
     where it does."""

@@ -4,6 +4,8 @@ Words used here:
 
 **script**: the Python blocks of one document, one after the other.
 **command**: a line of a document that calls `infinity`; what it leaves open (`<dir>`, `...`) is filled in here.
+
+What runs is `slow`: `make docs` runs it, in CI too.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ def commands() -> list[str]:
 ELSEWHERE = "docs/integrations.md"  # tests/integrations/test_recipes.py runs it, where the libraries are
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, blocks in SCRIPTS.items() if blocks and name != ELSEWHERE])
 def test_the_blocks_run_one_after_the_other_as_printed(name, tmp_path):
     """Method: a document's blocks form one script, run in an empty folder."""
@@ -71,6 +74,7 @@ def test_the_blocks_run_one_after_the_other_as_printed(name, tmp_path):
     assert not list(tmp_path.glob(".infinity-*")), "swap files were left behind"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", commands())
 def test_the_commands_run(command, tmp_path):
     """Method: each command in an empty folder with a small model and a text, with what it leaves open filled in."""
