@@ -23,6 +23,7 @@ from ..state.parts import parts_of
 from .weight_files import save_file
 
 NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # of those that are written here
+PARTIAL = re.compile(r"model(-\d{5}-of-\d{5}|\.safetensors\.index)?\.partial")  # and before they have it
 FILE_NBYTES = 256 * 1024 * 1024  # of one safetensors file; what is in memory at once
 
 
@@ -30,8 +31,9 @@ def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | os.Pat
     """Writes the wrapped ``model`` as safetensors in the dtypes it was wrapped with, and its config where it has one. Of a PEFT model
     its adapters are written, as PEFT does.
 
-    Tied parameters are written once. Every file appears under its name only when it is whole. Of several ranks all call, and the first
-    one writes; of a pipeline (whose chunks are given as a list) the first one of each stage, into one folder. Raises StorageError.
+    Tied parameters are written once. Files get their names when all are whole, and no index ever names files of two saves: the folder is
+    the old model, the new one, or, for a moment between, none. Of several ranks all call, and the first one writes; of a pipeline (whose
+    chunks are given as a list) the first one of each stage, into one folder. Raises StorageError.
     """
     engine = engine_of(model)
     with engine.using(), engine.collectives.together("save_pretrained"):
@@ -57,11 +59,11 @@ def _save_model(model: nn.Module, first: nn.Module, engine: Engine, folder: Path
     everyones = engine.collectives.collect(mine, "the files of the stages", stages)
     names = _name_files(everyones)
     _write_files(folder, files, names[ranks.stage], writes=ranks.rank == 0 and ranks.writes and ranks.part == 0)
-    engine.collectives.rendezvous("the files of all stages")  # before there is an index that names them
+    of_all = zip((name for of_one in names for name in of_one), (entries for of_one in everyones for entries in of_one))
+    engine.collectives.rendezvous("the files of all stages")
     if writes:
-        of_all = zip((name for of_one in names for name in of_one), (entries for of_one in everyones for entries in of_one))
         with _storing(folder):
-            _write_index(folder, dict(of_all))
+            _name_written(folder, dict(of_all))
         write_configs(first, folder)
 
 
@@ -104,13 +106,11 @@ def write_sources(folder: Path, sources: dict[str, Source], *, writes: bool = Tr
     ranks need this one for it. Returns the number of elements. Raises StorageError."""
     files = _files(sources)
     names = _name_files([files])[0]
-    numel = _write_files(folder, files, names, writes=writes)
+    written = _write_files(folder, files, names, writes=writes)
     if writes:
         with _storing(folder):
-            _write_index(
-                folder, {name: [(key, nbytes) for key, (nbytes, _) in of_one.items()] for name, of_one in zip(names, files)}
-            )
-    return numel
+            _name_written(folder, {name: [(key, nbytes) for key, nbytes, _ in of_one] for name, of_one in zip(names, written)})
+    return sum(numel for of_one in written for _, _, numel in of_one)
 
 
 def _name_files(of_stages: Sequence[Sequence[Any]]) -> list[list[str]]:
@@ -123,10 +123,13 @@ def _name_files(of_stages: Sequence[Sequence[Any]]) -> list[list[str]]:
     return names
 
 
-def _write_files(folder: Path, files: list[dict[str, Source]], names: list[str], *, writes: bool) -> int:
-    """Returns the number of elements. Raises StorageError."""
-    numel = 0
-    with _storing(folder):
+def _write_files(
+    folder: Path, files: list[dict[str, Source]], names: list[str], *, writes: bool
+) -> list[list[tuple[str, int, int]]]:
+    """Writes the files whole, not yet under their names; none stays where one fails. Returns the tensors of each: name, bytes and elements,
+    which a source that converts may give other than it said. Raises StorageError."""
+    written = []
+    with _storing(folder), _removed_on_error([_partial(folder / name) for name in names] if writes else []):
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
         nbytes = sum(nbytes for entries in files for nbytes, _ in entries.values())
@@ -134,10 +137,10 @@ def _write_files(folder: Path, files: list[dict[str, Source]], names: list[str],
             for name, entries in zip(names, files):
                 tensors = {key: read().contiguous() for key, (_, read) in entries.items()}
                 if writes:
-                    _write(folder / name, tensors)
-                numel += sum(tensor.numel() for tensor in tensors.values())
+                    _write(_partial(folder / name), tensors)
+                written.append([(key, tensor.nbytes, tensor.numel()) for key, tensor in tensors.items()])
                 advance(sum(nbytes for nbytes, _ in entries.values()))
-    return numel
+    return written
 
 
 @contextmanager
@@ -193,24 +196,46 @@ def _files(sources: dict[str, Source]) -> list[dict[str, Source]]:
     return files
 
 
+def _partial(path: Path) -> Path:
+    return path.with_suffix(".partial")
+
+
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    with open(partial, "rb+") as file:
+    save_file(tensors, path, metadata={"format": "pt"})
+    _flush(path)
+
+
+def _flush(path: Path) -> None:
+    with open(path, "rb+") as file:
         os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
-def _write_index(folder: Path, files: dict[str, list[tuple[str, int]]]) -> None:
-    """The index of several files, each with its tensors' names and bytes; none for one. Files of an earlier, differently split save are
-    removed."""
-    for old in folder.glob("model*.safetensors"):
-        if NAME.fullmatch(old.name) and old.name not in files:
-            old.unlink()
+@contextmanager
+def _removed_on_error(paths: Sequence[Path]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _name_written(folder: Path, files: dict[str, list[tuple[str, int]]]) -> None:
+    """Gives all written files their names and, where there are several, an index of their tensors' names and bytes. Files of an earlier,
+    differently split save are removed."""
     index = folder / "model.safetensors.index.json"
+    if len(files) > 1:
+        index.unlink(missing_ok=True)  # it would name old files and new ones
+    for name in files:
+        os.replace(_partial(folder / name), folder / name)
     if len(files) > 1:
         total = sum(nbytes for entries in files.values() for _, nbytes in entries)
         names = {key: name for name, entries in files.items() for key, _ in entries}
-        index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2))
+        _partial(index).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2))
+        _flush(_partial(index))
+        os.replace(_partial(index), index)
     else:
         index.unlink(missing_ok=True)
+    for old in folder.glob("model*"):
+        if old.name not in files and (NAME.fullmatch(old.name) or PARTIAL.fullmatch(old.name)):
+            old.unlink()

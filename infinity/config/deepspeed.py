@@ -9,14 +9,17 @@ from ..errors import ConfigError
 from .choices import DTYPES, SHARDED
 from .deepspeed_keys import REFUSED, SECTIONS, find
 
+PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # tables of DeepSpeed, one by an old name -> dtype
 SWITCHES = ("cpu_offload", "cpu_offload_param", "zero_quantized_weights", "zero_hpz_partition_size")
 
 
 def _is_on(value: Any) -> bool:
-    """Whether a value asks for something: a table whose ``enabled`` says so, or in which something does; a size above 1, a share, a
-    text other than "auto"."""
+    """Whether a value asks for something: a table whose ``enabled``, or that of its ``shared_parameters``, says so, or in which something
+    does; a size above 1, a share, a text other than "auto"."""
     if isinstance(value, Mapping):
-        return value["enabled"] is True if "enabled" in value else any(map(_is_on, value.values()))
+        shared = value.get("shared_parameters")
+        switch = shared if isinstance(shared, Mapping) and "enabled" in shared else value
+        return switch["enabled"] is True if "enabled" in switch else any(map(_is_on, value.values()))
     if isinstance(value, int) and not isinstance(value, bool):
         return value > 1
     return value not in (None, False, "", "auto", [], 0.0)
@@ -117,14 +120,15 @@ class _Translation:
         else:
             raise ConfigError(f"DeepSpeed zero_optimization.stage={value!r} is not 0, 1, 2 or 3")
 
-    def precision(self, key: str) -> None:
-        """Maps ``bf16`` or ``fp16`` to the dtype of the parameters."""
+    def precision(self, key: str, dtype: str) -> None:
+        """Maps the table ``key`` to the dtype of the parameters."""
         table = self.section("", self.mapping, key)
         if table.get("enabled") is True:
-            if (other := self.fields.get("param_dtype")) is not None:
+            if self.fields.get("param_dtype") not in (None, dtype):
+                other = self.fields["param_dtype"]
                 raise ConfigError(f"DeepSpeed {other}.enabled and {key}.enabled are both true: the model computes in one dtype")
-            self.fields["param_dtype"] = key
-            self.report.append(f"{key}.enabled mapped to param_dtype={key!r}")
+            self.fields["param_dtype"] = dtype
+            self.report.append(f"{key}.enabled mapped to param_dtype={dtype!r}")
         elif "enabled" in table:
             self.report.append(f"{key}.enabled={table['enabled']!r} ignored: the model's own dtype is kept")
         self.ignore(f"{key}.", table, "enabled")
@@ -150,9 +154,9 @@ def translate_deepspeed(mapping: Mapping) -> tuple[dict[str, Any], list[str]]:
     translation.stage(zero)
     translation.switches(zero)
     translation.ignore("zero_optimization.", zero, "offload_param", "offload_optimizer", "stage", *SWITCHES)
-    translation.precision("bf16")
-    translation.precision("fp16")
+    for key, dtype in PRECISIONS.items():
+        translation.precision(key, dtype)
     translation.clipping()
     translation.accumulation()
-    translation.ignore("", mapping, "zero_optimization", "bf16", "fp16", "gradient_clipping", "data_types")
+    translation.ignore("", mapping, "zero_optimization", *PRECISIONS, "gradient_clipping", "data_types")
     return translation.fields, translation.report

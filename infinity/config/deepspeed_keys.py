@@ -96,6 +96,7 @@ OFFLOAD = (
 TOP = (
     Key("zero_optimization", MAPPED, "see its keys"),
     Key("bf16", MAPPED, "`enabled`: `param_dtype='bf16'`"),
+    Key("bfloat16", MAPPED, "`bf16` by its old name"),
     Key("fp16", MAPPED, "`enabled`: `param_dtype='fp16'`; scale the loss with torch's GradScaler"),
     Key("gradient_clipping", MAPPED, "`max_grad_norm`"),
     Key("data_types", MAPPED, "`grad_accum_dtype`: `grad_dtype`"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from infinity import Config, ConfigError
+from infinity.config.choices import DTYPES
 from infinity.config.deepspeed_keys import IGNORED, MAPPED, OFFLOAD, REFUSED, SECTIONS, TOP, USED, ZERO, find, table
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migration.md"
@@ -108,3 +109,18 @@ def test_a_dtype_that_is_none_is_refused():
 def test_every_offload_key_is_known():
     known = {key.name for key in OFFLOAD}
     assert {"device", "nvme_path", "buffer_count", "pin_memory", "ratio", "max_in_cpu"} <= known
+
+
+def test_the_old_name_of_bf16_is_known():
+    assert Config.from_deepspeed({"bfloat16": {"enabled": True}}).param_dtype == DTYPES["bf16"]
+    with pytest.raises(ConfigError, match="bf16.enabled and fp16.enabled are both true"):
+        Config.from_deepspeed({"bfloat16": {"enabled": True}, "fp16": {"enabled": True}})
+
+
+def test_a_table_that_its_shared_parameters_switch_off_is_off():
+    """The twin: switched on it is refused."""
+    table = {"shared_parameters": {"enabled": False}, "different_groups": {"wq1": {"params": {"start_bits": 8}}}}
+    Config.from_deepspeed({"compression_training": {"weight_quantization": table}})
+    table["shared_parameters"]["enabled"] = True
+    with pytest.raises(ConfigError, match="compression_training"):
+        Config.from_deepspeed({"compression_training": {"weight_quantization": table}})
