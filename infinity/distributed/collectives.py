@@ -50,12 +50,13 @@ class Collectives(Exchanges):
         self.traffic = traffic if traffic is not None else Traffic()
         self._traces_agree = False
         self._passes = 0  # that have begun since the last backward or step
+        self._is_after_step = True  # no backward has run since the last one
         self._found_after_step: list[int] = []  # units that the first forward after a step found gathered
 
     def note_progress(self, *, steps: int, backwards: int) -> None:
         """Sets what this rank says at every meeting of how far it is."""
         super().note_progress(steps=steps, backwards=backwards)
-        self._passes = 0
+        self._passes, self._is_after_step = 0, backwards == 0
 
     # --- passes ---
 
@@ -68,7 +69,7 @@ class Collectives(Exchanges):
         self._passes += training
         found = sorted(resident)
         key = _key_of(trace, found, self._passes if training else 0)
-        if training and self._passes == 1:
+        if training and self._passes == 1 and self._is_after_step:
             self._found_after_step = found
         self._enter_pass()
         if not place.lockstep.enter(key):

@@ -19,6 +19,7 @@ from infinity.distributed.lockstep import Collective, Lockstep
 from infinity.distributed.tree import CHILDREN, family_of
 
 SCRIPT = "parting_jobs.py"
+MET = {"parameters": 6, "gradients": 6, "optimizer": 4}  # in a step of three micro-batches
 HOWS = [
     "another order",
     "fewer",
@@ -41,6 +42,7 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     jobs |= {"interrupted": {}, **{f"unlike_the_last:{parts}": {"parts": parts} for parts in (False, True)}}
     jobs["moved:nvme"] = {"config": models.at_home("nvme", "nvme", tmp_path_factory.mktemp("swap")) | {"host_memory": "6MiB"}}
     jobs |= {f"counted:{blocks}": {"blocks": blocks} for blocks in (4, 12)}
+    jobs |= {f"counted:{shard}": {"blocks": 4, "shard": shard, "micro": 3} for shard in MET}
     return Jobs(standing_ranks(2), "parting_jobs", jobs)
 
 
@@ -130,6 +132,12 @@ def test_ranks_that_part_behind_the_end_of_an_agreed_pass_are_told(two):
     for rank, of_rank in enumerate(two["unlike_the_last:True"]):
         ((step, text),) = of_rank["told"]
         assert step == 3 and of_rank["agreed without a backward"][3] and f"rank {rank} is at" in text
+
+
+@pytest.mark.parametrize("shard", MET)
+def test_what_a_step_foresees_is_the_first_of_several_passes(two, shard):
+    """With weights or gradients that stay, later passes find other units gathered: a step that foresaw one of those would meet once more."""
+    assert two[f"counted:{shard}"][0]["met"][3:] == [MET[shard]] * 3
 
 
 @pytest.mark.parametrize("budget", [None, "520KiB", "600KiB", "800KiB", "nvme"])

@@ -256,8 +256,8 @@ def unlike_the_last(parts: bool) -> dict[str, Any]:
     return {"told": told, "agreed without a backward": agreed, "kept": at_once}
 
 
-def counted(blocks: int) -> dict[str, Any]:
-    """Meetings of every step of a model of so many blocks."""
+def counted(blocks: int, shard: str = "parameters", micro: int = 1) -> dict[str, Any]:
+    """Meetings of every step of a model of so many blocks, with so many micro-batches."""
     met, begin = 0, Meeting._begin
 
     def counting(self: Meeting) -> None:
@@ -266,13 +266,14 @@ def counted(blocks: int) -> dict[str, Any]:
         begin(self)
 
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(blocks)))
-    config = {"params": "host", "optimizer": "host", "units": ["Linear"]}
+    config = {"params": "host", "optimizer": "host", "units": ["Linear"], "shard": shard}
     model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
     Meeting._begin, found = counting, []
     try:
         for _ in range(6):
             met = 0
-            model(torch.ones(2, 32)).sum().backward()
+            for _ in range(micro):
+                model(torch.ones(2, 32)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             found.append(met)
