@@ -165,15 +165,15 @@ class Prefetcher:
         """Starts gathering the next unit while this one computes. Returns what all ranks offered, None where it does not start.
 
         What decides must be the same on every rank, so nothing here goes by what has arrived: a unit that is still being
-        read is waited for. Ranks whose last passes went different ways, or were cut short, expect different units:
-        until a pass's traces agree nothing is gathered before it is used.
+        read, or found no room to be read to yet, is waited for. Ranks whose last passes went different ways, or were cut
+        short, expect different units: until a pass's traces agree nothing is gathered before it is used.
         """
         unit = self.units[index] if index is not None else None
         if unit is None or not self._collectives.traces_agree:
             return None
         if unit.residency in (Residency.RESIDENT, Residency.GATHERING):
             return None
-        if unit.is_staged_from_disk and unit.residency is Residency.STORED:
+        if unit.is_staged_from_disk and self.look_ahead.depth == 0:  # the plan has room for one unit: the same on every rank
             return None
         for other in self._idle():
             if self._resident_nbytes() + unit.weight_nbytes <= self._window.nbytes:

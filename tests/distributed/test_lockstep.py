@@ -41,6 +41,8 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     jobs |= {f"moved:{budget}": {"config": {"device_memory": budget}} for budget in (None, "520KiB", "600KiB", "800KiB")}
     jobs |= {"interrupted": {}, **{f"unlike_the_last:{parts}": {"parts": parts} for parts in (False, True)}}
     jobs["moved:nvme"] = {"config": models.at_home("nvme", "nvme", tmp_path_factory.mktemp("swap")) | {"host_memory": "6MiB"}}
+    nvme = models.at_home("nvme", "nvme", tmp_path_factory.mktemp("slots")) | {"units": ["Linear"]}
+    jobs |= {f"late_slots:{budget}": {"config": nvme | {"device_memory": budget}} for budget in ("290KiB", "330KiB")}
     jobs |= {f"counted:{blocks}": {"blocks": blocks} for blocks in (4, 12)}
     jobs |= {f"counted:{shard}": {"blocks": 4, "shard": shard, "micro": 3} for shard in MET}
     return Jobs(standing_ranks(2), "parting_jobs", jobs)
@@ -132,6 +134,19 @@ def test_ranks_that_part_behind_the_end_of_an_agreed_pass_are_told(two):
     for rank, of_rank in enumerate(two["unlike_the_last:True"]):
         ((step, text),) = of_rank["told"]
         assert step == 3 and of_rank["agreed without a backward"][3] and f"rank {rank} is at" in text
+
+
+@pytest.mark.parametrize("budget", ["290KiB", "330KiB"])
+def test_staging_memory_that_is_late_on_one_rank_parts_nobody(two, budget):
+    """What is gathered ahead must not go by what a rank happens to have read: both go on, with one process's weights."""
+    first, second = two[f"late_slots:{budget}"]
+    assert first["refused"] > 3 < second["refused"]
+    model = parting_jobs.build()
+    model, optimizer = infinity.wrap_model(model, parting_jobs.adamw(model), {"params": "device", "optimizer": "device"})
+    parting_jobs.in_turn(model, optimizer, 2, 8)
+    for of_rank in (first, second):
+        assert not models.differing(of_rank["weights"], parting_jobs.state_of(model))
+    infinity.unwrap_model(model, optimizer)
 
 
 @pytest.mark.parametrize("shard", MET)
