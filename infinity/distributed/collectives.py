@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -251,6 +251,26 @@ class Collectives(Exchanges):
             done(total.div_(self.ranks.data_size))
 
         return self._pending(works, what, finish, flat.device)
+
+    @property
+    def can_share_flags(self) -> bool:
+        """Whether a row's ranks are all that :meth:`share_flags` has to reach."""
+        return self.ranks.size > 1 and self.ranks.replicas is None and self.ranks.tensor is None
+
+    def share_flags(self, flags: Sequence[bool], what: str, done: Callable[[list[bool]], None]) -> Pending:
+        """Tells the row's ranks this one's ``flags``, while other things go on: when waited for, ``done`` is given which of them any rank has
+        set. Everyone has to have met before, as for :meth:`reduce`."""
+        group, mine = self.ranks.row.group, torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        everyones = mine.new_empty(self.ranks.size * mine.numel())
+
+        def begin(given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
+            return all_gather(taken, given, group=group, async_op=True)
+
+        def finish() -> None:
+            done(everyones.view(self.ranks.size, -1).amax(0).bool().tolist())
+
+        self._go_on_with(what, mine, everyones, begin)
+        return self._pending([self._do(lambda: begin(mine, everyones), what)], what, finish, mine.device)
 
     def _gather_over_replicas(self, total: torch.Tensor, what: str) -> torch.Tensor:
         channel, what = self.ranks.replicas, f"{what} over replicas"

@@ -11,7 +11,8 @@ ready. A unit that is not ready when the backward has come a unit further will h
 
 Nobody asks, before a reduction, who has what: a rank brings **negative zeros** for what it did not get, to which adding changes no bit. At the
 end of the backward all ranks meet once and tell which gradients they had. A parameter that no rank had one of keeps none; an average that
-consists of such zeros lands only then; and a gradient that came after its unit's turn takes another round.
+consists of such zeros lands only then; and a gradient that came after its unit's turn takes another round. Where it has to be known in
+mid-backward, for an update that is made there, each reduction has the ranks of its row tell it beside the bytes.
 """
 
 from __future__ import annotations
@@ -49,13 +50,14 @@ class Reducer:
         self._collectives, self._ranks, self._bank = collectives, collectives.ranks, bank
         self._schedule = schedule
         self._on_reduced = on_reduced  # told when a unit's averages are at home
-        self._decides_early = decides_early  # whether that has to be known in mid-backward: then ranks meet for every unit
+        self._decides_early = decides_early  # whether that has to be known in mid-backward: then each reduction tells it
         self._units = list(units)
         self._whole = WholeGradients(ledger, bank.device)
         self._order: list[ParamUnit] = []
         self._ready: list[ParamUnit] = []
         self._position = 0  # in the order
         self._incomplete: list[ParamUnit] = []  # reduced before it was known that all of their gradients had come, on all ranks
+        self._late: set[ParamUnit] = set()  # of which, as a reduction told, more gradients may come on some rank
         self._got: set[ParamHandle] = set()  # of which this rank had a gradient in this backward
         self._undecided: list[ParamHandle] = []  # of which perhaps nobody had one: their averages are negative zeros
         self._pending: list[Pending | ParamUnit] = []  # reductions, each unit's followed by the unit
@@ -153,7 +155,7 @@ class Reducer:
         self._decide()
         for unit in self._incomplete:  # complete now
             self._on_reduced(unit)
-        self._incomplete = []
+        self._incomplete, self._late = [], set()
         self._ready, self._position = [], 0
 
     def _decide(self) -> None:
@@ -223,7 +225,7 @@ class Reducer:
             if isinstance(pending, Pending):
                 pending.drop()
         self._pending.clear()
-        self._incomplete, self._undecided, self._got = [], [], set()
+        self._incomplete, self._undecided, self._got, self._late = [], [], set(), set()
         self._ready, self._position = [], 0
         self.waits_for_more = self._is_reducing_all = False
 
@@ -237,17 +239,19 @@ class Reducer:
         (self._pending if is_complete else self._incomplete).append(unit)
 
     def _average(self, unit: ParamUnit, shard: ParamShard, got: set[int], what: str) -> bool:
-        """Starts averaging what any rank has; the reduction before this one is finished meanwhile. Returns whether it is known that no more
-        comes on any rank."""
+        """Starts averaging what any rank has; the reduction before this one is finished meanwhile. Returns whether no more comes on any rank,
+        as far as that is known before it is over."""
         handles = [handle for handle in unit.handles if handle.shard is shard]
         self._got |= {handle for handle in handles if handle.index in got}
         has_met = self.waits_elsewhere or self._collectives.was_agreed
         if has_met and not self._decides_early():
             self._reduce(unit, shard, got, handles, what)
             return False
-        *anywhere, incomplete = self._collectives.agree(
-            [*(handle.index in got for handle in handles), unit not in self._ready], what
-        )
+        flags = [*(handle.index in got for handle in handles), unit not in self._ready]
+        if has_met and self._collectives.can_share_flags:
+            self._reduce(unit, shard, got, handles, what, flags=flags)
+            return True
+        *anywhere, incomplete = self._collectives.agree(flags, what)
         self._reduce(unit, shard, got, [handle for handle, wanted in zip(handles, anywhere) if wanted], what, decided=True)
         return not incomplete
 
@@ -260,9 +264,11 @@ class Reducer:
         what: str,
         *,
         decided: bool = False,
+        flags: Sequence[bool] = (),
     ) -> None:
         """Starts averaging the gradients ``wanted`` of a shard, of which this rank has ``got``; every rank of the row does. ``decided``: it is
-        known that of each some rank has one."""
+        known that of each some rank has one. ``flags``: what of ``wanted`` this rank has, and whether more may come; what others have is
+        known with the average."""
         if not wanted:
             return
         if self._ranks.keeps_gradients:
@@ -274,22 +280,33 @@ class Reducer:
             if handle.index not in got:
                 shard.layout.placements[handle.index].view(whole).fill_(-0.0)
 
+        anywhere = [not flags] * len(wanted)
+
+        def hear(told: list[bool]) -> None:
+            anywhere[:] = told[:-1]
+            if told[-1]:
+                self._late.add(unit)
+
         def done(average: torch.Tensor) -> None:
+            if telling is not None:
+                telling.wait()
+            is_known = decided or telling is not None
             with self._landing():
-                for handle in wanted:
+                for handle, has in zip(wanted, anywhere):
                     begin, end = shard.slice_part(handle.index)
                     first = shard.own_slice[0]
                     part = average[begin - first : end - first]
-                    if decided or handle.index in got or not _is_nothing(part):
+                    if has and (is_known or handle.index in got or not _is_nothing(part)):
                         self._bank.land_average(handle, part)
-                    else:
+                    elif not is_known:
                         self._undecided.append(handle)
 
         pending = self._collectives.reduce(whole, what, done)
+        telling = self._collectives.share_flags(flags, f"{what}: who has them", hear) if flags else None
         if not self._ranks.keeps_gradients:
             pending.release = charge.release
         self._finish()
-        self._pending.append(pending)
+        self._pending += [pending] if telling is None else [pending, telling]
 
     @contextmanager
     def _landing(self) -> Iterator[None]:
@@ -305,10 +322,18 @@ class Reducer:
         while self._pending:
             pending = self._pending.pop(0)
             if isinstance(pending, ParamUnit):
-                self._on_reduced(pending)
+                self._end_unit(pending)
                 continue
             with self._collectives.traffic.stalled("reduce-scatter"):
                 pending.wait()
+
+    def _end_unit(self, unit: ParamUnit) -> None:
+        """Ends the reductions of ``unit``: more of it may come on some rank, as that one has told, or it has its gradients."""
+        if unit in self._late:
+            self._late.remove(unit)
+            self._incomplete.append(unit)
+        else:
+            self._on_reduced(unit)
 
     # --- gradients kept whole until someone looks (ZeRO-1) ---
 

@@ -44,6 +44,7 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     nvme = models.at_home("nvme", "nvme", tmp_path_factory.mktemp("slots")) | {"units": ["Linear"]}
     jobs |= {f"late_slots:{budget}": {"config": nvme | {"device_memory": budget}} for budget in ("290KiB", "330KiB")}
     jobs |= {f"counted:{blocks}": {"blocks": blocks} for blocks in (4, 12)}
+    jobs |= {f"counted:ahead-{blocks}": {"blocks": blocks, "speculate": True, "max_grad_norm": 1.0} for blocks in (4, 12)}
     jobs |= {f"counted:{shard}": {"blocks": 4, "shard": shard, "micro": 3} for shard in MET}
     return Jobs(standing_ranks(2), "parting_jobs", jobs)
 
@@ -111,6 +112,12 @@ def test_meetings_of_a_step_do_not_grow_with_the_model(two):
     few, many = (two[f"counted:{blocks}"][0]["met"] for blocks in (4, 12))
     assert few[3:] == many[3:] == [2, 2, 2]
     assert many[0] > few[0] > 4
+
+
+def test_updates_made_ahead_meet_no_more_for_more_units(two):
+    """Who has gradients of a unit has to be known in mid-backward: its reduction tells. One more meeting is for the norm."""
+    few, many = (two[f"counted:ahead-{blocks}"][0]["met"] for blocks in (4, 12))
+    assert few[3:] == many[3:] == [3, 3, 3]
 
 
 def test_what_all_ranks_do_between_two_steps_leaves_the_next_pass_as_it_was(two):

@@ -38,6 +38,7 @@ class Collectives:
         self.ranks = SimpleNamespace(rank=rank, size=2, data_size=2, **keeps)
 
     is_agreed = was_agreed = False  # passes in which ranks meet
+    can_share_flags = True
 
     def end_pass(self) -> None:
         pass
@@ -59,6 +60,10 @@ class Collectives:
         total = sum(self._pair.exchange(self._rank, what, flat.clone()))
         own = total.view(2, -1)[self._rank] / 2
         return Pending([], what, lambda: done(own))
+
+    def share_flags(self, flags: list, what: str, done: Callable[[list[bool]], None]) -> Pending:
+        anywhere = self.agree(flags, what)
+        return Pending([], what, lambda: done(anywhere))
 
 
 class Shard:

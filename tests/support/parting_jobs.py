@@ -258,7 +258,7 @@ def unlike_the_last(parts: bool) -> dict[str, Any]:
     return {"told": told, "agreed without a backward": agreed, "kept": at_once}
 
 
-def counted(blocks: int, shard: str = "parameters", micro: int = 1) -> dict[str, Any]:
+def counted(blocks: int, micro: int = 1, **options: Any) -> dict[str, Any]:
     """Meetings of every step of a model of so many blocks, with so many micro-batches."""
     met, begin = 0, Meeting._begin
 
@@ -268,7 +268,7 @@ def counted(blocks: int, shard: str = "parameters", micro: int = 1) -> dict[str,
         begin(self)
 
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(blocks)))
-    config = {"params": "host", "optimizer": "host", "units": ["Linear"], "shard": shard}
+    config = {"params": "host", "optimizer": "host", "units": ["Linear"]} | options
     model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
     Meeting._begin, found = counting, []
     try:
