@@ -17,7 +17,7 @@ mid-backward, for an update that is made there, each reduction has the ranks of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,6 +31,7 @@ from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
 from .bank import GradientBank
 from .record import GradState
+from .reduction import Reduction
 from .whole import WholeGradients
 
 
@@ -212,10 +213,7 @@ class Reducer:
 
     def _agree_on_order(self) -> list[ParamUnit]:
         by_index = {unit.index: unit for unit in self._units}
-        used = [index for index in reversed(list(self._schedule.first())) if index in by_index]
-        used += [index for index in reversed(by_index) if index not in used]
-        used.sort(key=lambda index: by_index[index].is_shared)
-        order = torch.tensor(used, dtype=torch.int64, device="cpu")
+        order = torch.tensor(_order_of(by_index, self._schedule.first()), dtype=torch.int64, device="cpu")
         return [by_index[index] for index in self._collectives.broadcast(order, "the order of gradients").tolist()]
 
     def abandon(self) -> None:
@@ -276,33 +274,19 @@ class Reducer:
         else:
             self._whole.take(unit, shard)
             whole, charge = self._whole.pop(shard)
-        for handle in wanted:
-            if handle.index not in got:
-                shard.layout.placements[handle.index].view(whole).fill_(-0.0)
-
-        anywhere = [not flags] * len(wanted)
-
-        def hear(told: list[bool]) -> None:
-            anywhere[:] = told[:-1]
-            if told[-1]:
-                self._late.add(unit)
+        reduction = Reduction(shard, wanted, got, is_decided=decided)
+        reduction.bring_nothing(whole)
 
         def done(average: torch.Tensor) -> None:
             if telling is not None:
                 telling.wait()
-            is_known = decided or telling is not None
+            if reduction.more_comes:
+                self._late.add(unit)
             with self._landing():
-                for handle, has in zip(wanted, anywhere):
-                    begin, end = shard.slice_part(handle.index)
-                    first = shard.own_slice[0]
-                    part = average[begin - first : end - first]
-                    if has and (is_known or handle.index in got or not _is_nothing(part)):
-                        self._bank.land_average(handle, part)
-                    elif not is_known:
-                        self._undecided.append(handle)
+                self._undecided += reduction.land(average, self._bank.land_average)
 
         pending = self._collectives.reduce(whole, what, done)
-        telling = self._collectives.share_flags(flags, f"{what}: who has them", hear) if flags else None
+        telling = self._collectives.share_flags(flags, f"{what}: who has them", reduction.hear) if flags else None
         if not self._ranks.keeps_gradients:
             pending.release = charge.release
         self._finish()
@@ -353,6 +337,8 @@ class Reducer:
         self._unread = False
 
 
-def _is_nothing(average: torch.Tensor) -> bool:
-    """Whether an fp32 average consists of negative zeros, as it does where nobody had a gradient."""
-    return bool((average.view(torch.int32) == torch.iinfo(torch.int32).min).all())
+def _order_of(units: Mapping[int, ParamUnit], forward: Iterable[int]) -> list[int]:
+    """Orders the indices of ``units`` for their reductions: the forward's reversed, what it did not use, then what several modules share."""
+    used = [index for index in reversed(list(forward)) if index in units]
+    used += [index for index in reversed(units) if index not in used]
+    return sorted(used, key=lambda index: units[index].is_shared)
