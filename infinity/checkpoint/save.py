@@ -176,7 +176,7 @@ def _of_stages(mine: dict[str, Any], collectives: Collectives) -> dict[str, Any]
 
 def _token(collectives: Collectives) -> str:
     """A name nobody had before, the same on all ranks."""
-    return collectives.collect(secrets.token_hex(6), "a name")[0]
+    return collectives.collect(secrets.token_hex(6), "naming a checkpoint")[0]
 
 
 def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:

@@ -94,7 +94,7 @@ def test_the_command_line_trains_under_torchrun_and_exports(tmp_path):
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         ("learning rates differ", "learning rates 0.1"), ("other parameters are read", "reading weight of blocks.1.feed.0.weight"),
         ("one rank edits", "leaving full_params with 1 edited"), ("other values are loaded", "setting"),
-        ("other gradients are set", "setting the gradient of positions"), ("one rank saves", "gathering"),
+        ("other gradients are set", "setting the gradient of positions"), ("one rank saves", "naming a checkpoint"),
     ]),
 ])  # fmt: skip
 def test_ranks_that_part_are_told(tmp_path, how, told):

@@ -7,6 +7,7 @@ Words used here:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import shutil
@@ -76,14 +77,14 @@ class Hosts:
         ip("-n", self.names[1], "link", "set", self.cables[1], "down")
 
     def __exit__(self, *_) -> None:
+        for name in self.names:  # ranks too, which outlive a torchrun that is killed, and keep its pipe open
+            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+            for pid in [*map(int, pids), *(process.pid for process in self.processes)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         for process in self.processes:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.communicate()
         for name in self.names:
-            subprocess.run(["ip", "netns", "pids", name], capture_output=True)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
