@@ -34,12 +34,12 @@ class PastHost:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that came past the host so far."""
+        """Counts the bytes that came past the host so far."""
         return self._reader.nbytes
 
     @property
     def hung(self) -> str:
-        """The path of a file that has a read which will not return; empty where there is none."""
+        """Names a file that has a read which will not return; empty where there is none."""
         return self._reader.hung
 
     def read(
@@ -54,7 +54,7 @@ class PastHost:
         self._reader.cancel(landing)
 
     def landed(self, landing: native.Landing, address: int, nbytes: int) -> torch.Tensor | None:
-        """The bytes of a read that is over, where they came past the host; None: they are at ``address``. Tells of refusals."""
+        """Returns the bytes of a read that is over, where they came past the host; None: they are at ``address``. Tells of refusals."""
         if landing.on_device:
             self.copied_nbytes += nbytes
             first = address - self._staging.region.address

@@ -92,7 +92,7 @@ class ShardStore(ArrayAllocator):
         return self.io.read(array.extent, offset, address, nbytes, after=after, lease=lease)
 
     def fetched(self, fetch: Fetch, array: StateArray, offset: int, address: int, nbytes: int) -> torch.Tensor:
-        """The bytes of a fetch that is over, verified, as elements of the array, where they are. Raises CorruptionError."""
+        """Returns the bytes of a fetch that is over, verified, as elements of the array, where they are. Raises CorruptionError."""
         flat: torch.Tensor | None = None
         if isinstance(fetch, native.Landing):  # verified as it landed
             flat = self.past_host.landed(fetch, address, nbytes)

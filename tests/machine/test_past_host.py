@@ -13,14 +13,19 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from fake_cufile import cufile, cufile_library  # noqa: F401
 from test_device import STEPS, Elsewhere, a_model, compute_on, config_at, kernels, same, train, trained  # noqa: F401
 
 import infinity
+from infinity import native
 from infinity.api.lay_out import lay_out
+from infinity.bench import past_host as bench
+from infinity.bench.settings import Settings
 from infinity.errors import CorruptionError
 from infinity.machine import direct_storage
 from infinity.machine.tiers import Tier
+from infinity.machine.traffic import Traffic
 from infinity.runtime.registry import wrapped
 from infinity.storage import past_host
 
@@ -139,6 +144,24 @@ def test_it_is_off_where_something_is_missing(why, able, compute_on, monkeypatch
     train(model, optimizer, steps=1)
     assert wrapped(model).engine.store.past_host is None and able.count("reads") == 0
     infinity.unwrap_model(model, optimizer)
+
+
+@pytest.mark.parametrize("way", ["past", "through"])
+def test_the_benchmark_measures_both_ways(way, able, kernels, monkeypatch, tmp_path):
+    """Rows of each way that there is, below the disk alone; where there is none past the host it says why."""
+    if way == "through":
+        monkeypatch.setenv("INFINITY_DIRECT", "off")
+    device = Elsewhere(torch.device("cpu"), Traffic())
+    device.kernels = kernels
+    monkeypatch.setattr(bench, "PIECE_NBYTES", native.CHECKSUM_NBYTES)
+    measured = bench.measure_on(device, Settings(str(tmp_path), rounds=1, scale=10 * native.CHECKSUM_NBYTES / bench.NBYTES))
+    device.close()
+    ways = ["through", "past"] if way == "past" else ["through"]
+    assert [row.name for row in measured.rows] == [f"past_host.{name}" for name in (*ways, "checksums")]
+    assert (able.count("reads") > 0) == (way == "past") and any("INFINITY_DIRECT" in note for note in measured.notes) == (
+        way == "through"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_choice_that_is_none_is_refused(monkeypatch):
