@@ -46,12 +46,13 @@ struct DirectReader::State {
   std::map<std::string, Refusals> refused;
   std::map<const Landing*, Stuck> stuck;
   std::uint64_t nbytes = 0;
+  Clock::time_point returned = Clock::now();  // the road, from the last read
   std::size_t open = 0;  // landings that have not ended
   int threads = 0;       // that serve
   bool stopping = false;
 
   bool start_thread(const std::shared_ptr<State>& state);
-  Way& way_to(int file, std::string* said);
+  Way way_to(int file, std::string* said);
   std::string take_road(const LandingPtr& landing, std::string* said);
   void note(const Landing& landing, const char* word, const std::string& said);
   const char* why_not(const Landing& landing, std::string* said);
@@ -260,6 +261,7 @@ void DirectReader::serve(const std::shared_ptr<State>& state) {
       lock.lock();
       break;
     }
+    state->returned = Clock::now();
     if (word.empty()) {
       landing->on_device_ = true;
       state->nbytes += landing->host_.nbytes;
@@ -280,8 +282,8 @@ void DirectReader::serve(const std::shared_ptr<State>& state) {
   state->changed.notify_all();
 }
 
-// The way to a file, which is opened at its first use. Its handle is null where that was refused.
-DirectReader::Way& DirectReader::State::way_to(int file, std::string* said) {
+// The way to a file, which is opened at its first use. It is closed where that was refused, and `said` then says why.
+DirectReader::Way DirectReader::State::way_to(int file, std::string* said) {
   const std::lock_guard one_at_a_time(opening);
   Way* way;
   {
@@ -308,8 +310,8 @@ DirectReader::Way& DirectReader::State::way_to(int file, std::string* said) {
 // Reads and verifies by the road. Empty, or the word of the refusal.
 std::string DirectReader::State::take_road(const LandingPtr& landing, std::string* said) {
   for (const Request& each : landing->requests_) {
-    const Way& way = way_to(each.file, said);
-    if (!way.handle) return said->empty() ? "closed" : "refused";
+    const Way way = way_to(each.file, said);
+    if (way.closed) return said->empty() ? "closed" : "refused";
     std::byte* device = landing->device_ + (each.span.data - landing->host_.data);
     const std::int64_t moved = road->read(way.handle, device, each.span.nbytes, each.offset);
     if (moved < 0) {
@@ -359,8 +361,10 @@ void DirectReader::watch(const std::shared_ptr<State>& state) {
         state->stuck[landing.get()] = {path, Clock::now()};
         state->start_thread(state);
       }
-    const auto punctual = std::stable_partition(state->waiting.begin(), state->waiting.end(),
-                                                [&](const LandingPtr& landing) { return landing->since_ >= limit; });
+    // What waits behind others is late only where these do not come either.
+    const auto punctual = std::stable_partition(state->waiting.begin(), state->waiting.end(), [&](const LandingPtr& landing) {
+      return std::max(landing->since_, state->returned) >= limit;
+    });
     late.insert(late.end(), punctual, state->waiting.end());
     state->waiting.erase(punctual, state->waiting.end());
     for (const LandingPtr& landing : late) {

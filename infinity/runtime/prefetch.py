@@ -144,7 +144,9 @@ class Prefetcher:
         self._computing = unit.index, time.perf_counter()
         self.fetch_ahead(self.schedule.upcoming(backward=backward))
         if self._ranks.size > 1:
-            ahead = self._gather_ahead(next(iter(self.schedule.upcoming(backward=backward)), None), offered)
+            # In a forward the next unit may still be stepped, and the one after it is stepped later: what is waited for holds up the compute.
+            count = COPIES_AHEAD if backward else 1
+            ahead = self._gather_ahead(islice(self.schedule.upcoming(backward=backward), count), offered)
             least = least if ahead is None else ahead
         elif self._device.overlaps:
             self._copy_ahead(islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD))
@@ -161,31 +163,33 @@ class Prefetcher:
             unit, since = self._computing
             self.look_ahead.note_compute(unit, time.perf_counter() - since)
 
-    def _gather_ahead(self, index: int | None, offered: int) -> int | None:
-        """Starts gathering the next unit while this one computes. Returns what all ranks offered, None where it does not start.
+    def _gather_ahead(self, upcoming: Iterable[int], offered: int) -> int | None:
+        """Starts gathering the next units while this one computes. Returns what all ranks offered, None where none starts.
 
         What decides must be the same on every rank, so nothing here goes by what has arrived: a unit that is still being
         read is waited for. Ranks whose last passes went different ways, or were cut short, expect different units:
         until a pass's traces agree nothing is gathered before it is used.
         """
-        unit = self.units[index] if index is not None else None
-        if unit is None or not self._collectives.traces_agree:
+        coming, least = [self.units[index] for index in upcoming], None
+        if not self._collectives.traces_agree:
             return None
-        if unit.residency in (Residency.RESIDENT, Residency.GATHERING):
-            return None
-        if unit.is_staged_from_disk and unit.residency is Residency.STORED:
-            return None
-        for other in self._idle():
-            if self._resident_nbytes() + unit.weight_nbytes <= self._window.nbytes:
+        for unit in coming:
+            if unit.residency in (Residency.RESIDENT, Residency.GATHERING):
+                continue
+            if unit.is_staged_from_disk and (unit.residency is Residency.STORED or unit is not coming[0]):
+                break  # to wait for the disk further ahead would hold up the compute
+            for other in [other for other in self._idle() if other not in coming]:
+                if self._resident_nbytes() + unit.weight_nbytes <= self._window.nbytes:
+                    break
+                if not self._ranks.keeps_weights:
+                    self._evict(other)
+            if self._resident_nbytes() + unit.weight_nbytes > self._window.nbytes:
                 break
-            if not self._ranks.keeps_weights:
-                self._evict(other)
-        if self._resident_nbytes() + unit.weight_nbytes > self._window.nbytes:
-            return None
-        self._stage(unit)
-        self._before_gather()
-        least = unit.start_gather(self._store, self._ledger, offered=offered)
-        self._resident[unit] = None
+            self._stage(unit)
+            self._before_gather()
+            told = unit.start_gather(self._store, self._ledger, offered=offered)
+            least = least if told is None else told
+            self._resident[unit] = None
         return least
 
     def _copy_ahead(self, upcoming: Iterable[int]) -> None:

@@ -66,7 +66,7 @@ class ParamUnit(UnitBuffers):
         self._move(Residency.FETCHING)
         self._slots = slots
         for index, (shard, slot) in enumerate(zip(self.shards, slots)):
-            size = PIECE_NBYTES if self.copies_while_fetching else shard.slice_nbytes
+            size = PIECE_NBYTES if self.copies_while_fetching or store.past_host is not None else shard.slice_nbytes
             for begin in range(0, shard.slice_nbytes, size):
                 nbytes = min(size, shard.slice_nbytes - begin)
                 read = store.fetch(shard.weight, begin, slot.address + begin, nbytes, after=shard.update, lease=slot)
