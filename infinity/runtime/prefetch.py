@@ -28,6 +28,9 @@ from ..storage.store import ShardStore
 from .window import Window
 
 COPIES_AHEAD = 2  # units on their way to the device beside the one that computes
+GATHERS_AHEAD = (
+    1  # the same with other ranks in a forward, whose units may still be stepped: each is waited for before the compute starts
+)
 
 
 class Prefetcher:
@@ -143,13 +146,12 @@ class Prefetcher:
             self.look_ahead.note_read(unit.index, *times)
         self._computing = unit.index, time.perf_counter()
         self.fetch_ahead(self.schedule.upcoming(backward=backward))
+        upcoming = islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD)
         if self._ranks.size > 1:
-            # In a forward the next unit may still be stepped, and the one after it is stepped later: what is waited for holds up the compute.
-            count = COPIES_AHEAD if backward else 1
-            ahead = self._gather_ahead(islice(self.schedule.upcoming(backward=backward), count), offered)
+            ahead = self._gather_ahead(upcoming if backward else islice(upcoming, GATHERS_AHEAD), offered)
             least = least if ahead is None else ahead
         elif self._device.overlaps:
-            self._copy_ahead(islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD))
+            self._copy_ahead(upcoming)
         return least
 
     def begin_pass(self, *, training: bool) -> None:
@@ -178,12 +180,7 @@ class Prefetcher:
                 continue
             if unit.is_staged_from_disk and (unit.residency is Residency.STORED or unit is not coming[0]):
                 break  # to wait for the disk further ahead would hold up the compute
-            for other in [other for other in self._idle() if other not in coming]:
-                if self._resident_nbytes() + unit.weight_nbytes <= self._window.nbytes:
-                    break
-                if not self._ranks.keeps_weights:
-                    self._evict(other)
-            if self._resident_nbytes() + unit.weight_nbytes > self._window.nbytes:
+            if not self._finds_room(unit, coming):
                 break
             self._stage(unit)
             self._before_gather()
@@ -201,11 +198,7 @@ class Prefetcher:
                 continue
             if not unit.is_ready:
                 return  # the compute is not to wait for a later unit's update or disk
-            for other in [other for other in self._idle() if other not in coming]:
-                if self._resident_nbytes() + unit.weight_nbytes <= self._window.nbytes:
-                    break
-                self._evict(other)
-            if self._resident_nbytes() + unit.weight_nbytes > self._window.nbytes:
+            if not self._finds_room(unit, coming):
                 return
             self._stage(unit)
             try:
@@ -258,6 +251,13 @@ class Prefetcher:
         self._window.narrow(nbytes, largest_nbytes=max((unit.weight_nbytes for unit in self.units), default=0))
         while self._resident_nbytes() > self._window.nbytes and (idle := self._idle()):
             self._evict(idle[0])
+
+    def _finds_room(self, unit: ParamUnit, coming: Sequence[ParamUnit]) -> bool:
+        """Whether ``unit`` fits the window, ahead of its use, once others that are idle and not ``coming`` have made room."""
+        idle = [other for other in self._idle() if other not in coming and not self._ranks.keeps_weights]
+        while (is_full := self._resident_nbytes() + unit.weight_nbytes > self._window.nbytes) and idle:
+            self._evict(idle.pop(0))
+        return not is_full
 
     def _make_room(self, unit: ParamUnit) -> None:
         """Evicts idle units, then ones that the backward can do without for now, until ``unit`` fits the window."""

@@ -38,8 +38,8 @@ class FakeCuFile:
         self._library.fake_reset()
 
 
-@pytest.fixture(scope="session")
-def cufile_library(tmp_path_factory) -> FakeCuFile:
+def build_cufile(tmp_path_factory) -> Path:
+    """Compiles it, once for all of a run's workers."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     target = folder / "libcufile.so.0"
@@ -48,7 +48,12 @@ def cufile_library(tmp_path_factory) -> FakeCuFile:
         if not target.exists():
             command = ["cc", "-shared", "-fPIC", "-pthread", "-Wl,-soname,libcufile.so.0", "-o", str(target), str(SOURCE)]
             subprocess.run(command, check=True)
-    return FakeCuFile(target)
+    return target
+
+
+@pytest.fixture(scope="session")
+def cufile_library(tmp_path_factory) -> FakeCuFile:
+    return FakeCuFile(build_cufile(tmp_path_factory))
 
 
 @pytest.fixture
