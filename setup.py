@@ -34,7 +34,13 @@ UNIT_FLAGS = {
     "unit_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", *QUIET],
 }
 NOT_HERE = (set() if X86 else set(UNIT_FLAGS)) | (set() if ARM else {"unit_neon.cpp"})
-CUDA_SOURCES = ["csrc/cuda/step.cu", "csrc/cuda/scan.cu", "csrc/cuda/bindings.cpp", "csrc/optim/constants.cpp"]
+CUDA_SOURCES = [
+    "csrc/cuda/step.cu",
+    "csrc/cuda/scan.cu",
+    "csrc/cuda/checksums.cu",
+    "csrc/cuda/bindings.cpp",
+    "csrc/optim/constants.cpp",
+]
 GPUS = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"]
 LIGHT = {"bindings.cpp"}  # only converts: optimising it would take half of the build
 

@@ -45,12 +45,14 @@ def gpu_kernels() -> tuple[object | None, str]:
 Account = _C.Account
 Charge = _C.Charge
 DType = _C.DType
+DirectReader = _C.DirectReader
 Extent = _C.Extent
 Volume = _C.Volume
 FaultPlan = _C.FaultPlan
 Shadow = _C.Shadow
 Hyperparameters = _C.Hyperparameters
 IoEngine = _C.IoEngine
+Landing = _C.Landing
 Layout = _C.Layout
 Lease = _C.Lease
 Master = _C.Master
@@ -58,6 +60,7 @@ Op = _C.Op
 Pages = _C.Pages
 PinnedPool = _C.PinnedPool
 Region = _C.Region
+Road = _C.Road
 Rule = _C.Rule
 Run = _C.Run
 Scope = _C.Scope
@@ -68,7 +71,9 @@ Updater = _C.Updater
 insist = _C.insist
 joined = _C.joined  # one ticket that finishes with several
 
+cufile = _C.cufile  # (its version as "1.14", ""), or ("", why it cannot be used)
 cuda_driver = _C.cuda_driver  # (version as 13000, ""), or (0, why it cannot be used)
+make_cufile_road = _C.make_cufile_road  # (the road, ""), or (None, why not)
 move_streams = _C.move_streams
 simd_unit = _C.simd_unit
 trim_heap = _C.trim_heap
@@ -80,27 +85,6 @@ IO_KINDS = ("auto", "uring", "threads")
 MOMENT_BLOCK = _C.MOMENT_BLOCK  # elements with one scale, where moments are 8-bit
 DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, torch.float16: DType.FLOAT16}
 MOMENT_DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, torch.uint8: DType.INT8}
-
-
-def cufile() -> tuple[str, str]:
-    """Returns the version of NVIDIA's library for GPUDirect Storage, or "" and why it cannot be used."""
-    try:
-        library = ctypes.CDLL("libcufile.so.0")
-    except OSError as error:
-        return "", f"no cuFile: {error}"
-    version = ctypes.c_int()
-    try:
-        library.cuFileGetVersion(ctypes.byref(version))
-        status = library.cuFileDriverOpen()  # a struct of two ints: cuFile's own error, then the driver's
-    except AttributeError as error:
-        return "", f"cuFile is too old: {error}"
-    if status:
-        return (
-            "",
-            f"cuFile's driver does not open (error {status}): local NVMe needs CUDA 12.8's driver or newer; an older one, or a network file system, needs the nvidia-fs module",
-        )
-    library.cuFileDriverClose()
-    return f"{version.value // 1000}.{version.value % 1000 // 10}", ""
 
 
 def io_kind() -> str:
@@ -131,11 +115,8 @@ def modelled_disk(folder: str) -> str | None:
     return next((disk for disk in modelled_disks() if os.path.commonpath([disk, os.path.abspath(folder)]) == disk), None)
 
 
-def make_io_engine(
-    faults: FaultPlan | None = None, *, kind: str | None = None, block_nbytes: int = 1 << 20, depth: int = 64
-) -> IoEngine:
-    """Makes an I/O engine of ``kind`` (None: the one ``INFINITY_IO`` names). A device that does not answer for
-    ``INFINITY_IO_TIMEOUT`` seconds (120) is an error."""
+def io_timeout() -> float:
+    """Returns the seconds after which a device that does not answer is taken for hung: ``INFINITY_IO_TIMEOUT`` (120)."""
     text = os.environ.get("INFINITY_IO_TIMEOUT") or "120"
     try:
         timeout = float(text)
@@ -143,9 +124,17 @@ def make_io_engine(
         timeout = 0.0
     if not 0 < timeout < float("inf"):
         raise UsageError(f"INFINITY_IO_TIMEOUT={text} is not a number of seconds above 0")
+    return timeout
+
+
+def make_io_engine(
+    faults: FaultPlan | None = None, *, kind: str | None = None, block_nbytes: int = 1 << 20, depth: int = 64
+) -> IoEngine:
+    """Makes an I/O engine of ``kind`` (None: the one ``INFINITY_IO`` names). A device that does not answer for
+    ``INFINITY_IO_TIMEOUT`` seconds (120) is an error."""
     models = modelled_disks()
     return IoEngine(
-        kind=kind or io_kind(), block_nbytes=block_nbytes, depth=depth, faults=faults, timeout_seconds=timeout,
+        kind=kind or io_kind(), block_nbytes=block_nbytes, depth=depth, faults=faults, timeout_seconds=io_timeout(),
         models=list(models.items()), clocks=f"{os.environ['INFINITY_MODEL_DISKS']}.clocks" if models else "",
     )  # fmt: skip
 

@@ -31,6 +31,7 @@ STAGES: list[tuple[str, list[str], int]] = [  # name, command, seconds it may ta
     ("kernels", [*PYTEST, "tests/gpu/test_kernels_on_device.py"], 60),
     ("engine", [*PYTEST, "tests/gpu/test_engine_on_device.py"], 90),
     ("bench", [PYTHON, "-m", "infinity", "bench", "gpu", "--json", "bench/results"], 60),
+    ("past_host", [PYTHON, "-m", "infinity", "bench", "past_host", "--folder", "build", "--json", "bench/results"], 120),
     ("train", [PYTHON, "-m", "infinity", "bench", "gpu_train", "--json", "bench/results"], 300),
     ("suite", [*PYTEST, *WORKERS, "-m", "not slow", "--continue-on-collection-errors", "tests"], 300),
 ]  # fmt: skip
@@ -94,7 +95,7 @@ def main() -> int:
     print(f"{'stage':<10}{'seconds':>9}  status")
     for name, told in state["stages"].items():
         print(f"{name:<10}{told['seconds']:>9}  {told['status']}")
-    for name in ("bench", "train"):
+    for name in ("bench", "past_host", "train"):
         if (log := STATE / f"{name}.log").exists():
             print(log.read_text())
     return 0 if all(state["stages"].get(name, {}).get("status") == "passed" for name, *_ in STAGES) else 1

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "base/check.h"
+#include "base/crc32c.h"
 #include "cuda/kernels.h"
 
 namespace py = pybind11;
@@ -48,6 +49,16 @@ PYBIND11_MODULE(_cuda, m) {
       py::kw_only(), py::arg("grad"), py::arg("grad_dtype"), py::arg("out") = 0, py::arg("out_dtype"), py::arg("count"),
       py::arg("sum"), py::arg("not_finite"), py::arg("workspace"), py::arg("stream") = 0);
   m.def("scan_workspace_nbytes", &cuda::scan_workspace_nbytes, py::arg("count"));
+  m.def("calls", [] { return reinterpret_cast<std::uintptr_t>(&cuda::calls()); });  // for _C's DirectReader
+  m.def(
+      "checksums",
+      [](std::uintptr_t data, std::size_t nbytes) {
+        std::vector<std::uint32_t> sums(checksum_count(nbytes));
+        const int error = cuda::calls().checksums(at<const void>(data), nbytes, sums.data());
+        INFINITY_CHECK(error == 0, "the checksums' kernel failed: CUDA error ", error);
+        return sums;
+      },
+      py::arg("data"), py::arg("nbytes"), py::call_guard<py::gil_scoped_release>());
   m.def("device", [] {
     std::string refusal;
     const cuda::Device found = cuda::device(&refusal);

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "io/device_calls.h"
 #include "optim/kernel.h"
 
 // Tests define it anew: a processor then runs a grid's threads one after the other.
@@ -25,6 +26,9 @@ void step(const Layout& layout, const Arrays& arrays, const std::vector<Run>& ru
 void scan(const void* grad, DType grad_dtype, void* out, DType out_dtype, std::size_t count, double* sum,
           float* not_finite, void* workspace, void* stream);
 std::size_t scan_workspace_nbytes(std::size_t count);
+
+// What threads of a direct reader call.
+const DeviceCalls& calls();
 
 // Of the current device; empty where there is none, with the reason in `refusal`.
 struct Device {

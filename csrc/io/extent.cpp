@@ -46,9 +46,23 @@ std::vector<TicketPtr> Extent::writes_over(std::size_t at, std::size_t nbytes) c
 TicketPtr Extent::read(IoEngine& engine, std::size_t at, Span span, const TicketPtr& after,
                        const std::shared_ptr<void>& memory) const {
   const std::vector<Request> wanted = requests(Op::kRead, at, span, memory);
-  std::vector<TicketPtr> before = writes_over(at, span.nbytes);
+  return engine.submit(wanted, settled(at, span.nbytes, after));
+}
+
+TicketPtr Extent::settled(std::size_t at, std::size_t nbytes, const TicketPtr& after) const {
+  std::vector<TicketPtr> before = writes_over(at, nbytes);
   if (after) before.push_back(after);
-  return engine.submit(wanted, joined(before));
+  return joined(before);
+}
+
+bool Extent::written(std::size_t at, std::size_t nbytes) const {
+  check(at, nbytes);
+  std::lock_guard<std::mutex> lock(writes_->mutex);
+  const std::vector<bool>& sent = writes_->sent;
+  const auto first = static_cast<std::ptrdiff_t>(at / kChecksumNbytes);
+  const auto last = first + static_cast<std::ptrdiff_t>(checksum_count(nbytes));
+  return last <= static_cast<std::ptrdiff_t>(sent.size()) &&
+         std::all_of(sent.begin() + first, sent.begin() + last, [](bool each) { return each; });
 }
 
 TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span, const std::shared_ptr<void>& memory, bool checksum) {
@@ -67,6 +81,10 @@ TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span, const std::
   };
   writes.erase(std::remove_if(writes.begin(), writes.end(), made_good), writes.end());
   writes.push_back({at, span.nbytes, ticket});
+  const auto first = static_cast<std::ptrdiff_t>(at / kChecksumNbytes);
+  std::vector<bool>& sent = writes_->sent;
+  sent.resize(checksum_count(nbytes_));
+  std::fill_n(sent.begin() + first, checksum_count(span.nbytes), true);
   return ticket;
 }
 
@@ -79,6 +97,10 @@ void Extent::verify(std::size_t at, Span span, const IoEngine& engine) const {
   check(at, span.nbytes);
   std::vector<std::uint32_t> found(checksum_count(span.nbytes));
   crc32c_blocks(span.data, span.nbytes, found.data());
+  verify_sums(at, found, engine);
+}
+
+void Extent::verify_sums(std::size_t at, const std::vector<std::uint32_t>& found, const IoEngine& engine) const {
   for (std::size_t i = 0; i < found.size(); ++i) {
     const std::uint32_t expected = checksums_[at / kChecksumNbytes + i];
     if (found[i] != expected)

@@ -55,10 +55,18 @@ class Extent {
   // The writes under way, as one ticket; null when there are none.
   TicketPtr writes_under_way() const { return joined(writes_over(0, nbytes_)); }
 
+  // The writes under way that overlap these bytes, and `after` (null: nothing), as one ticket; null when there are none.
+  TicketPtr settled(std::size_t at, std::size_t nbytes, const TicketPtr& after) const;
+
+  // Whether something was sent to each of these bytes since the space for them was reserved.
+  bool written(std::size_t at, std::size_t nbytes) const;
+
   // Keeps the checksums of bytes about to be written at `at` (a multiple of kChecksumNbytes).
   void remember(std::size_t at, Span span);
   // Throws CorruptionError when bytes read at `at` are not those last written there.
   void verify(std::size_t at, Span span, const IoEngine& engine) const;
+  // The same of checksums that were taken elsewhere: one per kChecksumNbytes.
+  void verify_sums(std::size_t at, const std::vector<std::uint32_t>& found, const IoEngine& engine) const;
 
   std::uint64_t version = 0;
 
@@ -70,6 +78,7 @@ class Extent {
   struct Writes {  // apart, so that an extent can be copied before it is used
     std::mutex mutex;
     std::vector<Write> under_way;
+    std::vector<bool> sent;  // by checksum block: something was
   };
 
   void check(std::size_t at, std::size_t nbytes) const;

@@ -9,6 +9,7 @@
 #include "bench/traffic.h"
 #include "base/check.h"
 #include "base/crc32c.h"
+#include "io/direct.h"
 #include "io/engine.h"
 #include "io/extent.h"
 #include "io/volume.h"
@@ -289,6 +290,61 @@ void bind_io(py::module_& m) {
            py::arg("op"));
 }
 
+void bind_direct(py::module_& m) {
+  m.def("cufile", [] {
+    std::string refusal;
+    const std::string version = cufile_version(&refusal);
+    return py::make_tuple(version, refusal);
+  });
+  shared_class<Landing>(m, "Landing")
+      .def("wait", [](const Landing& landing) { wait_for_ticket(*landing.ticket()); })
+      .def_property_readonly("done", [](const Landing& landing) { return landing.ticket()->done(); })
+      .def_property_readonly("times", [](const Landing& landing) { return landing.ticket()->times(); })
+      .def_property_readonly("on_device", &Landing::on_device);
+  shared_class<Road>(m, "Road").def_property_readonly("name", &Road::name);
+  m.def("make_cufile_road",
+        [](Address address, std::size_t nbytes) {
+          std::string refusal;
+          auto road = make_cufile_road({at(address), nbytes}, &refusal);
+          return py::make_tuple(road, refusal);
+        },
+        py::arg("address"), py::arg("nbytes"));
+  shared_class<DirectReader>(m, "DirectReader")
+      .def(py::init([](std::shared_ptr<IoEngine> engine, std::shared_ptr<Road> road, Address calls, int device, int threads,
+                       double late_seconds, double hung_seconds, bool checksums) {
+             DirectOptions options;
+             options.device = device;
+             options.threads = threads;
+             options.late_seconds = late_seconds;
+             options.hung_seconds = hung_seconds;
+             options.checksums = checksums;
+             const DeviceCalls made = calls ? *reinterpret_cast<const DeviceCalls*>(calls) : DeviceCalls{};
+             return kept_in_children(new DirectReader(std::move(engine), std::move(road), made, options));
+           }),
+           py::arg("engine"), py::arg("road"), py::kw_only(), py::arg("calls"), py::arg("device") = 0, py::arg("threads") = 8,
+           py::arg("late_seconds") = 10.0, py::arg("hung_seconds") = 120.0, py::arg("checksums") = true)
+      .def("read",
+           [](DirectReader& reader, const std::shared_ptr<Extent>& extent, std::size_t offset, Address host, Address device,
+              std::size_t nbytes, const TicketPtr& after, const Lease* lease) {
+             const std::shared_ptr<void> memory = held(lease);
+             py::gil_scoped_release release;
+             return reader.read(extent, offset, {at(host), nbytes}, at(device), after, memory);
+           },
+           py::arg("extent"), py::arg("offset"), py::arg("host"), py::arg("device"), py::arg("nbytes"), py::arg("after") = nullptr,
+           py::arg("lease") = nullptr)
+      .def("cancel", &DirectReader::cancel, py::arg("landing"), py::call_guard<py::gil_scoped_release>())
+      .def("shut_down", &DirectReader::shut_down, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("nbytes", &DirectReader::nbytes)
+      .def_property_readonly("refused",
+                             [](const DirectReader& reader) {
+                               std::map<std::string, std::pair<std::uint64_t, std::string>> told;
+                               for (const auto& [word, refusals] : reader.refused()) told[word] = {refusals.count, refusals.first};
+                               return told;
+                             })
+      .def_property_readonly("stuck", &DirectReader::stuck)
+      .def_property_readonly("hung", &DirectReader::hung);
+}
+
 void bind_adam(py::module_& m) {
   py::enum_<Rule>(m, "Rule")
       .value("ADAMW", Rule::kAdamW)
@@ -429,6 +485,7 @@ PYBIND11_MODULE(_C, m) {
   py::register_exception_translator(&translate);
   bind_memory(m);
   bind_io(m);
+  bind_direct(m);
   bind_adam(m);
   bind_update(m);
   shared_class<Scopes>(m, "Scopes")

@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -61,6 +62,8 @@ inline thread_local Warp* warp = nullptr;
 template <class Kernel>
 auto launch(Kernel kernel, unsigned blocks, unsigned threads) {
   return [=](auto... arguments) {
+    static std::mutex one_at_a_time;  // what a block shares is static
+    const std::lock_guard lock(one_at_a_time);
     for (unsigned b = 0; b < blocks; ++b) {
       Barrier barrier(threads);
       std::vector<Warp> warps(threads / 32);
@@ -106,6 +109,19 @@ inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) { return *value = 0; }  // then a grid has 16 blocks at most
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   *properties = {"cpu", 0, 0, 1};
+  return cudaSuccess;
+}
+inline cudaError_t cudaSetDevice(int device) { return device != 0; }
+constexpr unsigned cudaStreamNonBlocking = 1, cudaHostAllocPortable = 1;
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  *stream = nullptr;
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaHostAlloc(void** memory, std::size_t nbytes, unsigned) { return (*memory = std::malloc(nbytes)) == nullptr; }
+inline cudaError_t cudaFreeHost(void* memory) {
+  std::free(memory);
   return cudaSuccess;
 }
 inline cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {

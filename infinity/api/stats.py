@@ -15,6 +15,7 @@ from .. import native
 from ..machine import disk_profile
 from ..machine.rates import memory_rate
 from ..machine.tiers import Tier
+from ..machine.timeline import PAST_HOST
 from ..machine.traffic import EdgeTraffic
 from ..runtime.engine import Engine
 from ..runtime.registry import wrapped
@@ -31,7 +32,8 @@ class TierStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """See the module. ``edges``: "nvme->host", "host->nvme", "host->device", "device->host". ``collectives``: "all-gather",
+    """See the module. ``edges``: "nvme->host", "host->nvme", "host->device", "device->host", and "nvme->device" where bytes come past the host's
+    memory. ``collectives``: "all-gather",
     "all-gather in node" and "reduce-scatter" with the bytes this rank received; empty without other ranks. ``tiers``:
     "device", "host", "nvme". ``shadows``: updates that were "made" ahead and "kept" (``Config(speculate=True)``). ``blocks``: how many have what they save for the backward "kept" on the device, "sent" home
     and "recomputed", where that is chosen. ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence.
@@ -89,6 +91,9 @@ def edges_of(engine: Engine) -> dict[str, EdgeTraffic]:
     for name, op in (("nvme->host", native.Op.READ), ("host->nvme", native.Op.WRITE)):
         edges[name].nbytes = engine.store.io.nbytes(op)
         edges[name].busy_seconds = engine.store.io.busy_seconds(op)
+    if (past_host := engine.store.past_host) is not None:
+        edges[PAST_HOST] = EdgeTraffic(past_host.nbytes)
+        edges["host->device"].nbytes -= past_host.copied_nbytes
     return edges
 
 
@@ -99,8 +104,8 @@ def _bounds(engine: Engine, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
     stalls = sum(edge.stall_seconds for edge in waited) / steps
     bounds = {"compute": max(0.0, engine.updates.clock.step_seconds - stalls)}
     if engine.plan.planned_nbytes(Tier.NVME):
-        through = (edges[edge].nbytes / steps for edge in ("nvme->host", "host->nvme"))
-        bounds["the disk"] = disk_profile.seconds(engine.config.nvme_paths, *through)
+        read = edges["nvme->host"].nbytes + edges.get(PAST_HOST, EdgeTraffic()).nbytes
+        bounds["the disk"] = disk_profile.seconds(engine.config.nvme_paths, read / steps, edges["host->nvme"].nbytes / steps)
     moved = sum(
         2 * sum(spec.nbytes_per_element().values()) - spec.nbytes_per_element()["grad"]
         for spec in (shard.spec for unit in engine.units for shard in unit.shards)

@@ -36,6 +36,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "integrations": "infinity.bench.integrations",
     "gpu": "infinity.bench.gpu",
     "gpu_train": "infinity.bench.gpu_train",
+    "past_host": "infinity.bench.past_host",
 }
 
 

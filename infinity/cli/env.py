@@ -57,7 +57,7 @@ def find(folders: list[str]) -> list[Finding]:
         _cuda(torch),
         _driver(),
         _kernels(),
-        _direct_storage(),
+        *_direct_storage(folders),
         _memory(),
         _guard(torch),
     ]
@@ -147,14 +147,20 @@ def _kernels() -> Finding:
     return Finding("cuda kernels", "built, with a device" if module else refusal)
 
 
-def _direct_storage() -> Finding:
-    """GPUDirect Storage: disk to GPU without the host's memory between."""
+def _direct_storage(folders: list[str]) -> list[Finding]:
+    """GPUDirect Storage: disk to GPU without the host's memory between. What is missing is told where there is a GPU."""
+    from ..machine import direct_storage
+
+    name = "gpudirect storage"
+    if not direct_storage.has_gpu():
+        return [Finding(name, "none: there is no NVIDIA GPU")]
+    found = direct_storage.missing(folders)
+    told = [Finding(f"{name}, {each.part}", each.what, each.remedy) for each in found]
+    if refusal := direct_storage.refusal(folders):
+        return [Finding(name, f"not used ({refusal}); bytes from disk pass through registered host memory"), *told]
     from infinity import native
 
-    version, refusal = native.cufile()
-    if refusal:
-        return Finding("gpudirect storage", f"{refusal}; bytes from disk pass through registered host memory")
-    return Finding("gpudirect storage", f"cuFile {version} is here, and not used: checksums are verified on the host's side")
+    return [Finding(name, f"cuFile {native.cufile()[0]}: weights on disk come past the host's memory, verified on the device")]
 
 
 def _memory() -> Finding:

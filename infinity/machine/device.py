@@ -14,14 +14,14 @@ The compute of one model is one stream at a time: its forward and backward may r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from .. import native
-from . import storage_guard
+from . import direct_storage, storage_guard
 from .heap import Heap
 from .traffic import Traffic
 
@@ -78,6 +78,7 @@ class Device:
     def __init__(self, where: torch.device, traffic: Traffic):
         self.where, self.traffic = where, traffic
         self._heap = Heap()
+        self._reads_disks: bool | None = None
         self.kernels: Any = None  # of the optimizer, where the processor's do not reach
         self.kernels_refusal = "the processor has its own"
 
@@ -93,6 +94,17 @@ class Device:
     def now(self) -> Event:
         """Returns the event after everything that was computed so far."""
         return PAST
+
+    @property
+    def direct_calls(self) -> int:
+        """Address of what threads of the core call to verify bytes in its memory; 0 where the processor has them, or nothing verifies."""
+        return 0 if self.is_host or self.kernels is None else self.kernels.calls()
+
+    def reads_disks(self, folders: Sequence[str]) -> bool:
+        """Tells whether disks of ``folders`` can move bytes into its memory past the host's. Asked once."""
+        if self._reads_disks is None:
+            self._reads_disks = bool(folders) and bool(self.direct_calls) and not direct_storage.refusal(folders)
+        return self._reads_disks
 
     @property
     def stream_handle(self) -> int:

@@ -15,8 +15,9 @@ from ..errors import ConfigError
 logger = logging.getLogger(__name__)
 
 EDGES = ("nvme->host", "host->nvme", "host->device", "device->host")
+PAST_HOST = "nvme->device"  # where that can be done
 COLLECTIVES = ("all-gather", "all-gather in node", "reduce-scatter")
-LANES = ("step", "forward", "backward", "stalled", *EDGES, *COLLECTIVES, "optimizer")
+LANES = ("step", "forward", "backward", "stalled", *EDGES, PAST_HOST, *COLLECTIVES, "optimizer")
 BUFFERED_EVENTS = 512
 
 

@@ -51,6 +51,7 @@ class MemoryPlan:
     device_window_nbytes: int  # weights gathered at once
     waiting_nbytes: int = 0  # whole gradients that wait on the device for the end of a pass of several micro-batches
     landing_nbytes: int = 0  # gradients of the device that are still being copied, at most
+    past_host_nbytes: int = 0  # weights on their way from disk past the host's memory; 0 where they do not go that way
     device_slot_nbytes: int = 0  # a slot for state that passes through a device which steps it
     terms: dict[Tier, dict[str, int]] = field(default_factory=dict)
     placed: dict[str, dict[int, Tier]] = field(default_factory=dict)  # array -> unit -> its home, where not ``tiers``'

@@ -10,6 +10,7 @@ from ..machine.device import Device
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
 from ..state.shard_spec import ARRAYS, home_of
+from ..storage.past_host import SLACK_NBYTES
 from .device_slots import DEVICE_SLOTS
 from .memory_plan import LADDER, MemoryPlan, Rung, term_of
 from .slots import needed_device_slot_nbytes, optimizer_slot_nbytes
@@ -32,8 +33,12 @@ class MemoryTerms:
         rung: Rung,
         held_nbytes: int,
         device: Device,
+        *,
+        past_host: bool = False,
     ):
-        """``homes``: of weights, optimizer state and gradients. ``held_nbytes``: the most weight bytes that a forward holds at once."""
+        """``homes``: of weights, optimizer state and gradients. ``held_nbytes``: the most weight bytes that a forward holds at once.
+        ``past_host``: weights come from disk past the host's memory."""
+        self._past_host = past_host
         self._units, self._config, self._rung, self._held, self._device = units, config, rung, held_nbytes, device
         self._params, self._optimizer, self._grad = homes
         self._shards = [shard for unit in units for shard in unit.shards]
@@ -47,6 +52,7 @@ class MemoryTerms:
         for name, tier in self.tiers.items():
             self._add(tier, term_of(name), sum(shard.nbytes(name) for shard in self._shards))
         staging, grads, activations = self._staging(), self._grad_staging(), self._activation_staging()
+        past_host = self._add(Tier.DEVICE, "staged weights", staging + SLACK_NBYTES if staging and self._past_host else 0)
         slot, service = self._slot(), self._service()
         self._add_ranks()
         window = self._window()
@@ -62,6 +68,7 @@ class MemoryTerms:
             service_nbytes=service,
             device_window_nbytes=window,
             landing_nbytes=landing,
+            past_host_nbytes=past_host,
             device_slot_nbytes=device_slot,
             terms=self.terms,
         )

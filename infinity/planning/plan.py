@@ -18,7 +18,7 @@ from ..machine.device import Device
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from .budgets import Budgets, budget_too_small, no_room_for_shadows
-from .memory_plan import LADDER, MemoryPlan
+from .memory_plan import LADDER, MemoryPlan, Rung
 from .memory_terms import MemoryTerms
 from .placement import use_what_is_left
 from .step_traffic import step_cost
@@ -53,7 +53,7 @@ def make_plan(
     for params, optimizer in _homes(config, device, stepped=any(shard.spec.stepped for unit in units for shard in unit.shards)):
         for grad in _grad_homes(params, optimizer, units, config, device):
             for rung in LADDER:
-                plan = MemoryTerms(units, config, (params, optimizer, grad), rung, held_nbytes, device).plan()
+                plan = _plan_of(units, config, (params, optimizer, grad), rung, held_nbytes, device, budgets)
                 if not budgets.over(plan):
                     fitting.append(use_what_is_left(plan, units, config, budgets, device, reuses=reuses))
                     if config.speculate and not fitting[-1].shadowed:
@@ -73,6 +73,23 @@ def make_plan(
     over = budgets.over(least)
     tight = max(over, key=over.__getitem__)
     raise budget_too_small(least, tight, budgets, config)
+
+
+def _plan_of(
+    units: Sequence[UnitSize],
+    config: Config,
+    homes: tuple[Tier, Tier, Tier],
+    rung: Rung,
+    held_nbytes: int,
+    device: Device,
+    budgets: Budgets,
+) -> MemoryPlan:
+    """Adds up one choice: with memory on the device for weights that come past the host's, where there is such a way and room."""
+    past_host = homes[0] is Tier.NVME and device.reads_disks(config.nvme_paths)
+    plan = MemoryTerms(units, config, homes, rung, held_nbytes, device, past_host=past_host).plan()
+    if past_host and budgets.over(plan):
+        plan = MemoryTerms(units, config, homes, rung, held_nbytes, device).plan()
+    return plan
 
 
 def check_folders(config: Config) -> None:

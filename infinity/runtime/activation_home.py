@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,6 +25,17 @@ from .saved_tensor import Saved, blocks, raw_bytes, release_saved
 
 IN_FLIGHT_NBYTES = 256 * 1024 * 1024  # of activations that are on their way home; more wait
 READ_AHEAD = 2  # storages that are read before the backward asks for them
+
+
+@dataclass(frozen=True)
+class _CopiedPart:
+    """A part of a storage on its way into staging memory, and to disk from there."""
+
+    begin: int
+    nbytes: int
+    lease: native.Lease
+    whole: torch.Tensor  # over the lease, in blocks
+    event: Event
 
 
 class ActivationHome:
@@ -116,17 +128,37 @@ class ActivationHome:
                 saved.source = tensor.detach(), tensor._version
                 self._in_flight.keep(source, event, partial(release_saved, weakref.ref(saved)))
             return
-        if not self._device.is_host:  # checksums are the processor's: it has to have the bytes
-            with self._store.traffic.copying("device->host", saved.nbytes, "activations"):
-                source = source.cpu()
-        saved.checksum = native.crc32c(source)
+        saved.checksum = 0
+        copied: _CopiedPart | None = None  # while the next one is
         for begin, end in self._parts(saved):
-            lease = self._lease(blocks(end - begin))
-            whole = self._staged(lease, blocks(end - begin))
-            with self._store.traffic.copying("device->host", end - begin, "activations"):
-                whole[: end - begin] = source[begin:end]
-                whole[end - begin :] = 0
-            saved.writes.append(self._store.io.write(array.extent, begin, lease.address, whole.numel(), lease=lease))
+            part = self._copy_out(begin, source[begin:end])
+            if copied is not None:
+                self._write(saved, copied)
+            copied = part
+        if copied is not None:
+            self._write(saved, copied)
+
+    def _copy_out(self, begin: int, source: torch.Tensor) -> _CopiedPart:
+        """Starts copying a part of a storage into staging memory, which the device copies to by itself."""
+        nbytes = source.numel()
+        lease = self._lease(blocks(nbytes))
+        whole = self._staged(lease, blocks(nbytes))
+        whole[nbytes:] = 0
+        transfer = Copy("device->host", nbytes, "activations")
+        event = self._device.put(
+            "out", lambda: whole[:nbytes].copy_(source, non_blocking=True), behind=[self._device.now()], transfer=transfer
+        )
+        return _CopiedPart(begin, nbytes, lease, whole, event)
+
+    def _write(self, saved: Saved, part: _CopiedPart) -> None:
+        """Sends a part to disk once it is in staging memory. Checksums are the processor's, which has the bytes then."""
+        if not part.event.done:
+            with self._store.traffic.stalled("device->host", "activations"):
+                part.event.wait()
+        part.event.wait()  # raises what went wrong
+        saved.checksum = native.crc32c(part.whole[: part.nbytes], saved.checksum)
+        write = self._store.io.write(saved.place.extent, part.begin, part.lease.address, part.whole.numel(), lease=part.lease)
+        saved.writes.append(write)
 
     def _bring(self, saved: Saved) -> torch.UntypedStorage:
         storage = saved.bytes_on_device()

@@ -28,6 +28,9 @@ from ..storage.store import ShardStore
 from .window import Window
 
 COPIES_AHEAD = 2  # units on their way to the device beside the one that computes
+GATHERS_AHEAD = (
+    1  # the same with other ranks in a forward, whose units may still be stepped: each is waited for before the compute starts
+)
 
 
 class Prefetcher:
@@ -143,11 +146,12 @@ class Prefetcher:
             self.look_ahead.note_read(unit.index, *times)
         self._computing = unit.index, time.perf_counter()
         self.fetch_ahead(self.schedule.upcoming(backward=backward))
+        upcoming = islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD)
         if self._ranks.size > 1:
-            ahead = self._gather_ahead(next(iter(self.schedule.upcoming(backward=backward)), None), offered)
+            ahead = self._gather_ahead(upcoming if backward else islice(upcoming, GATHERS_AHEAD), offered)
             least = least if ahead is None else ahead
         elif self._device.overlaps:
-            self._copy_ahead(islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD))
+            self._copy_ahead(upcoming)
         return least
 
     def begin_pass(self, *, training: bool) -> None:
@@ -161,31 +165,29 @@ class Prefetcher:
             unit, since = self._computing
             self.look_ahead.note_compute(unit, time.perf_counter() - since)
 
-    def _gather_ahead(self, index: int | None, offered: int) -> int | None:
-        """Starts gathering the next unit while this one computes. Returns what all ranks offered, None where it does not start.
+    def _gather_ahead(self, upcoming: Iterable[int], offered: int) -> int | None:
+        """Starts gathering the next units while this one computes. Returns what all ranks offered, None where none starts.
 
         What decides must be the same on every rank, so nothing here goes by what has arrived: a unit that is still being
         read, or found no room to be read to yet, is waited for. Ranks whose last passes went different ways, or were cut
         short, expect different units: until a pass's traces agree nothing is gathered before it is used.
         """
-        unit = self.units[index] if index is not None else None
-        if unit is None or not self._collectives.traces_agree:
+        coming, least = [self.units[index] for index in upcoming], None
+        if not self._collectives.traces_agree:
             return None
-        if unit.residency in (Residency.RESIDENT, Residency.GATHERING):
-            return None
-        if unit.is_staged_from_disk and self.look_ahead.depth == 0:  # the plan has room for one unit: the same on every rank
-            return None
-        for other in self._idle():
-            if self._resident_nbytes() + unit.weight_nbytes <= self._window.nbytes:
+        for unit in coming:
+            if unit.residency in (Residency.RESIDENT, Residency.GATHERING):
+                continue
+            # Where the plan has room for one unit, and further ahead, to wait for the disk would hold up the compute.
+            if unit.is_staged_from_disk and (self.look_ahead.depth == 0 or unit is not coming[0]):
                 break
-            if not self._ranks.keeps_weights:
-                self._evict(other)
-        if self._resident_nbytes() + unit.weight_nbytes > self._window.nbytes:
-            return None
-        self._stage(unit)
-        self._before_gather()
-        least = unit.start_gather(self._store, self._ledger, offered=offered)
-        self._resident[unit] = None
+            if not self._finds_room(unit, coming):
+                break
+            self._stage(unit)
+            self._before_gather()
+            told = unit.start_gather(self._store, self._ledger, offered=offered)
+            least = least if told is None else told
+            self._resident[unit] = None
         return least
 
     def _copy_ahead(self, upcoming: Iterable[int]) -> None:
@@ -197,11 +199,7 @@ class Prefetcher:
                 continue
             if not unit.is_ready:
                 return  # the compute is not to wait for a later unit's update or disk
-            for other in [other for other in self._idle() if other not in coming]:
-                if self._resident_nbytes() + unit.weight_nbytes <= self._window.nbytes:
-                    break
-                self._evict(other)
-            if self._resident_nbytes() + unit.weight_nbytes > self._window.nbytes:
+            if not self._finds_room(unit, coming):
                 return
             self._stage(unit)
             try:
@@ -254,6 +252,13 @@ class Prefetcher:
         self._window.narrow(nbytes, largest_nbytes=max((unit.weight_nbytes for unit in self.units), default=0))
         while self._resident_nbytes() > self._window.nbytes and (idle := self._idle()):
             self._evict(idle[0])
+
+    def _finds_room(self, unit: ParamUnit, coming: Sequence[ParamUnit]) -> bool:
+        """Whether ``unit`` fits the window, ahead of its use, once others that are idle and not ``coming`` have made room."""
+        idle = [other for other in self._idle() if other not in coming and not self._ranks.keeps_weights]
+        while (is_full := self._resident_nbytes() + unit.weight_nbytes > self._window.nbytes) and idle:
+            self._evict(idle.pop(0))
+        return not is_full
 
     def _make_room(self, unit: ParamUnit) -> None:
         """Evicts idle units, then ones that the backward can do without for now, until ``unit`` fits the window."""

@@ -65,9 +65,9 @@ class Resources:
         self.activation_staging = self._pool(plan.activation_staging_nbytes, "staged activations")
         self._slots = self._region(plan.slot_count * plan.slot_nbytes, "optimizer slots")  # the updater has its address only
         self._charge(Tier.HOST, plan.terms[Tier.HOST].get("checksums", 0), "checksums")
-        for what in ("second slices", "gradients on their way", "optimizer slots"):
+        for what in ("second slices", "gradients on their way", "optimizer slots", "staged weights"):
             self._charge(Tier.DEVICE, plan.terms[Tier.DEVICE].get(what, 0), what)
-        store.open(self._regions, staging=weights)
+        store.open(self._regions, staging=weights, past_host=plan.past_host_nbytes > 0)
 
     def _charge(self, tier: Tier, nbytes: int, what: str) -> None:
         self._charges.append(self._store.ledger.reserve(tier, nbytes, what))

@@ -14,7 +14,7 @@ from ..errors import InfinityError, StorageError, UsageError
 from ..machine.device import PAST, Copy, Device, Event
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
-from ..storage.store import ShardStore
+from ..storage.store import Fetch, ShardStore
 from .residency import MOVES, Residency
 from .shard import ParamShard
 from .unit_buffers import UnitBuffers
@@ -29,7 +29,7 @@ class ReadPiece:
     shard: int  # of the unit's
     begin: int  # byte of the slice
     nbytes: int
-    read: native.Ticket
+    read: Fetch
 
 
 class ParamUnit(UnitBuffers):
@@ -66,10 +66,10 @@ class ParamUnit(UnitBuffers):
         self._move(Residency.FETCHING)
         self._slots = slots
         for index, (shard, slot) in enumerate(zip(self.shards, slots)):
-            size = PIECE_NBYTES if self.copies_while_fetching else shard.slice_nbytes
+            size = PIECE_NBYTES if self.copies_while_fetching or store.past_host is not None else shard.slice_nbytes
             for begin in range(0, shard.slice_nbytes, size):
                 nbytes = min(size, shard.slice_nbytes - begin)
-                read = store.io.read(shard.weight.extent, begin, slot.address + begin, nbytes, after=shard.update, lease=slot)
+                read = store.fetch(shard.weight, begin, slot.address + begin, nbytes, after=shard.update, lease=slot)
                 self._pieces.append(ReadPiece(index, begin, nbytes, read))
 
     def stage(self) -> None:
@@ -86,7 +86,7 @@ class ParamUnit(UnitBuffers):
             raise self._illegal("be dropped")
         error: Exception | None = None
         for piece in self._pieces:
-            store.io.cancel(piece.read)
+            store.cancel(piece.read)
         for piece in self._pieces:
             try:
                 piece.read.wait()
@@ -156,12 +156,11 @@ class ParamUnit(UnitBuffers):
                 piece.read.wait()
         piece.read.wait()  # raises what went wrong
         start, end = piece.read.times
-        store.traffic.mark("nvme->host", self.name, start, end)
+        store.traffic.mark(store.lane_of(piece.read), self.name, start, end)
         self._read_times = (min(start, self._read_times[0]), max(end, self._read_times[1])) if self._read_times else (start, end)
         address, size = slot.address + piece.begin, shard.spec.dtype.itemsize
-        store.verify(shard.weight, address, piece.nbytes, offset=piece.begin)
+        source = store.fetched(piece.read, shard.weight, piece.begin, address, piece.nbytes)
         first = shard.own("weight")[0] + piece.begin // size
-        source = native.tensor_at(store.staging.region, address, piece.nbytes // size, shard.spec.dtype)
         flat[first : first + source.numel()].copy_(source, non_blocking=True)
 
     def _gather_in(self, offered: int) -> None:

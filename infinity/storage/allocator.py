@@ -22,6 +22,7 @@ from ..machine.sizes import round_up
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from .arrays import StateArray
+from .past_host import PastHost, open_past_host
 from .swap_folders import SwapFolders
 
 MIB = 1024 * 1024
@@ -70,6 +71,7 @@ class ArrayAllocator:
         self._is_open = False
         self._absent: list[native.Region] = []  # whose pages are to come
         self._pages: native.Pages | None = None  # that are coming
+        self.past_host: PastHost | None = None
         self.staging: native.PinnedPool | None = None  # weights on their way to the device
 
     def allocate(self, tier: Tier, dtype: torch.dtype, numel: int, what: str) -> StateArray:
@@ -100,9 +102,9 @@ class ArrayAllocator:
             self.device.pin(region)
         return region
 
-    def open(self, regions: Sequence[native.Region], *, staging: native.PinnedPool | None = None) -> None:
+    def open(self, regions: Sequence[native.Region], *, staging: native.PinnedPool | None = None, past_host: bool = False) -> None:
         """Creates the swap files at full size and tells the I/O engine about them and about ``regions`` that it moves bytes from and
-        to. ``staging``: the pool of weights on their way to the device.
+        to. ``staging``: the pool of weights on their way to the device; ``past_host``: which may pass by the host's memory.
 
         Raises CapacityError when a disk has too little room, StorageError when it refuses.
         """
@@ -113,6 +115,8 @@ class ArrayAllocator:
             self._folders.lay_out(self._volumes[0], self._nbytes, self.io)
         self.io.register([(region.address, region.nbytes) for region in (*regions, service)])
         self.staging = staging
+        if past_host and staging is not None:
+            self.past_host = open_past_host(self.io, staging, self.device, checksums=self.checksums)
         self._is_open = True
         self._pages = native.Pages(self._absent, processors.for_pages())
         self._absent = []

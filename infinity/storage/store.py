@@ -25,12 +25,14 @@ from ..errors import CorruptionError, InfinityError, InternalError, StorageError
 from ..machine.device import Event
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
+from ..machine.timeline import PAST_HOST
 from .allocator import ArrayAllocator, Space
 from .arrays import StateArray, bytes_of
 from .write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
+Fetch = native.Ticket | native.Landing  # under way into a staging slot
 WRITES_AT_ONCE = 4  # of a write outside the training loop
 
 
@@ -77,6 +79,39 @@ class ShardStore(ArrayAllocator):
                 slot.release()
             found = True
         return found
+
+    # --- reading ahead, into staging slots ---
+
+    def fetch(
+        self, array: StateArray, offset: int, address: int, nbytes: int, *, after: native.Ticket | None, lease: native.Lease
+    ) -> Fetch:
+        """Starts reading an array on disk from byte ``offset`` on into ``address`` of the staging pool or, past the host's memory, into
+        its counterpart on the device, once ``after`` is over."""
+        if self.past_host is not None:
+            return self.past_host.read(array.extent, offset, address, nbytes, after=after, lease=lease)
+        return self.io.read(array.extent, offset, address, nbytes, after=after, lease=lease)
+
+    def fetched(self, fetch: Fetch, array: StateArray, offset: int, address: int, nbytes: int) -> torch.Tensor:
+        """Returns the bytes of a fetch that is over, verified, as elements of the array, where they are. Raises CorruptionError."""
+        flat: torch.Tensor | None = None
+        if isinstance(fetch, native.Landing):  # verified as it landed
+            flat = self.past_host.landed(fetch, address, nbytes)
+        else:
+            self.verify(array, address, nbytes, offset=offset)
+        if flat is None:
+            flat = native.tensor_at(self.staging.region, address, nbytes, torch.uint8)
+        return flat.view(array.dtype)
+
+    def lane_of(self, fetch: Fetch) -> str:
+        """Names the timeline's lane of a fetch that is over."""
+        return PAST_HOST if isinstance(fetch, native.Landing) and fetch.on_device else "nvme->host"
+
+    def cancel(self, fetch: Fetch) -> None:
+        """Takes back what of a fetch has not started."""
+        if isinstance(fetch, native.Landing):
+            self.past_host.cancel(fetch)
+        else:
+            self.io.cancel(fetch)
 
     # --- moving parts of arrays, synchronously ---
 
@@ -172,7 +207,7 @@ class ShardStore(ArrayAllocator):
 
     def refuse_hung(self) -> None:
         """Raises StorageError where a disk has not answered: what it was given is never free again."""
-        if folder := self.io.hung:
+        if folder := self.io.hung or (self.past_host.hung if self.past_host is not None else ""):
             raise StorageError(errno.ETIMEDOUT, f"the disk of {folder} has not answered, and may still write to the memory it was given: end "
                                "this process and resume from the last checkpoint", folder)  # fmt: skip
 
@@ -241,6 +276,9 @@ class ShardStore(ArrayAllocator):
             self._pages.stop()
             self._pages = None
         self._absent = []
+        if self.past_host is not None:
+            self.past_host.close()
+        self.past_host = None
         if self.io is not None:  # waits for what is in flight and closes the files, whoever still refers to it
             self.io.shut_down()
         self.io = None

@@ -16,6 +16,7 @@ import models
 import pytest
 import rank_jobs
 import torch
+from fake_cufile import build_cufile
 from gpu_stand_in import build_stand_in
 from ranks import Jobs
 from safetensors.torch import load_file, save_file
@@ -28,16 +29,17 @@ HOMES = ["device", "host", "nvme"]
 STEPS = 3
 
 
-ELSEWHERE = [(mode, "split") for mode in MODES] + [("parameters", "nvme"), ("parameters", "clip"), ("optimizer", "micro"),
+ELSEWHERE = [(mode, "split") for mode in MODES] + [("parameters", "nvme"), ("parameters", "past"), ("parameters", "clip"), ("optimizer", "micro"),
              ("gradients", "host"), ("optimizer", "there"), ("parameters", "device")]  # fmt: skip
 
 
-def jobs_elsewhere(mode: str, folder: Path, kernels: str) -> dict[str, dict]:
+def jobs_elsewhere(mode: str, folder: Path, kernels: str, cufile: str) -> dict[str, dict]:
     """What is run on devices of the ranks' own, of those in ELSEWHERE."""
     host = {"params": "host", "optimizer": "host", "shard": mode}
     jobs = {
         "host": {"config": host},
         "nvme": {"config": models.at_home("nvme", "nvme", folder / "swap") | {"shard": mode}},
+        "past": {"config": models.at_home("nvme", "nvme", folder / "swap") | {"shard": mode}, "kernels": kernels, "cufile": cufile},
         "clip": {"config": host, "clip": 0.5},
         "micro": {"config": host, "micro": 3},
         "split": {"config": host, "kernels": kernels, "share": 0.5},
@@ -57,7 +59,7 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
         for home in HOMES:
             jobs[f"parity:{mode}-{home}"] = {"config": models.at_home(home, home, folder / "swap") | {"shard": mode}}
         jobs[f"gradients:{mode}"] = {"shard": mode, "home": "host", "folder": str(folder / "swap")}
-        jobs |= jobs_elsewhere(mode, folder, build_stand_in(tmp_path_factory).__file__)
+        jobs |= jobs_elsewhere(mode, folder, build_stand_in(tmp_path_factory).__file__, str(build_cufile(tmp_path_factory)))
         jobs[f"parity:clip-{mode}"] = {"config": {"params": "host", "optimizer": "host", "shard": mode}, "clip": 0.5}
         jobs[f"unused:{mode}"] = {"shard": mode}
         jobs[f"states:{mode}"] = {"shard": mode, "folder": str(folder / "swap")}
@@ -141,8 +143,10 @@ def same_run(a: list[dict], b: list[dict]) -> bool:
 def test_ranks_on_devices_of_their_own_have_the_same_bits(two, mode, what):
     """Claim: with several ranks, too, a device whose memory the processor does not use changes nothing. Method: the same job
     where it does."""
-    same = f"{what}-{mode}" if what in ("clip", "micro") else f"{mode}-{'nvme' if what == 'nvme' else 'host'}"
+    same = f"{what}-{mode}" if what in ("clip", "micro") else f"{mode}-{'nvme' if what in ('nvme', 'past') else 'host'}"
     assert same_run(two[f"elsewhere:{what}-{mode}"], two[f"parity:{same}"])
+    for of_rank in two[f"elsewhere:{what}-{mode}"]:
+        assert (of_rank["stats"]["edges"].get("nvme->device", {"nbytes": 0})["nbytes"] > 0) == (what == "past")
 
 
 def check_fast(found: list[dict], world: int) -> None:

@@ -19,6 +19,7 @@ import test_device as on_stand_in
 
 import infinity
 from infinity import native
+from infinity.machine import direct_storage
 from infinity.runtime.registry import wrapped
 
 KERNELS, REFUSAL = native.gpu_kernels()
@@ -72,6 +73,21 @@ def test_homes_change_no_bit(homes, how, tmp_path):
 def test_activations_change_no_bit(home, tmp_path):
     config = config_at(("host", "host"), tmp_path, nvme_paths=[str(tmp_path)])
     assert on_stand_in.same(trained({**config, "activations": home}, micro=2), trained(config, micro=2))
+
+
+@needs_kernels
+def test_weights_past_the_host_change_no_bit(tmp_path, monkeypatch):
+    """Claim: with cuFile and everything that it needs, weights on disk come past the host with the same bits as through it."""
+    if why := direct_storage.refusal([str(tmp_path)]):
+        pytest.skip(f"no way past the host: {why}")
+    config = config_at(("nvme", "host"), tmp_path)
+    model, optimizer = infinity.wrap_model(*on_stand_in.a_model(), config)
+    train(model, optimizer, steps=2)
+    assert infinity.stats(model).edges["nvme->device"].nbytes > 0
+    infinity.unwrap_model(model, optimizer)
+    past = trained(config)
+    monkeypatch.setenv("INFINITY_DIRECT", "off")
+    assert on_stand_in.same(past, trained(config))
 
 
 def test_parameters_are_on_the_gpu_and_come_back_where_they_were(tmp_path):

@@ -51,6 +51,17 @@ def test_a_scan_is_that_of_torch():
             assert total.item() == pytest.approx(grad.double().square().sum().item(), rel=1e-12)
 
 
+def test_checksums_are_those_of_the_processor():
+    """Of 200 blocks of 64 KiB and a shorter one; failing twin: one bit."""
+    data = torch.randint(0, 256, (200 * native.CHECKSUM_NBYTES + 5 * native.BLOCK_NBYTES,), dtype=torch.uint8)
+    expected = [native.crc32c(block) for block in data.split(native.CHECKSUM_NBYTES)]
+    there = data.cuda()
+    assert KERNELS.checksums(there.data_ptr(), there.numel()) == expected
+    there[native.CHECKSUM_NBYTES + 7] ^= 1
+    found = KERNELS.checksums(there.data_ptr(), there.numel())
+    assert [i for i, sum_of in enumerate(found) if sum_of != expected[i]] == [1]
+
+
 def test_registered_memory_is_pinned_and_copies_do_not_wait():
     """``is_pinned()`` of a view; a copy returns before the work that it waits for on the stream is done, by events."""
     region = native.Region(256 * 1024 * 1024, True, 4)

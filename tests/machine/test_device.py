@@ -10,6 +10,7 @@ Words used here:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import sys
@@ -32,6 +33,7 @@ from infinity.gradients import homes, lander
 from infinity.machine import accelerator, in_flight
 from infinity.machine import device as devices
 from infinity.machine.traffic import Traffic
+from infinity.runtime.activation_home import ActivationHome
 from infinity.runtime.registry import wrapped
 from infinity.state.unit import ParamUnit
 
@@ -248,6 +250,48 @@ def test_activations_change_no_bit(home, compute_on, tmp_path):
     at_once = trained(config, micro=2)
     compute_on(Elsewhere)
     assert same(trained({**config, "activations": home}, micro=2), at_once)
+
+
+def test_activations_go_through_staging_memory_once_and_are_waited_for(compute_on, monkeypatch, tmp_path):
+    """Claim: what goes to a disk is copied from the device once, into staging memory. Method: copies that are always late; their bytes are
+    those of the storages. Failing twin: one that is not waited for, whose checksum is of what was there before."""
+    copied, saved_nbytes, staged = [], [], []
+
+    class Late(threaded_device.ThreadedDevice):
+        is_host = False
+
+        def put(self, queue, work, *, transfer=None, **more):
+            def late() -> None:
+                time.sleep(0.003)
+                work()
+
+            if transfer is not None and (transfer.edge, transfer.what) == ("device->host", "activations"):
+                copied.append(transfer.nbytes)
+                return super().put(queue, late, transfer=transfer, **more)
+            return super().put(queue, work, transfer=transfer, **more)
+
+    def send(home, saved, *given, real=ActivationHome._send):
+        saved_nbytes.append(saved.nbytes)
+        real(home, saved, *given)
+
+    def write(home, saved, part, *, real=ActivationHome._write):
+        staged.append(part.lease.address - home._staging.region.address < home._staging.capacity_nbytes)
+        real(home, saved, part)
+
+    config = config_at(("host", "host"), tmp_path, nvme_paths=[str(tmp_path)])
+    at_once = trained(config, steps=1)
+    compute_on(Late)
+    monkeypatch.setattr(ActivationHome, "_send", send)
+    monkeypatch.setattr(ActivationHome, "_write", write)
+    assert same(trained({**config, "activations": "nvme"}, steps=1), at_once)
+    assert sum(copied) == sum(saved_nbytes) > 0 and len(staged) == len(copied) and all(staged)
+
+    def copy_out(home, *given, real=ActivationHome._copy_out):
+        return dataclasses.replace(real(home, *given), event=devices.PAST)
+
+    monkeypatch.setattr(ActivationHome, "_copy_out", copy_out)
+    with contextlib.suppress(CorruptionError):  # the bytes may come between the checksum and the disk
+        assert not same(trained({**config, "activations": "nvme"}, steps=1), at_once)
 
 
 def test_norms_of_gradients_that_are_dropped_are_in_order(monkeypatch):

@@ -171,3 +171,14 @@ def test_the_module_for_gpus_is_built_where_there_is_a_compiler():
         pytest.skip("no nvcc: the GPU's module is not built here")
     told = _cuda.device()
     assert told.get("refusal") or told["capability"] >= (8, 0)
+
+
+@pytest.mark.parametrize("nbytes", [4096, 65536, 2 * 65536 + 3 * 4096], ids=str)
+def test_checksums_are_those_of_the_processor(nbytes, stand_in):
+    """One for each block of 64 KiB, from pieces that threads sum apart; the last block may be shorter. Failing twin: one bit changed."""
+    data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(SEED))
+    expected = [native.crc32c(block) for block in data.split(native.CHECKSUM_NBYTES)]
+    assert stand_in.checksums(data.data_ptr(), nbytes) == expected
+    data[nbytes - 1] ^= 1
+    found = stand_in.checksums(data.data_ptr(), nbytes)
+    assert found[:-1] == expected[:-1] and found[-1] != expected[-1]

@@ -10,7 +10,7 @@ from torch import nn
 
 import infinity
 from infinity.distributed.collectives import Collectives
-from infinity.machine.device import Device
+from infinity.machine.device import PAST, Device
 from infinity.machine.ledger import Ledger
 from infinity.machine.traffic import Traffic
 from infinity.planning.schedule import Schedule
@@ -52,6 +52,58 @@ def test_a_unit_goes_home_from_every_stage(residency):
     )  # fmt: skip
     prefetcher.release_all([unit])
     assert unit.asked == FLEETING[residency]
+
+
+class Gathered(Unit):
+    """One of several, whose weights other ranks have parts of; what it is asked is noted by all in one list."""
+
+    weight_nbytes, is_ready = 8, True
+
+    def __init__(self, index: int, asked: list[tuple[str, int]], *, on_disk: bool = False):
+        super().__init__(Residency.STAGED if on_disk else Residency.STORED)
+        self.index, self.is_staged_from_disk, self.shards, self.asked = index, on_disk, (), asked
+        self.arriving, self.copies_while_fetching = PAST, False
+
+    def start_gather(self, store, ledger, *, offered: int = 0) -> int:
+        self.asked.append(("gather", self.index))
+        self.residency = Residency.GATHERING
+        return offered
+
+    def finish_gather(self, store) -> None:
+        self.residency = Residency.RESIDENT
+
+    def expose(self) -> None:
+        pass
+
+    def take_read_times(self) -> None:
+        return None
+
+    def release(self) -> None:
+        super().release()
+        self.asked[-1] = "evict", self.index
+        self.residency = Residency.STORED
+
+
+@pytest.mark.parametrize(("backward", "agree", "on_disk", "window", "expected"), [
+    (True, True, False, 40, [3, 2, 1]), (False, True, False, 40, [3, 4]), (True, False, False, 40, [3]), (True, True, True, 40, [3, 2]),
+    (True, True, False, 16, [3, 2]),
+], ids=["backward", "forward", "traces that differ", "disk", "window"])  # fmt: skip
+def test_ranks_gather_two_units_ahead_where_nothing_holds_that_up(backward, agree, on_disk, window, expected):
+    """Claim: with several ranks the next two units are on their way in a backward; one in a forward, whose units may still be stepped, and
+    of units that come from a disk; none where the ranks expect different ones, and no more than the window holds. Method: unit 3 of a
+    trace of five, with a ring of two ranks that is made up."""
+    asked: list[tuple[str, int]] = []
+    units = [Gathered(index, asked, on_disk=on_disk) for index in range(5)]
+    ranks = SimpleNamespace(size=2, keeps_weights=False)
+    collectives = SimpleNamespace(ranks=ranks, traces_agree=agree, begin_pass=lambda *given, **more: None)
+    schedule = Schedule()
+    prefetcher = Prefetcher(
+        units, SimpleNamespace(), Ledger(), schedule, window_nbytes=window, units_ahead=1, give_way=lambda: False, before_gather=lambda: None,
+        collectives=collectives, device=Device(torch.device("cpu"), Traffic()), journal=Journal(),
+    )  # fmt: skip
+    schedule.upcoming = lambda *, backward: iter((2, 1, 0) if backward else (4,))
+    assert prefetcher.hold(units[3], backward=backward, offered=2) == 2
+    assert [index for what, index in asked if what == "gather"] == expected
 
 
 class ReturnsViews(nn.Module):

@@ -35,7 +35,8 @@ def load_stand_in(target: Path) -> ModuleType:
 
 
 def _compile(target: Path) -> None:
-    sources = [ROOT / "csrc" / name for name in ("cuda/step.cu", "cuda/scan.cu", "cuda/bindings.cpp", "optim/constants.cpp")]
+    names = ("cuda/step.cu", "cuda/scan.cu", "cuda/checksums.cu", "cuda/bindings.cpp", "optim/constants.cpp")
+    sources = [ROOT / "csrc" / name for name in names]
     command = [
         "c++", "-shared", "-fPIC", "-std=c++17", "-O1", "-ffp-contract=off", "-pthread", "-Wno-unused-variable",
         f"-I{ROOT / 'csrc'}", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}",

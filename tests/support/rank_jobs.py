@@ -23,11 +23,12 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 import models
+from fake_cufile import FakeCuFile
 from gpu_stand_in import load_stand_in
 from ranks import serve
 
 import infinity
-from infinity.machine import accelerator, device
+from infinity.machine import accelerator, device, direct_storage
 from infinity.optim.device_step import DeviceStepper
 from infinity.runtime.registry import wrapped
 
@@ -108,15 +109,23 @@ def parity(config: dict, dtype=torch.float32, micro: int = 1, clip=None, shape=N
     return found
 
 
-def elsewhere(nodes: bool = False, kernels: str | None = None, share: float = 0.0, **arguments) -> dict[str, Any]:
+def elsewhere(
+    nodes: bool = False, kernels: str | None = None, share: float = 0.0, cufile: str | None = None, **arguments
+) -> dict[str, Any]:
     """On a device whose memory the processor does not use, with late copies and groups of its own for bulk bytes; with
-    ``kernels`` (a file) and a share of the host's state to step."""
+    ``kernels`` (a file) and a share of the host's state to step; with a way past the host's memory (``cufile``: a file)."""
+    if cufile is not None:
+        library, direct_storage.missing = FakeCuFile(Path(cufile)), lambda folders: []
+        library.reset()
+        library.set(short=2)
     accelerator.KINDS["cpu"] = _Elsewhere
     _Elsewhere.loaded = load_stand_in(Path(kernels)) if kernels else None
     DeviceStepper.choose_share = lambda self, *rates: setattr(self, "share", share)
     try:
         return in_nodes(**arguments) if nodes else parity(**arguments)
     finally:
+        if cufile is not None:
+            library.set(driver=5001)
         accelerator.KINDS["cpu"] = device.Device
 
 

@@ -1,0 +1,413 @@
+#include "io/direct.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+#include "base/check.h"
+#include "base/crc32c.h"
+
+namespace infinity {
+namespace {
+
+std::string reason(std::int64_t result) {
+  const int error = static_cast<int>(-result);
+  return error > Road::kRoadError ? concat("error ", error) : std::string(std::strerror(error));
+}
+
+}  // namespace
+
+// What the threads share. One that is stuck keeps it after the reader has gone.
+struct DirectReader::State {
+  State(std::shared_ptr<IoEngine> io, std::shared_ptr<Road> to, DeviceCalls made, DirectOptions chosen)
+      : engine(std::move(io)), road(std::move(to)), calls(made), options(chosen) {}
+  ~State() {
+    if (road) road->close();
+    for (const int descriptor : descriptors) close(descriptor);
+  }
+
+  const std::shared_ptr<IoEngine> engine;
+  const std::shared_ptr<Road> road;
+  const DeviceCalls calls;
+  const DirectOptions options;
+
+  mutable std::mutex mutex;
+  std::condition_variable work, changed;
+  std::mutex opening;  // of files by the road, which takes its time
+  std::deque<LandingPtr> waiting;  // for a thread; what somebody waits for comes first
+  std::vector<LandingPtr> running, landed;  // landed: by bounce, still to be verified
+  std::map<int, Way> ways;  // by file
+  std::vector<int> descriptors;  // the road's own: what is stuck outlives the engine's
+  std::map<std::string, Refusals> refused;
+  std::map<const Landing*, Stuck> stuck;
+  std::uint64_t nbytes = 0;
+  Clock::time_point returned = Clock::now();  // the road, from the last read
+  std::size_t open = 0;  // landings that have not ended
+  int threads = 0;       // that serve
+  bool stopping = false;
+
+  bool start_thread(const std::shared_ptr<State>& state);
+  Way way_to(int file, std::string* said);
+  std::string take_road(const LandingPtr& landing, std::string* said);
+  void note(const Landing& landing, const char* word, const std::string& said);
+  const char* why_not(const Landing& landing, std::string* said);
+};
+
+DirectReader::DirectReader(std::shared_ptr<IoEngine> engine, std::shared_ptr<Road> road, DeviceCalls calls, const DirectOptions& options)
+    : state_(std::make_shared<State>(std::move(engine), std::move(road), calls, options)) {
+  INFINITY_REQUIRE(options.threads >= 1, "a direct reader needs at least one thread, not ", options.threads);
+  INFINITY_REQUIRE(options.late_seconds > 0, "a read that is late after ", options.late_seconds, " seconds");
+  INFINITY_REQUIRE(state_->engine, "a direct reader needs an I/O engine");
+  INFINITY_REQUIRE(!state_->road || state_->calls.checksums, "a road to a device that cannot verify what it brings");
+  const std::lock_guard lock(state_->mutex);
+  try {
+    watcher_ = std::thread([state = state_] { watch(state); });
+  } catch (const std::system_error& error) {
+    throw StorageError(error.code().value(), "", "the system refuses a thread for direct reads (a limit on processes: `ulimit -u`, or the container's pids)");
+  }
+  for (int i = 0; state_->road && i < options.threads && state_->start_thread(state_); ++i) {}
+}
+
+DirectReader::~DirectReader() { shut_down(); }
+
+void DirectReader::shut_down() {
+  {
+    std::unique_lock lock(state_->mutex);
+    if (state_->stopping) return;
+    state_->changed.wait(lock, [this] { return state_->open == 0; });
+    state_->stopping = true;
+    state_->work.notify_all();
+    state_->changed.notify_all();
+    // Those that are stuck go on, and keep what they use.
+    state_->changed.wait(lock, [this] { return state_->threads == static_cast<int>(state_->stuck.size()); });
+  }
+  watcher_.join();
+  if (state_->road && stuck() == 0) state_->road->close();
+}
+
+// Serving threads are counted, not joined: one may be stuck. The lock is held.
+bool DirectReader::State::start_thread(const std::shared_ptr<State>& state) {
+  try {
+    std::thread([state] { serve(state); }).detach();
+  } catch (const std::system_error&) {
+    return false;
+  }
+  ++threads;
+  return true;
+}
+
+LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::size_t at, Span host, std::byte* device,
+                              const TicketPtr& after, const std::shared_ptr<void>& memory) {
+  INFINITY_REQUIRE(is_ours(), "a direct reader of process ", process_, " was used in its forked child ", getpid());
+  INFINITY_REQUIRE(extent, "a direct read of no extent");
+  auto landing = std::make_shared<Landing>();
+  landing->extent_ = extent;
+  landing->at_ = at;
+  landing->host_ = host;
+  landing->device_ = device;
+  landing->memory_ = memory;
+  landing->requests_ = extent->requests(Op::kRead, at, host);
+  for (const Request& each : landing->requests_) state_->engine->validate(each);
+  landing->ticket_ = std::make_shared<Ticket>(1);
+  {
+    const std::lock_guard lock(state_->mutex);
+    INFINITY_REQUIRE(!state_->stopping, "this direct reader was shut down");
+    ++state_->open;
+  }
+  const TicketPtr before = extent->settled(at, host.nbytes, after);
+  landing->ticket_->on_hurry([state = state_, before, raw = landing.get()] {  // not called once it is over, so it is still there
+    if (before) before->hurry();
+    TicketPtr bounced;
+    {
+      const std::lock_guard lock(state->mutex);
+      auto& waiting = state->waiting;
+      const auto found = std::find_if(waiting.begin(), waiting.end(), [raw](const LandingPtr& each) { return each.get() == raw; });
+      if (found != waiting.end()) std::rotate(waiting.begin(), found, found + 1);
+      bounced = raw->bounced_;
+    }
+    if (bounced) bounced->hurry();
+  });
+  const auto begin = [state = state_, landing](std::exception_ptr error) {
+    if (error) return end(*state, landing, error);
+    if (landing->ticket_->cancelled()) return end(*state, landing, cancelled_error(*state, *landing));
+    landing->ticket_->begin();
+    std::string said;
+    if (const char* word = state->why_not(*landing, &said)) return bounce(state, landing, word, said);
+    const std::lock_guard lock(state->mutex);
+    landing->stage_ = Landing::Stage::kWaiting;
+    landing->since_ = Clock::now();
+    landing->ticket_->hurried() ? state->waiting.push_front(landing) : state->waiting.push_back(landing);
+    state->work.notify_one();
+  };
+  before ? before->on_done(begin) : begin(nullptr);
+  return landing;
+}
+
+// What can be known before the road is taken. Null: nothing speaks against it.
+const char* DirectReader::State::why_not(const Landing& landing, std::string* said) {
+  if (!landing.extent_->written(landing.at_, landing.host_.nbytes)) return "unwritten";
+  const std::lock_guard lock(mutex);
+  if (!road || threads == 0) return "closed";
+  for (const Request& each : landing.requests_) {
+    const auto way = ways.find(each.file);
+    if (way != ways.end() && way->second.closed) return "closed";
+    const std::byte* device = landing.device_ + (each.span.data - landing.host_.data);
+    if (!is_aligned(device, kBlockNbytes)) {
+      *said = concat("address ", static_cast<const void*>(device), " of the device is not a multiple of ", kBlockNbytes);
+      return "misaligned";
+    }
+  }
+  return nullptr;
+}
+
+std::exception_ptr DirectReader::cancelled_error(const State& state, const Landing& landing) {
+  const std::string path = state.engine->file(landing.requests_.front().file).path;
+  return std::make_exception_ptr(StorageError(ECANCELED, path, concat("a direct read of ", path, " was cancelled")));
+}
+
+void DirectReader::cancel(const LandingPtr& landing) {
+  landing->ticket_->cancel();
+  TicketPtr bounced;
+  bool is_waiting = false;
+  {
+    const std::lock_guard lock(state_->mutex);
+    auto& waiting = state_->waiting;
+    const auto found = std::find(waiting.begin(), waiting.end(), landing);
+    if ((is_waiting = found != waiting.end())) waiting.erase(found);
+    bounced = landing->bounced_;
+  }
+  if (is_waiting) end(*state_, landing, cancelled_error(*state_, *landing));
+  if (bounced) state_->engine->cancel(bounced);
+}
+
+// The landing is over. Without the lock: what follows its ticket may read again.
+void DirectReader::end(State& state, const LandingPtr& landing, std::exception_ptr error) {
+  std::shared_ptr<void> memory;
+  {
+    const std::lock_guard lock(state.mutex);
+    landing->stage_ = Landing::Stage::kOver;
+    memory.swap(landing->memory_);
+  }
+  memory.reset();
+  const bool cancelled = landing->ticket_->cancelled();
+  error && cancelled ? landing->ticket_->part_cancelled(error) : landing->ticket_->part_done(error);
+  const std::lock_guard lock(state.mutex);
+  --state.open;
+  state.changed.notify_all();
+}
+
+// Counts a refusal. The lock is held.
+void DirectReader::State::note(const Landing& landing, const char* word, const std::string& said) {
+  Refusals& counted = refused[word];
+  if (counted.count++ != 0) return;
+  const Request& first = landing.requests_.front();
+  counted.first = concat("read of ", landing.host_.nbytes, " bytes at offset ", first.offset, " of ", engine->file(first.file).path,
+                         said.empty() ? "" : ": ", said);
+}
+
+// The whole landing, by the I/O engine, into the host's memory.
+void DirectReader::bounce(const std::shared_ptr<State>& state, const LandingPtr& landing, const char* word, const std::string& said) {
+  std::shared_ptr<void> memory;
+  {
+    const std::lock_guard lock(state->mutex);
+    landing->stage_ = Landing::Stage::kBounced;
+    memory = landing->memory_;
+    state->note(*landing, word, said);
+  }
+  try {
+    const TicketPtr bounced = landing->extent_->read(*state->engine, landing->at_, landing->host_, nullptr, memory);
+    {
+      const std::lock_guard lock(state->mutex);
+      landing->bounced_ = bounced;
+    }
+    if (landing->ticket_->hurried()) bounced->hurry();
+    if (landing->ticket_->cancelled()) state->engine->cancel(bounced);
+    bounced->on_done([state, landing](std::exception_ptr error) {
+      if (error) return end(*state, landing, error);
+      const std::lock_guard lock(state->mutex);
+      state->landed.push_back(landing);
+      state->changed.notify_all();
+    });
+  } catch (...) {
+    end(*state, landing, std::current_exception());
+  }
+}
+
+void DirectReader::serve(const std::shared_ptr<State>& state) {
+  const int refused = state->calls.enter ? state->calls.enter(state->options.device) : 0;
+  std::unique_lock lock(state->mutex);
+  for (;;) {
+    state->work.wait(lock, [&] { return state->stopping || !state->waiting.empty(); });
+    if (state->waiting.empty()) break;
+    const LandingPtr landing = state->waiting.front();
+    state->waiting.pop_front();
+    state->running.push_back(landing);
+    landing->stage_ = Landing::Stage::kRunning;
+    landing->since_ = Clock::now();
+    std::shared_ptr<void> memory = landing->memory_;  // until the road has returned, whatever becomes of the landing
+    lock.unlock();
+    std::string said = refused ? concat("the device cannot be used (CUDA error ", refused, ")") : "";
+    const std::string word = refused ? "refused" : state->take_road(landing, &said);
+    lock.lock();
+    state->running.erase(std::remove(state->running.begin(), state->running.end(), landing), state->running.end());
+    if (state->stuck.erase(landing.get())) {  // it was given up, and another thread took this one's place
+      lock.unlock();
+      memory.reset();
+      lock.lock();
+      break;
+    }
+    state->returned = Clock::now();
+    if (word.empty()) {
+      landing->on_device_ = true;
+      state->nbytes += landing->host_.nbytes;
+      for (const Request& each : landing->requests_) state->ways[each.file].failures = 0;
+    } else {
+      const bool is_grave = word == "changed";
+      for (const Request& each : landing->requests_) {
+        Way& way = state->ways[each.file];
+        way.closed |= is_grave || ++way.failures >= kMostFailures;
+      }
+    }
+    lock.unlock();
+    memory.reset();
+    word.empty() ? end(*state, landing, nullptr) : bounce(state, landing, word.c_str(), said);
+    lock.lock();
+  }
+  --state->threads;
+  state->changed.notify_all();
+}
+
+// The way to a file, which is opened at its first use. It is closed where that was refused, and `said` then says why.
+DirectReader::Way DirectReader::State::way_to(int file, std::string* said) {
+  const std::lock_guard one_at_a_time(opening);
+  Way* way;
+  {
+    const std::lock_guard lock(mutex);
+    way = &ways[file];
+    if (way->is_opened) return *way;
+  }
+  File own = engine->file(file);
+  own.descriptor = fcntl(own.descriptor, F_DUPFD_CLOEXEC, 0);
+  void* handle = nullptr;
+  if (own.descriptor < 0) {
+    *said = std::strerror(errno);
+  } else {
+    handle = road->open(own, said);
+  }
+  const std::lock_guard lock(mutex);
+  if (own.descriptor >= 0) descriptors.push_back(own.descriptor);
+  way->handle = handle;
+  way->is_opened = true;
+  way->closed |= handle == nullptr;
+  return *way;
+}
+
+// Reads and verifies by the road. Empty, or the word of the refusal.
+std::string DirectReader::State::take_road(const LandingPtr& landing, std::string* said) {
+  for (const Request& each : landing->requests_) {
+    const Way way = way_to(each.file, said);
+    if (way.closed) return said->empty() ? "closed" : "refused";
+    std::byte* device = landing->device_ + (each.span.data - landing->host_.data);
+    const std::int64_t moved = road->read(way.handle, device, each.span.nbytes, each.offset);
+    if (moved < 0) {
+      *said = reason(moved);
+      return moved == -EINVAL ? "misaligned" : "refused";
+    }
+    if (static_cast<std::size_t>(moved) != each.span.nbytes) {
+      *said = concat(moved, " of ", each.span.nbytes, " bytes came");
+      return "short";
+    }
+  }
+  {  // one that was given up must not look at an extent that may be written anew
+    const std::lock_guard lock(mutex);
+    if (landing->stage_ != Landing::Stage::kRunning) return "late";
+  }
+  if (!options.checksums) return "";
+  std::vector<std::uint32_t> sums(checksum_count(landing->host_.nbytes));
+  if (const int error = calls.checksums(landing->device_, landing->host_.nbytes, sums.data())) {
+    *said = concat("the device does not verify it (CUDA error ", error, ")");
+    return "refused";
+  }
+  const std::lock_guard lock(mutex);
+  if (landing->stage_ != Landing::Stage::kRunning) return "late";
+  try {
+    landing->extent_->verify_sums(landing->at_, sums, *engine);
+  } catch (const CorruptionError& error) {
+    *said = error.what();
+    return "changed";
+  }
+  return "";
+}
+
+// Verifies what came by bounce, and gives up what is late.
+void DirectReader::watch(const std::shared_ptr<State>& state) {
+  const auto tick = std::chrono::duration<double>(std::min(1.0, state->options.late_seconds / 4));
+  std::unique_lock lock(state->mutex);
+  while (!state->stopping) {
+    state->changed.wait_for(lock, tick, [&] { return state->stopping || !state->landed.empty(); });
+    std::vector<LandingPtr> landed;
+    landed.swap(state->landed);
+    std::vector<LandingPtr> late;
+    const auto limit = Clock::now() - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(state->options.late_seconds));
+    for (const LandingPtr& landing : state->running)
+      if (landing->stage_ == Landing::Stage::kRunning && landing->since_ < limit) {
+        late.push_back(landing);
+        const std::string path = state->engine->file(landing->requests_.front().file).path;
+        state->stuck[landing.get()] = {path, Clock::now()};
+        state->start_thread(state);
+      }
+    // What waits behind others is late only where these do not come either.
+    const auto punctual = std::stable_partition(state->waiting.begin(), state->waiting.end(), [&](const LandingPtr& landing) {
+      return std::max(landing->since_, state->returned) >= limit;
+    });
+    late.insert(late.end(), punctual, state->waiting.end());
+    state->waiting.erase(punctual, state->waiting.end());
+    for (const LandingPtr& landing : late) {
+      landing->stage_ = Landing::Stage::kBounced;
+      for (const Request& each : landing->requests_) state->ways[each.file].closed = true;
+    }
+    lock.unlock();
+    for (const LandingPtr& landing : late) bounce(state, landing, "late", concat("nothing came in ", state->options.late_seconds, " s"));
+    late.clear();
+    for (LandingPtr& landing : landed) {
+      std::exception_ptr error;
+      try {
+        if (state->options.checksums) landing->extent_->verify(landing->at_, landing->host_, *state->engine);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      end(*state, std::exchange(landing, nullptr), error);
+    }
+    lock.lock();
+  }
+}
+
+std::uint64_t DirectReader::nbytes() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->nbytes;
+}
+
+std::map<std::string, Refusals> DirectReader::refused() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->refused;
+}
+
+std::size_t DirectReader::stuck() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->stuck.size();
+}
+
+std::string DirectReader::hung() const {
+  const std::lock_guard lock(state_->mutex);
+  for (const auto& [landing, stuck] : state_->stuck)
+    if (std::chrono::duration<double>(Clock::now() - stuck.since).count() >= state_->options.hung_seconds - state_->options.late_seconds)
+      return stuck.path;
+  return "";
+}
+
+}  // namespace infinity
