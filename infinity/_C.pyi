@@ -163,6 +163,7 @@ class IoEngine:
         timeout_seconds: float = 120.0,
         models: Sequence[tuple[str, float]] = ...,
         clocks: str = "",
+        work_threads: int = 1,
     ) -> None: ...
     @property
     def backend(self) -> str: ...
@@ -178,7 +179,14 @@ class IoEngine:
     def is_direct(self, file: int) -> bool: ...
     def register(self, buffers: Sequence[tuple[int, int]]) -> None: ...
     def read(
-        self, extent: Extent, offset: int, address: int, nbytes: int, after: Ticket | None = None, lease: Lease | None = None
+        self,
+        extent: Extent,
+        offset: int,
+        address: int,
+        nbytes: int,
+        after: Ticket | None = None,
+        lease: Lease | None = None,
+        checksum: bool = True,
     ) -> Ticket: ...
     def write(
         self, extent: Extent, offset: int, address: int, nbytes: int, checksum: bool = True, lease: Lease | None = None

@@ -132,10 +132,10 @@ def modelled_disk(folder: str) -> str | None:
 
 
 def make_io_engine(
-    faults: FaultPlan | None = None, *, kind: str | None = None, block_nbytes: int = 1 << 20, depth: int = 64
+    faults: FaultPlan | None = None, *, kind: str | None = None, block_nbytes: int = 1 << 20, depth: int = 64, work_threads: int = 1
 ) -> IoEngine:
-    """Makes an I/O engine of ``kind`` (None: the one ``INFINITY_IO`` names). A device that does not answer for
-    ``INFINITY_IO_TIMEOUT`` seconds (120) is an error."""
+    """Makes an I/O engine of ``kind`` (None: the one ``INFINITY_IO`` names), which takes checksums in at most ``work_threads`` threads. A
+    device that does not answer for ``INFINITY_IO_TIMEOUT`` seconds (120) is an error."""
     text = os.environ.get("INFINITY_IO_TIMEOUT") or "120"
     try:
         timeout = float(text)
@@ -147,6 +147,7 @@ def make_io_engine(
     return IoEngine(
         kind=kind or io_kind(), block_nbytes=block_nbytes, depth=depth, faults=faults, timeout_seconds=timeout,
         models=list(models.items()), clocks=f"{os.environ['INFINITY_MODEL_DISKS']}.clocks" if models else "",
+        work_threads=work_threads,
     )  # fmt: skip
 
 

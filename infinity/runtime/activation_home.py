@@ -116,17 +116,18 @@ class ActivationHome:
                 saved.source = tensor.detach(), tensor._version
                 self._in_flight.keep(source, event, partial(release_saved, weakref.ref(saved)))
             return
-        if not self._device.is_host:  # checksums are the processor's: it has to have the bytes
+        if self._device.is_host:
+            saved.checksum = native.crc32c(source)
+        else:  # checksums are the processor's: it has to have the bytes
             with self._store.traffic.copying("device->host", saved.nbytes, "activations"):
                 source = source.cpu()
-        saved.checksum = native.crc32c(source)
         for begin, end in self._parts(saved):
             lease = self._lease(blocks(end - begin))
             whole = self._staged(lease, blocks(end - begin))
             with self._store.traffic.copying("device->host", end - begin, "activations"):
                 whole[: end - begin] = source[begin:end]
                 whole[end - begin :] = 0
-            saved.writes.append(self._store.io.write(array.extent, begin, lease.address, whole.numel(), lease=lease))
+            saved.writes.append(self._store.start_write(array, begin, lease, whole.numel()))
 
     def _bring(self, saved: Saved) -> torch.UntypedStorage:
         storage = saved.bytes_on_device()
@@ -187,11 +188,11 @@ class ActivationHome:
             return
         for begin, end in self._parts(saved):
             lease = self._lease(blocks(end - begin))
-            ticket = self._store.io.read(saved.place.extent, begin, lease.address, blocks(end - begin), lease=lease)
+            ticket = self._store.start_read(saved.place, begin, lease, blocks(end - begin))
             self._finish_read(saved, begin, end, ticket, lease, target)
 
     def _start_read(self, saved: Saved, lease: native.Lease) -> None:
-        read = self._store.io.read(saved.place.extent, 0, lease.address, blocks(saved.nbytes), lease=lease)
+        read = self._store.start_read(saved.place, 0, lease, blocks(saved.nbytes))
         saved.writes.append(read)  # the place is not to be written anew before
         saved.read = read, lease
 
@@ -199,7 +200,6 @@ class ActivationHome:
         with self._store.traffic.stalled("nvme->host", "activations"):
             ticket.wait()
         nbytes = blocks(end - begin)
-        self._store.verify(saved.place, lease.address, nbytes, offset=begin)
         self._store.traffic.mark("nvme->host", "activations", *ticket.times)
         with self._store.traffic.copying("host->device", end - begin, "activations"):
             target[begin:end] = self._staged(lease, nbytes)[: end - begin]

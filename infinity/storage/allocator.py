@@ -56,6 +56,7 @@ class ArrayAllocator:
             faults,
             block_nbytes=max((profile.block_nbytes for profile in profiles), default=MIB),
             depth=min(MAX_DEPTH, max((profile.depth for profile in profiles), default=1)),
+            work_threads=processors.for_checksums(),
         )
         self._volumes = [native.Volume()]  # the first is laid out by open(), the others are added later
         self._nbytes = 0  # of the first

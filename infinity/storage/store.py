@@ -124,7 +124,7 @@ class ShardStore(ArrayAllocator):
                     else:
                         block = bytes_of(self._service, lease, nbytes)
                     block.view(array.dtype)[inner] = source[outer]
-                    tickets.append(self.io.write(array.extent, offset, lease.address, nbytes, lease=lease))
+                    tickets.append(self.start_write(array, offset, lease, nbytes))
                     del lease, block  # the disk has it now
                 while finish_first():
                     pass
@@ -132,14 +132,21 @@ class ShardStore(ArrayAllocator):
 
     def read_block(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> torch.Tensor:
         """Reads whole checksummed blocks of an array on disk, from byte ``offset`` on, as a tensor over ``lease``."""
-        self.io.read(array.extent, offset, lease.address, nbytes, lease=lease).wait()
-        self.verify(array, lease.address, nbytes, offset=offset)
+        self.start_read(array, offset, lease, nbytes).wait()
         return bytes_of(self._service, lease, nbytes)
 
-    def verify(self, array: StateArray, address: int, nbytes: int, *, offset: int = 0) -> None:
-        """Raises CorruptionError when bytes read from ``offset`` of ``array`` are not those last written there."""
-        if self.checksums:
-            self.io.verify(array.extent, offset, address, nbytes)
+    def start_read(
+        self, array: StateArray, offset: int, lease: native.Lease, nbytes: int, *, at: int = 0, after: native.Ticket | None = None
+    ) -> native.Ticket:
+        """Starts reading whole checksum blocks from byte ``offset`` of an array on disk to byte ``at`` of ``lease``, once ``after`` is
+        over. They are verified as they arrive: waiting for the ticket raises CorruptionError where they are not what was written."""
+        address = lease.address + at
+        return self.io.read(array.extent, offset, address, nbytes, after=after, lease=lease, checksum=self.checksums)
+
+    def start_write(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> native.Ticket:
+        """Starts writing ``nbytes`` of ``lease``, whole checksum blocks, from byte ``offset`` of an array on disk. They stay as they are
+        until the ticket is over: their checksums are taken meanwhile."""
+        return self.io.write(array.extent, offset, lease.address, nbytes, lease=lease, checksum=self.checksums)
 
     @contextmanager
     def borrow(self, nbytes: int) -> Iterator[native.Lease]:
