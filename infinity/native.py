@@ -65,6 +65,9 @@ Scopes = _C.Scopes
 Ticket = _C.Ticket
 UnitUpdate = _C.UnitUpdate
 Updater = _C.Updater
+crc32c_before = (
+    _C.crc32c_before
+)  # what a part's sum adds to that of a whole in which bytes follow it: those of all parts, xored, are the whole's
 insist = _C.insist
 joined = _C.joined  # one ticket that finishes with several
 

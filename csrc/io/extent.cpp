@@ -119,6 +119,14 @@ TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span, const std::
   return ticket;
 }
 
+std::uint32_t Extent::checksum(std::size_t nbytes) const {
+  if (nbytes > 0) check(0, nbytes);
+  std::uint32_t joined = 0;
+  for (std::size_t at = 0; at < nbytes; at += kChecksumNbytes)
+    joined = crc32c_before(joined, std::min(kChecksumNbytes, nbytes - at)) ^ books_->checksums[at / kChecksumNbytes];
+  return joined;
+}
+
 void Extent::remember(std::size_t at, Span span) {
   check(at, span.nbytes);
   crc32c_blocks(span.data, span.nbytes, &books_->checksums[at / kChecksumNbytes]);

@@ -58,6 +58,9 @@ class Extent {
   // The writes under way, as one ticket; null when there are none.
   TicketPtr writes_under_way() const { return joined(writes_over(0, nbytes_)); }
 
+  // The checksum of the first `nbytes`, whole blocks or all, joined from those of the blocks.
+  std::uint32_t checksum(std::size_t nbytes) const;
+
   // Keeps the checksums of bytes about to be written at `at` (a multiple of kChecksumNbytes).
   void remember(std::size_t at, Span span);
   // Throws CorruptionError when bytes read at `at` are not those last written there.

@@ -230,6 +230,7 @@ void bind_io(py::module_& m) {
            },
            py::arg("offset"), py::arg("nbytes"))
       .def("writes_under_way", &Extent::writes_under_way)
+      .def("checksum", &Extent::checksum, py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
       .def_property("version", &Extent::version, &Extent::set_version)
       .def_property_readonly("nbytes", &Extent::nbytes)
       .def_property_readonly("offset", &Extent::offset)
@@ -371,6 +372,7 @@ void bind_adam(py::module_& m) {
   m.def("crc32c", [](Address address, std::size_t nbytes, std::uint32_t seed) {
     return crc32c(at(address), nbytes, seed);
   }, py::arg("address"), py::arg("nbytes"), py::arg("seed") = 0, py::call_guard<py::gil_scoped_release>());
+  m.def("crc32c_before", &crc32c_before, py::arg("sum"), py::arg("nbytes"));
   m.attr("CHECKSUM_NBYTES") = kChecksumNbytes;
 }
 

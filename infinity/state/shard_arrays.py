@@ -278,12 +278,14 @@ class ShardArrays:
         return out
 
     def read_own_part(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
-        """Reads what of :meth:`read_part` is at home here."""
+        """Reads what of :meth:`read_part` is at home here. Where that is memory it is lent: it changes with the home."""
         begin, end = self.own_part(name, index)
         if begin == end:
             return torch.empty(0, dtype=self.arrays[name].dtype, device="cpu")
-        first = self.own(name)[0]
-        return store.read(self.arrays[name], begin - first, end - first)
+        first, array = self.own(name)[0], self.arrays[name]
+        if array.flat is not None and array.flat.is_cpu:
+            return array.flat[begin - first : end - first]
+        return store.read(array, begin - first, end - first)
 
     def write_part(self, store: ArrayIO, name: str, index: int, part: torch.Tensor, *, version: int, begin: int = 0) -> None:
         """Puts ``part`` where :meth:`read_part` reads it, from its element ``begin`` on: of it, what is at home here."""

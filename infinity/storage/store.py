@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from .write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
-WRITES_AT_ONCE = 4  # of a write outside the training loop
+AT_ONCE = 4  # reads, or writes, of one array outside the training loop
 
 
 class ShardStore(ArrayAllocator):
@@ -82,18 +83,41 @@ class ShardStore(ArrayAllocator):
 
     def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
         """Reads elements ``begin`` to ``end`` as a new CPU tensor. Checksums are verified on the way from the disk."""
-        self.check_process()
         out = torch.empty(end - begin, dtype=array.dtype, device="cpu")
+        at = 0
+        for values in self.stream(array, begin, end):
+            copy = native.copy_flat if values.is_cpu else torch.Tensor.copy_
+            copy(out[at : at + values.numel()], values)
+            at += values.numel()
+        return out
+
+    def stream(self, array: StateArray, begin: int, end: int) -> Iterator[torch.Tensor]:
+        """Yields elements ``begin`` to ``end`` in order, in flat pieces that are valid until the next is asked for. What follows is read,
+        and its checksums verified, meanwhile. Nothing else of this store is used inside."""
+        self.check_process()
         with self.guarding():
             if array.tier is not Tier.NVME:
-                return out.copy_(array.flat[begin:end])
+                yield array.flat[begin:end]
+                return
             if self._behind is not None:
                 self._behind.flush()
-            for offset, nbytes, inner, outer in self._blocks(array, begin, end):
-                with self.borrow(nbytes) as lease:
-                    block = self.read_block(array, offset, lease, nbytes)
-                    out[outer] = block.view(array.dtype)[inner]
-            return out
+            under_way: deque[tuple[native.Ticket, native.Lease, int, slice]] = deque()
+            blocks = self._blocks(array, begin, end, parts=AT_ONCE)
+            try:
+                while True:
+                    for offset, nbytes, inner, _ in islice(blocks, AT_ONCE - len(under_way)):
+                        lease = self.take_lease(self._service, nbytes)
+                        under_way.append((self.start_read(array, offset, lease, nbytes), lease, nbytes, inner))
+                    if not under_way:
+                        return
+                    ticket, lease, nbytes, inner = under_way[0]
+                    ticket.wait()
+                    yield bytes_of(self._service, lease, nbytes).view(array.dtype)[inner]
+                    under_way.popleft()
+                    lease.release()
+            finally:
+                for _, lease, _, _ in under_way:  # which its transfer keeps until it is over
+                    lease.release()
 
     def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
         """Writes the flat CPU tensor ``source`` at element ``begin``; its blocks carry ``version`` from then on. Interrupted,
@@ -117,7 +141,7 @@ class ShardStore(ArrayAllocator):
                 return False
 
             with self.guarding():
-                for offset, nbytes, inner, outer in self._blocks(array, begin, end, parts=WRITES_AT_ONCE):
+                for offset, nbytes, inner, outer in self._blocks(array, begin, end, parts=AT_ONCE):
                     lease = self.take_lease(self._service, nbytes, finish_first)
                     if inner.stop - inner.start < nbytes // array.dtype.itemsize:
                         block = self.read_block(array, offset, lease, nbytes)
