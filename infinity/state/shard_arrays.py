@@ -278,14 +278,20 @@ class ShardArrays:
         return out
 
     def read_own_part(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
-        """Reads what of :meth:`read_part` is at home here. Where that is memory it is lent: it changes with the home."""
+        """Reads what of :meth:`read_part` is at home here."""
         begin, end = self.own_part(name, index)
         if begin == end:
             return torch.empty(0, dtype=self.arrays[name].dtype, device="cpu")
-        first, array = self.own(name)[0], self.arrays[name]
-        if array.flat is not None and array.flat.is_cpu:
+        first = self.own(name)[0]
+        return store.read(self.arrays[name], begin - first, end - first)
+
+    def see_own_part(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
+        """Returns what :meth:`read_own_part` does, to look at: where the home is memory it is that, and changes with it."""
+        begin, end = self.own_part(name, index)
+        array, first = self.arrays[name], self.own(name)[0]
+        if begin < end and array.flat is not None and array.flat.is_cpu:
             return array.flat[begin - first : end - first]
-        return store.read(array, begin - first, end - first)
+        return self.read_own_part(store, name, index)
 
     def write_part(self, store: ArrayIO, name: str, index: int, part: torch.Tensor, *, version: int, begin: int = 0) -> None:
         """Puts ``part`` where :meth:`read_part` reads it, from its element ``begin`` on: of it, what is at home here."""

@@ -102,10 +102,11 @@ class ShardStore(ArrayAllocator):
             if self._behind is not None:
                 self._behind.flush()
             under_way: deque[tuple[native.Ticket, native.Lease, int, slice]] = deque()
-            blocks = self._blocks(array, begin, end, parts=AT_ONCE)
+            parts = max(1, min(AT_ONCE, self._service.capacity_nbytes // native.CHECKSUM_NBYTES))
+            blocks = self._blocks(array, begin, end, parts=parts)
             try:
                 while True:
-                    for offset, nbytes, inner, _ in islice(blocks, AT_ONCE - len(under_way)):
+                    for offset, nbytes, inner, _ in islice(blocks, parts - len(under_way)):
                         lease = self.take_lease(self._service, nbytes)
                         under_way.append((self.start_read(array, offset, lease, nbytes), lease, nbytes, inner))
                     if not under_way:
