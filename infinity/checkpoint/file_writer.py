@@ -53,7 +53,7 @@ class FileWriter:
         self._engine.shut_down()
 
     def write(self, raw: torch.Tensor) -> None:
-        """Appends flat uint8 ``raw``, which may change afterwards. Waits for a slot only. Raises StorageError."""
+        """Writes flat uint8 ``raw`` behind what came before; it may change afterwards. Waits for a slot only. Raises StorageError."""
         while raw.numel():
             if self._lease is None:
                 self._lease = self._free_slot()
@@ -65,7 +65,7 @@ class FileWriter:
                 self._submit()
 
     def seal(self) -> None:
-        """Hands over the last bytes: no slot is this file's any more, but the disk's. Raises StorageError."""
+        """Sends the last bytes on their way: no slot is this file's any more, but the disk's. Raises StorageError."""
         if self._end > self._begin:
             self._submit()
 

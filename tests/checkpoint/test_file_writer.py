@@ -90,7 +90,9 @@ def test_a_bit_in_any_part_of_any_file_is_found(tmp_path, monkeypatch):
     Untouched they are right, the empty one too."""
     monkeypatch.setattr(manifest, "READ_NBYTES", 4096)
     sizes = {"a": 1, "b": 50_000, "c": 8192}
-    files = {name: written(tmp_path / name, {"t": torch.randint(0, 256, (size,), dtype=torch.uint8)}) for name, size in sizes.items()}
+    files = {
+        name: written(tmp_path / name, {"t": torch.randint(0, 256, (size,), dtype=torch.uint8)}) for name, size in sizes.items()
+    }
     (tmp_path / "nothing").write_bytes(b"")
     files["nothing"] = {"nbytes": 0, "crc32c": 0}
     check_files(tmp_path, files)
