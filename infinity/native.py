@@ -68,6 +68,9 @@ Scopes = _C.Scopes
 Ticket = _C.Ticket
 UnitUpdate = _C.UnitUpdate
 Updater = _C.Updater
+crc32c_before = (
+    _C.crc32c_before
+)  # what a part's sum adds to that of a whole in which bytes follow it: those of all parts, xored, are the whole's
 insist = _C.insist
 joined = _C.joined  # one ticket that finishes with several
 
@@ -128,14 +131,15 @@ def io_timeout() -> float:
 
 
 def make_io_engine(
-    faults: FaultPlan | None = None, *, kind: str | None = None, block_nbytes: int = 1 << 20, depth: int = 64
+    faults: FaultPlan | None = None, *, kind: str | None = None, block_nbytes: int = 1 << 20, depth: int = 64, work_threads: int = 1
 ) -> IoEngine:
-    """Makes an I/O engine of ``kind`` (None: the one ``INFINITY_IO`` names). A device that does not answer for
-    ``INFINITY_IO_TIMEOUT`` seconds (120) is an error."""
+    """Makes an I/O engine of ``kind`` (None: the one ``INFINITY_IO`` names), which takes checksums in at most ``work_threads`` threads. A
+    device that does not answer for ``INFINITY_IO_TIMEOUT`` seconds (120) is an error."""
     models = modelled_disks()
     return IoEngine(
         kind=kind or io_kind(), block_nbytes=block_nbytes, depth=depth, faults=faults, timeout_seconds=io_timeout(),
         models=list(models.items()), clocks=f"{os.environ['INFINITY_MODEL_DISKS']}.clocks" if models else "",
+        work_threads=work_threads,
     )  # fmt: skip
 
 

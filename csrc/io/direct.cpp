@@ -40,7 +40,7 @@ struct DirectReader::State {
   std::condition_variable work, changed;
   std::mutex opening;  // of files by the road, which takes its time
   std::deque<LandingPtr> waiting;  // for a thread; what somebody waits for comes first
-  std::vector<LandingPtr> running, landed;  // landed: by bounce, still to be verified
+  std::vector<LandingPtr> running;
   std::map<int, Way> ways;  // by file
   std::vector<int> descriptors;  // the road's own: what is stuck outlives the engine's
   std::map<std::string, Refusals> refused;
@@ -220,19 +220,14 @@ void DirectReader::bounce(const std::shared_ptr<State>& state, const LandingPtr&
     state->note(*landing, word, said);
   }
   try {
-    const TicketPtr bounced = landing->extent_->read(*state->engine, landing->at_, landing->host_, nullptr, memory);
+    const TicketPtr bounced = landing->extent_->read(*state->engine, landing->at_, landing->host_, nullptr, memory, state->options.checksums);
     {
       const std::lock_guard lock(state->mutex);
       landing->bounced_ = bounced;
     }
     if (landing->ticket_->hurried()) bounced->hurry();
     if (landing->ticket_->cancelled()) state->engine->cancel(bounced);
-    bounced->on_done([state, landing](std::exception_ptr error) {
-      if (error) return end(*state, landing, error);
-      const std::lock_guard lock(state->mutex);
-      state->landed.push_back(landing);
-      state->changed.notify_all();
-    });
+    bounced->on_done([state, landing](std::exception_ptr error) { end(*state, landing, error); });
   } catch (...) {
     end(*state, landing, std::current_exception());
   }
@@ -344,14 +339,12 @@ std::string DirectReader::State::take_road(const LandingPtr& landing, std::strin
   return "";
 }
 
-// Verifies what came by bounce, and gives up what is late.
+// Gives up what is late.
 void DirectReader::watch(const std::shared_ptr<State>& state) {
   const auto tick = std::chrono::duration<double>(std::min(1.0, state->options.late_seconds / 4));
   std::unique_lock lock(state->mutex);
   while (!state->stopping) {
-    state->changed.wait_for(lock, tick, [&] { return state->stopping || !state->landed.empty(); });
-    std::vector<LandingPtr> landed;
-    landed.swap(state->landed);
+    state->changed.wait_for(lock, tick, [&] { return state->stopping; });
     std::vector<LandingPtr> late;
     const auto limit = Clock::now() - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(state->options.late_seconds));
     for (const LandingPtr& landing : state->running)
@@ -374,15 +367,6 @@ void DirectReader::watch(const std::shared_ptr<State>& state) {
     lock.unlock();
     for (const LandingPtr& landing : late) bounce(state, landing, "late", concat("nothing came in ", state->options.late_seconds, " s"));
     late.clear();
-    for (LandingPtr& landing : landed) {
-      std::exception_ptr error;
-      try {
-        if (state->options.checksums) landing->extent_->verify(landing->at_, landing->host_, *state->engine);
-      } catch (...) {
-        error = std::current_exception();
-      }
-      end(*state, std::exchange(landing, nullptr), error);
-    }
     lock.lock();
   }
 }

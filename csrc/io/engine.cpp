@@ -137,7 +137,7 @@ void reserve(int descriptor, const std::string& path, std::uint64_t nbytes) {
 
 }  // namespace
 
-IoEngine::IoEngine(const IoOptions& options) : options_(options) {
+IoEngine::IoEngine(const IoOptions& options) : options_(options), works_(options.work_threads) {
   INFINITY_REQUIRE(options.depth >= 1 && options.depth <= kMaxInFlight, "I/O depth ", options.depth, " is not in 1..", kMaxInFlight);
   INFINITY_REQUIRE(options.block_nbytes <= (1u << 30), "I/O block of ", options.block_nbytes, " bytes is over 1 GiB");
   INFINITY_REQUIRE(options.block_nbytes >= kBlockNbytes && options.block_nbytes % kBlockNbytes == 0,
@@ -164,6 +164,7 @@ void IoEngine::shut_down() {
     backend_->wake();
   }
   completion_thread_.join();
+  works_.stop();
   if (given_up_) {
     // A thread that waits for a hung device cannot be joined. The descriptors stay open: should the device answer, what
     // it was asked for must not go to another file that has their numbers. Nor is its memory given back.
@@ -276,7 +277,7 @@ int IoEngine::queue_of(const std::string& device) {
 bool IoEngine::is_idle() const {
   const bool waiting = std::any_of(queues_.begin(), queues_.end(),
                                    [](const Queue& queue) { return !queue.awaited.empty() || !queue.others.empty(); });
-  return !waiting && dependent_ == 0 && !completing_ && free_slots_.size() + given_up_ == slots_.size();
+  return !waiting && dependent_ == 0 && worked_on_ == 0 && !completing_ && free_slots_.size() + given_up_ == slots_.size();
 }
 
 void IoEngine::register_files_and_buffers(const std::vector<Span>& buffers) {
@@ -361,6 +362,7 @@ TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr
 
 void IoEngine::enqueue(const std::vector<Request>& requests, const TicketPtr& ticket) {
   Finished finished;
+  std::vector<std::shared_ptr<InFlight>> first;  // is worked on, then set out
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const Request& request : requests) {
@@ -371,13 +373,58 @@ void IoEngine::enqueue(const std::vector<Request>& requests, const TicketPtr& ti
                        std::min(options_.block_nbytes, request.span.nbytes - at)};
         entry.ticket = ticket;
         entry.memory = request.memory;
-        queues_[queue].of(*ticket).push_back(std::move(entry));
+        entry.work = request.work;
+        entry.whole = {entry.piece.data, entry.piece.nbytes};
+        if (request.work && request.op == Op::kWrite) {
+          first.push_back(std::make_shared<InFlight>(std::move(entry)));
+          ++worked_on_;
+        } else {
+          queues_[queue].of(*ticket).push_back(std::move(entry));
+        }
       }
     }
     if (ticket->cancelled()) fail_the_waiting(finished);
     start_waiting(finished);
   }
   tell(finished);
+  for (auto& entry : first) have_worked_on(std::move(entry));
+}
+
+void IoEngine::have_worked_on(std::shared_ptr<InFlight> entry) {
+  const bool awaited = entry->ticket->hurried();
+  try {
+    works_.add([this, entry] { work_on(*entry); }, awaited);
+  } catch (...) {  // no memory for the books
+    work_on(*entry);
+  }
+}
+
+// A read's piece is over then, a write's waits for its device.
+void IoEngine::work_on(InFlight& entry) {
+  const TicketPtr ticket = entry.ticket;
+  const bool write = entry.piece.op == Op::kWrite;
+  Finished finished;
+  std::exception_ptr error;
+  try {
+    entry.work->look_at(entry.whole);
+    entry.work.reset();
+    if (write) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      queues_[entry.piece.queue].of(*ticket).push_back(std::move(entry));
+      if (ticket->cancelled()) fail_the_waiting(finished);
+      start_waiting(finished);
+    }
+  } catch (...) {
+    error = std::current_exception();
+  }
+  tell(finished);
+  if (!write || error) {
+    entry.memory.reset();  // who waits for the ticket finds it free
+    ticket->part_done(error);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  --worked_on_;
+  idle_.notify_all();
 }
 
 // Somebody waits for `ticket`: its pieces pass those that nobody waits for.
@@ -466,8 +513,12 @@ void IoEngine::break_down(const std::exception_ptr& error, Finished& finished) {
 
 // Outside the lock: what follows a ticket may submit again.
 void IoEngine::tell(Finished& finished) {
-  for (Part& part : finished)
-    part.cancelled ? part.ticket->part_cancelled(part.error) : part.ticket->part_done(part.error);
+  for (Part& part : finished) {
+    if (part.arrived)
+      have_worked_on(std::move(part.arrived));
+    else
+      part.cancelled ? part.ticket->part_cancelled(part.error) : part.ticket->part_done(part.error);
+  }
   finished.clear();
 }
 
@@ -554,6 +605,9 @@ void IoEngine::complete(const PieceResult& result, Finished& finished) {
   count(piece.op, -1, 0);
   if (again) {
     queues_[piece.queue].of(*entry.ticket).push_front(entry);
+  } else if (entry.work && !error && piece.op == Op::kRead) {
+    finished.push_back({nullptr, nullptr, false, std::make_shared<InFlight>(entry)});
+    ++worked_on_;
   } else {
     finished.push_back({std::move(entry.ticket), error});
   }

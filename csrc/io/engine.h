@@ -6,6 +6,8 @@
 //             for before those of others. So a slow or hung device delays what it has to move, and nothing else
 //   ticket    the completion of all requests of one call
 //   memory    of a request: kept by it until the transfer is over, whatever becomes of its ticket
+//   work      on a request's bytes (their checksums): done on each piece by threads of the engine's own, when a read's has arrived and
+//             before a write's sets out. A piece is over, for its ticket, when both are
 //   hung      a device that has not answered for `timeout_seconds`: the transfer's ticket fails, and so does every
 //             later one on that file. The device may still write its memory, which is therefore never given back
 //
@@ -27,10 +29,20 @@
 #include <thread>
 #include <vector>
 
+#include "base/work_queue.h"
 #include "io/backend.h"
 #include "io/ticket.h"
 
 namespace infinity {
+
+class PieceWork {
+ public:
+  virtual ~PieceWork() = default;
+
+  // Looks at a part of the request's span. Called once for each piece, in any order, by several threads at once. Throws what the ticket
+  // is to fail with.
+  virtual void look_at(Span piece) = 0;
+};
 
 struct Request {
   Op op;
@@ -38,6 +50,7 @@ struct Request {
   std::uint64_t offset;
   Span span;
   std::shared_ptr<void> memory = nullptr;  // what the span lies in; null: the caller sees to it
+  std::shared_ptr<PieceWork> work = nullptr;
 };
 
 struct IoOptions {
@@ -45,6 +58,7 @@ struct IoOptions {
   unsigned depth = 64;  // of each device
   std::size_t block_nbytes = 1024 * 1024;
   int threads = 8;  // of the thread backend, for each device
+  int work_threads = 1;  // at most, for all devices; those that there is no work for are never started
   double timeout_seconds = 120;
   bool inject_faults = false;
   FaultPlan faults;
@@ -116,14 +130,17 @@ class IoEngine {
     Piece piece;
     TicketPtr ticket;
     std::shared_ptr<void> memory;
+    std::shared_ptr<PieceWork> work;
+    Span whole;  // of which `piece` is what has not been moved yet
     int stalled = 0;       // results in a row that moved nothing usable
     double started = 0;    // by clock_; reached the kernel, or may have
     bool given_up = false;  // its ticket was told; the slot waits for the device
   };
-  struct Part {  // of a ticket that is over
+  struct Part {  // of a ticket that is over, or that has arrived and is to be worked on
     TicketPtr ticket;
     std::exception_ptr error;
     bool cancelled = false;
+    std::shared_ptr<InFlight> arrived = nullptr;
   };
   using Finished = std::vector<Part>;
   struct Queue {
@@ -145,6 +162,8 @@ class IoEngine {
   void run();
   void serve(Finished& finished);
   void tell(Finished& finished);
+  void have_worked_on(std::shared_ptr<InFlight> entry);
+  void work_on(InFlight& entry);
   void fail_the_waiting(Finished& finished);
   Part failed(const InFlight& entry) const;
   void break_down(const std::exception_ptr& error, Finished& finished);
@@ -168,6 +187,7 @@ class IoEngine {
   std::deque<InFlight> slots_;  // grows by one for each that is given up, so that other disks go on
   std::vector<std::uint32_t> free_slots_;
   std::size_t dependent_ = 0;  // submissions that wait for their `after`
+  std::size_t worked_on_ = 0;  // pieces
   double clock_ = 0;          // seconds in which this process ran: one that was stopped must not blame the device
   double next_look_ = 0;      // by clock_
   std::size_t given_up_ = 0;  // slots that wait for a hung device
@@ -182,6 +202,7 @@ class IoEngine {
     std::chrono::steady_clock::time_point since;
   };
   std::array<Meter, 2> meters_;
+  WorkQueue works_;
   std::thread completion_thread_;
 };
 

@@ -15,8 +15,8 @@ Extent Extent::in_volume(std::shared_ptr<const Volume> volume, std::uint64_t off
   extent.offset_ = offset;
   extent.nbytes_ = nbytes;
   const std::vector<std::byte> zeros(std::min(nbytes, kChecksumNbytes));
-  extent.checksums_.assign(checksum_count(nbytes), crc32c(zeros.data(), zeros.size()));
-  if (const std::size_t rest = nbytes % kChecksumNbytes) extent.checksums_.back() = crc32c(zeros.data(), rest);
+  extent.books_->checksums.assign(checksum_count(nbytes), crc32c(zeros.data(), zeros.size()));
+  if (const std::size_t rest = nbytes % kChecksumNbytes) extent.books_->checksums.back() = crc32c(zeros.data(), rest);
   return extent;
 }
 
@@ -33,8 +33,8 @@ std::vector<Request> Extent::requests(Op op, std::size_t at, Span span, const st
 }
 
 std::vector<TicketPtr> Extent::writes_over(std::size_t at, std::size_t nbytes) const {
-  std::lock_guard<std::mutex> lock(writes_->mutex);
-  auto& writes = writes_->under_way;
+  std::lock_guard<std::mutex> lock(books_->mutex);
+  auto& writes = books_->under_way;
   writes.erase(std::remove_if(writes.begin(), writes.end(), [](const Write& write) { return write.ticket->succeeded(); }),
                writes.end());
   std::vector<TicketPtr> found;
@@ -43,9 +43,56 @@ std::vector<TicketPtr> Extent::writes_over(std::size_t at, std::size_t nbytes) c
   return found;
 }
 
+// The checksums of one transfer's blocks. What arrives of a block adds its part of the sum, whose last part makes it known.
+class Extent::BlockSums : public PieceWork {
+ public:
+  BlockSums(const Extent& extent, Op op, std::size_t at, Span span, const IoEngine& engine)
+      : extent_(extent), op_(op), at_(at), span_(span), engine_(engine), blocks_(checksum_count(span.nbytes)) {
+    for (std::size_t i = 0; i < blocks_.size(); ++i) blocks_[i].missing = std::min(kChecksumNbytes, span.nbytes - i * kChecksumNbytes);
+  }
+
+  void look_at(Span piece) override {
+    std::size_t begin = static_cast<std::size_t>(piece.data - span_.data);
+    for (const std::size_t end = begin + piece.nbytes; begin < end;) {
+      const std::size_t index = begin / kChecksumNbytes, block_end = std::min(span_.nbytes, (index + 1) * kChecksumNbytes);
+      const std::size_t nbytes = std::min(end, block_end) - begin;
+      add(index, crc32c(span_.data + begin, nbytes), nbytes, block_end - begin - nbytes);
+      begin += nbytes;
+    }
+  }
+
+ private:
+  struct Block {
+    std::atomic<std::uint32_t> sum{0};
+    std::atomic<std::size_t> missing{0};
+  };
+
+  void add(std::size_t index, std::uint32_t sum, std::size_t nbytes, std::size_t behind) {
+    Block& block = blocks_[index];
+    block.sum.fetch_xor(behind ? crc32c_before(sum, behind) : sum, std::memory_order_relaxed);
+    if (block.missing.fetch_sub(nbytes, std::memory_order_acq_rel) != nbytes) return;
+    const std::size_t known = at_ / kChecksumNbytes + index;
+    if (op_ == Op::kWrite)
+      extent_.books_->checksums[known] = block.sum;
+    else
+      extent_.hold(known, block.sum, engine_);
+  }
+
+  const Extent extent_;  // shares the books
+  const Op op_;
+  const std::size_t at_;
+  const Span span_;
+  const IoEngine& engine_;  // which waits for this
+  std::vector<Block> blocks_;
+};
+
 TicketPtr Extent::read(IoEngine& engine, std::size_t at, Span span, const TicketPtr& after,
-                       const std::shared_ptr<void>& memory) const {
-  const std::vector<Request> wanted = requests(Op::kRead, at, span, memory);
+                       const std::shared_ptr<void>& memory, bool checksum) const {
+  std::vector<Request> wanted = requests(Op::kRead, at, span, memory);
+  if (checksum) {
+    const auto sums = std::make_shared<BlockSums>(*this, Op::kRead, at, span, engine);
+    for (Request& each : wanted) each.work = sums;
+  }
   return engine.submit(wanted, settled(at, span.nbytes, after));
 }
 
@@ -57,8 +104,8 @@ TicketPtr Extent::settled(std::size_t at, std::size_t nbytes, const TicketPtr& a
 
 bool Extent::written(std::size_t at, std::size_t nbytes) const {
   check(at, nbytes);
-  std::lock_guard<std::mutex> lock(writes_->mutex);
-  const std::vector<bool>& sent = writes_->sent;
+  std::lock_guard<std::mutex> lock(books_->mutex);
+  const std::vector<bool>& sent = books_->sent;
   const auto first = static_cast<std::ptrdiff_t>(at / kChecksumNbytes);
   const auto last = first + static_cast<std::ptrdiff_t>(checksum_count(nbytes));
   return last <= static_cast<std::ptrdiff_t>(sent.size()) &&
@@ -66,31 +113,41 @@ bool Extent::written(std::size_t at, std::size_t nbytes) const {
 }
 
 TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span, const std::shared_ptr<void>& memory, bool checksum) {
-  const std::vector<Request> wanted = requests(Op::kWrite, at, span, memory);
-  for (const Request& each : wanted) engine.validate(each);
+  std::vector<Request> wanted = requests(Op::kWrite, at, span, memory);
+  if (checksum) {
+    const auto sums = std::make_shared<BlockSums>(*this, Op::kWrite, at, span, engine);
+    for (Request& each : wanted) each.work = sums;
+  }
   std::vector<TicketPtr> before = writes_over(at, span.nbytes);
   // One that failed is made good by this one.
   before.erase(std::remove_if(before.begin(), before.end(), [](const TicketPtr& ticket) { return ticket->done(); }),
                before.end());
-  if (checksum) remember(at, span);
   const TicketPtr ticket = engine.submit(wanted, joined(before));
-  std::lock_guard<std::mutex> lock(writes_->mutex);
-  auto& writes = writes_->under_way;
+  std::lock_guard<std::mutex> lock(books_->mutex);
+  auto& writes = books_->under_way;
   const auto made_good = [&](const Write& write) {
     return write.ticket->done() && at <= write.at && write.at + write.nbytes <= at + span.nbytes;
   };
   writes.erase(std::remove_if(writes.begin(), writes.end(), made_good), writes.end());
   writes.push_back({at, span.nbytes, ticket});
   const auto first = static_cast<std::ptrdiff_t>(at / kChecksumNbytes);
-  std::vector<bool>& sent = writes_->sent;
+  std::vector<bool>& sent = books_->sent;
   sent.resize(checksum_count(nbytes_));
   std::fill_n(sent.begin() + first, checksum_count(span.nbytes), true);
   return ticket;
 }
 
+std::uint32_t Extent::checksum(std::size_t nbytes) const {
+  if (nbytes > 0) check(0, nbytes);
+  std::uint32_t joined = 0;
+  for (std::size_t at = 0; at < nbytes; at += kChecksumNbytes)
+    joined = crc32c_before(joined, std::min(kChecksumNbytes, nbytes - at)) ^ books_->checksums[at / kChecksumNbytes];
+  return joined;
+}
+
 void Extent::remember(std::size_t at, Span span) {
   check(at, span.nbytes);
-  crc32c_blocks(span.data, span.nbytes, &checksums_[at / kChecksumNbytes]);
+  crc32c_blocks(span.data, span.nbytes, &books_->checksums[at / kChecksumNbytes]);
 }
 
 void Extent::verify(std::size_t at, Span span, const IoEngine& engine) const {
@@ -101,14 +158,17 @@ void Extent::verify(std::size_t at, Span span, const IoEngine& engine) const {
 }
 
 void Extent::verify_sums(std::size_t at, const std::vector<std::uint32_t>& found, const IoEngine& engine) const {
-  for (std::size_t i = 0; i < found.size(); ++i) {
-    const std::uint32_t expected = checksums_[at / kChecksumNbytes + i];
-    if (found[i] != expected)
-      throw CorruptionError(concat("checksum mismatch in ", where(engine, at + i * kChecksumNbytes), " (version ", version,
-                                   "): wrote ", std::hex, expected, ", read ", found[i],
-                                   ". The disk or its file was changed or lost a write; resume from the last "
-                                   "checkpoint, on another disk if it happens again"));
-  }
+  for (std::size_t i = 0; i < found.size(); ++i) hold(at / kChecksumNbytes + i, found[i], engine);
+}
+
+// Holds the sum of a block that was read against the one that was written. Throws CorruptionError.
+void Extent::hold(std::size_t block, std::uint32_t found, const IoEngine& engine) const {
+  const std::uint32_t expected = books_->checksums[block];
+  if (found == expected) return;
+  throw CorruptionError(concat("checksum mismatch in ", where(engine, block * kChecksumNbytes), " (version ", version(), "): wrote ",
+                               std::hex, expected, ", read ", found,
+                               ". The disk or its file was changed or lost a write; resume from the last "
+                               "checkpoint, on another disk if it happens again"));
 }
 
 // "/scratch/a at offset 4096": both, where the checksum block at byte `at` ends in another stripe than it begins in.

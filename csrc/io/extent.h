@@ -3,11 +3,13 @@
 //   volume      what an extent on disk is a range of: one file, or several in stripes
 //   version     the step that wrote the bytes; several extents of one array may carry different ones later
 //   checksums   of extents on disk only, one CRC-32C per kChecksumNbytes, kept in memory: what the disk returns is
-//               held against what was sent, so a lost, stale, torn or flipped block is met at the next read
+//               held against what was sent, so a lost, stale, torn or flipped block is met at the next read. Taken and verified piece by
+//               piece by the engine's threads for work, of a write before it sets out and of a read as it arrives
 //   under way   writes that are not over yet, or failed. What overlaps one starts when it is over, whoever still has its
 //               ticket: the disk may do two transfers of one place in either order. A read behind a failed one fails too
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -45,10 +47,11 @@ class Extent {
   // What moves `span` to or from byte `at`: one request for each stripe.
   std::vector<Request> requests(Op op, std::size_t at, Span span, const std::shared_ptr<void>& memory = nullptr) const;
 
-  // Reads or writes `span` once the writes under way that overlap it, and `after`, are over without error. A write takes
-  // the checksums of the bytes, which must be there already, unless `checksum` is false.
+  // Reads or writes `span` once the writes under way that overlap it, and `after`, are over without error. Unless `checksum` is false, a
+  // read's ticket fails with CorruptionError where the bytes are not those last written there, and a write, whose bytes must be there
+  // already, has their checksums remembered.
   TicketPtr read(IoEngine& engine, std::size_t at, Span span, const TicketPtr& after = nullptr,
-                 const std::shared_ptr<void>& memory = nullptr) const;
+                 const std::shared_ptr<void>& memory = nullptr, bool checksum = true) const;
   TicketPtr write(IoEngine& engine, std::size_t at, Span span, const std::shared_ptr<void>& memory = nullptr,
                   bool checksum = true);
 
@@ -60,6 +63,8 @@ class Extent {
 
   // Whether something was sent to each of these bytes since the space for them was reserved.
   bool written(std::size_t at, std::size_t nbytes) const;
+  // The checksum of the first `nbytes`, whole blocks or all, joined from those of the blocks.
+  std::uint32_t checksum(std::size_t nbytes) const;
 
   // Keeps the checksums of bytes about to be written at `at` (a multiple of kChecksumNbytes).
   void remember(std::size_t at, Span span);
@@ -68,21 +73,26 @@ class Extent {
   // The same of checksums that were taken elsewhere: one per kChecksumNbytes.
   void verify_sums(std::size_t at, const std::vector<std::uint32_t>& found, const IoEngine& engine) const;
 
-  std::uint64_t version = 0;
+  std::uint64_t version() const { return books_->version; }
+  void set_version(std::uint64_t version) { books_->version = version; }
 
  private:
   struct Write {
     std::size_t at, nbytes;
     TicketPtr ticket;
   };
-  struct Writes {  // apart, so that an extent can be copied before it is used
+  struct Books {  // apart: transfers under way keep them
+    std::vector<std::uint32_t> checksums;
+    std::atomic<std::uint64_t> version{0};
     std::mutex mutex;
     std::vector<Write> under_way;
     std::vector<bool> sent;  // by checksum block: something was
   };
+  class BlockSums;
 
   void check(std::size_t at, std::size_t nbytes) const;
   std::string where(const IoEngine& engine, std::size_t at) const;
+  void hold(std::size_t block, std::uint32_t found, const IoEngine& engine) const;
   std::vector<TicketPtr> writes_over(std::size_t at, std::size_t nbytes) const;
 
   Span memory_;
@@ -90,8 +100,7 @@ class Extent {
   std::shared_ptr<const Volume> volume_;
   std::uint64_t offset_ = 0;  // in the volume
   std::size_t nbytes_ = 0;
-  std::vector<std::uint32_t> checksums_;
-  std::shared_ptr<Writes> writes_ = std::make_shared<Writes>();
+  std::shared_ptr<Books> books_ = std::make_shared<Books>();
 };
 
 }  // namespace infinity

@@ -81,13 +81,13 @@ void wait_for_ticket(const Ticket& ticket) {
 std::shared_ptr<void> held(const Lease* lease) { return lease ? lease->hold() : nullptr; }
 
 TicketPtr read(IoEngine& engine, const Extent& extent, std::size_t offset, Address address, std::size_t nbytes,
-               const TicketPtr& after, const Lease* lease) {
+               const TicketPtr& after, const Lease* lease, bool checksum) {
   const std::shared_ptr<void> memory = held(lease);  // before anybody else can release it
   py::gil_scoped_release release;
-  return extent.read(engine, offset, {at(address), nbytes}, after, memory);
+  return extent.read(engine, offset, {at(address), nbytes}, after, memory, checksum);
 }
 
-// The bytes must be there already: their checksums are taken here.
+// The bytes must be there already.
 TicketPtr write(IoEngine& engine, Extent& extent, std::size_t offset, Address address, std::size_t nbytes,
                 bool checksum, const Lease* lease) {
   const std::shared_ptr<void> memory = held(lease);
@@ -231,7 +231,8 @@ void bind_io(py::module_& m) {
            },
            py::arg("offset"), py::arg("nbytes"))
       .def("writes_under_way", &Extent::writes_under_way)
-      .def_readwrite("version", &Extent::version)
+      .def("checksum", &Extent::checksum, py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
+      .def_property("version", &Extent::version, &Extent::set_version)
       .def_property_readonly("nbytes", &Extent::nbytes)
       .def_property_readonly("offset", &Extent::offset)
       .def_property_readonly("address", [](const Extent& e) { return address_of(e.memory()); })
@@ -239,7 +240,7 @@ void bind_io(py::module_& m) {
   shared_class<IoEngine>(m, "IoEngine")
       .def(py::init([](std::string kind, unsigned depth, std::size_t block_nbytes, int threads,
                        const FaultPlan* faults, double timeout_seconds,
-                       const std::vector<std::pair<std::string, double>>& models, std::string clocks) {
+                       const std::vector<std::pair<std::string, double>>& models, std::string clocks, int work_threads) {
              IoOptions options;
              options.kind = std::move(kind);
              options.depth = depth;
@@ -250,11 +251,13 @@ void bind_io(py::module_& m) {
              if (faults) options.faults = *faults;
              for (const auto& [folder, rate] : models) options.models.push_back({folder, rate});
              options.clocks = std::move(clocks);
+             options.work_threads = work_threads;
              return kept_in_children(new IoEngine(options));
            }),
            py::arg("kind") = "auto", py::arg("depth") = 64, py::arg("block_nbytes") = 1 << 20, py::arg("threads") = 8,
            py::arg("faults") = nullptr, py::arg("timeout_seconds") = 120.0,
-           py::arg("models") = std::vector<std::pair<std::string, double>>{}, py::arg("clocks") = "")
+           py::arg("models") = std::vector<std::pair<std::string, double>>{}, py::arg("clocks") = "",
+           py::arg("work_threads") = 1)
       .def_property_readonly("backend", &IoEngine::backend_name)
       .def_property_readonly("hung", &IoEngine::hung)
       .def_property_readonly("notes", &IoEngine::notes)
@@ -275,7 +278,7 @@ void bind_io(py::module_& m) {
            },
            py::arg("buffers"))
       .def("read", &read, py::arg("extent"), py::arg("offset"), py::arg("address"), py::arg("nbytes"),
-           py::arg("after") = nullptr, py::arg("lease") = nullptr)
+           py::arg("after") = nullptr, py::arg("lease") = nullptr, py::arg("checksum") = true)
       .def("write", &write, py::arg("extent"), py::arg("offset"), py::arg("address"), py::arg("nbytes"),
            py::arg("checksum") = true, py::arg("lease") = nullptr)
       .def("cancel", &IoEngine::cancel, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
@@ -426,6 +429,7 @@ void bind_adam(py::module_& m) {
   m.def("crc32c", [](Address address, std::size_t nbytes, std::uint32_t seed) {
     return crc32c(at(address), nbytes, seed);
   }, py::arg("address"), py::arg("nbytes"), py::arg("seed") = 0, py::call_guard<py::gil_scoped_release>());
+  m.def("crc32c_before", &crc32c_before, py::arg("sum"), py::arg("nbytes"));
   m.attr("CHECKSUM_NBYTES") = kChecksumNbytes;
 }
 

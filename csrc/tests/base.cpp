@@ -1,6 +1,8 @@
 // What everything stands on: checksums, thread pools, rounding, alignment, checks.
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <mutex>
 #include <numeric>
 #include <thread>
 #include <vector>
@@ -10,11 +12,13 @@
 #include "base/rounding.h"
 #include "base/span.h"
 #include "base/thread_pool.h"
+#include "base/work_queue.h"
 #include "tests/random.h"
 #include "tests/test.h"
 
 namespace portable {  // portable_crc32c.cpp
 std::uint32_t crc32c(const void* data, std::size_t nbytes, std::uint32_t seed);
+std::uint32_t crc32c_before(std::uint32_t sum, std::size_t nbytes);
 void crc32c_blocks(const void* data, std::size_t nbytes, std::uint32_t* sums);
 }  // namespace portable
 
@@ -90,6 +94,69 @@ TEST(base, crc32c_in_two_parts_is_crc32c_of_the_whole) {
     CHECK(crc32c(bytes.data() + cut, 200 - cut, crc32c(bytes.data(), cut)) == whole, "cut at ", cut);
     CHECK(portable::crc32c(bytes.data() + cut, 200 - cut, portable::crc32c(bytes.data(), cut, 0)) == whole);
   }
+}
+
+TEST(base, crc32c_of_parts_in_any_order_joins_to_that_of_the_whole) {
+  // Cuts several blocks at random into up to nine parts, empty ones too, and takes them up in a random order. A part that is told a
+  // byte too few behind it gives another sum (the twin).
+  Random random(5);
+  const auto bytes = random_bytes(3 * kChecksumNbytes + 77, 5);
+  const std::uint32_t whole = crc32c(bytes.data(), bytes.size());
+  CHECK(whole == portable::crc32c(bytes.data(), bytes.size(), 0));
+  for (int round = 0; round < 40; ++round) {
+    std::vector<std::size_t> cuts{0, bytes.size()};
+    for (std::size_t i = random.below(9); i > 0; --i) cuts.push_back(random.below(bytes.size() + 1));
+    std::sort(cuts.begin(), cuts.end());
+    std::vector<std::size_t> order(cuts.size() - 1);
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    random.shuffle(order);
+    std::uint32_t joined = 0, wrong = 0;
+    for (std::size_t i : order) {
+      const std::uint32_t sum = crc32c(bytes.data() + cuts[i], cuts[i + 1] - cuts[i]);
+      const std::size_t behind = bytes.size() - cuts[i + 1];
+      joined ^= crc32c_before(sum, behind);
+      wrong ^= crc32c_before(sum, behind ? behind - 1 : 0);
+      CHECK(crc32c_before(sum, behind) == portable::crc32c_before(sum, behind));
+    }
+    CHECK(joined == whole, "round ", round);
+    CHECK(order.size() == 1 || cuts[order.size() - 1] == 0 || wrong != whole, "round ", round);
+  }
+}
+
+TEST(base, work_queue_does_every_job_once_before_it_stops) {
+  // A thousand jobs from two threads, one to four of whose own do them; none runs in the thread that brings it.
+  for (int threads = 1; threads <= 4; ++threads) {
+    std::vector<std::atomic<int>> done(1000);
+    std::atomic<int> here{0};
+    {
+      WorkQueue queue(threads);
+      const auto bring = [&](std::size_t first) {
+        const auto me = std::this_thread::get_id();
+        for (std::size_t i = first; i < done.size(); i += 2)
+          queue.add([&, i, me] { ++done[i], here += std::this_thread::get_id() == me; }, i % 3 == 0);
+      };
+      std::thread other(bring, 1);
+      bring(0);
+      other.join();
+    }
+    for (std::size_t i = 0; i < done.size(); ++i) CHECK(done[i] == 1, "job ", i, " with ", threads, " threads");
+    CHECK(here == 0);
+  }
+  said_by<UsageError>([] { WorkQueue queue(0); });
+}
+
+TEST(base, work_queue_does_what_is_awaited_first) {
+  // Holds the only thread, then brings jobs of both kinds in turns: the awaited ones come first, each kind in its order.
+  std::vector<int> order;
+  std::mutex gate;
+  gate.lock();
+  {
+    WorkQueue queue(1);
+    queue.add([&] { std::lock_guard<std::mutex> wait(gate); }, true);
+    for (int i = 0; i < 6; ++i) queue.add([&, i] { order.push_back(i); }, i % 2 == 1);
+    gate.unlock();
+  }
+  CHECK(order == (std::vector<int>{1, 3, 5, 0, 2, 4}));
 }
 
 TEST(base, crc32c_of_blocks_is_crc32c_of_each) {

@@ -38,6 +38,7 @@ struct Disk {
     options.depth = depth;
     options.block_nbytes = block_nbytes;
     options.threads = 3;
+    options.work_threads = 3;
     options.inject_faults = faults != nullptr;
     if (faults) options.faults = *faults;
     engine = std::make_shared<IoEngine>(options);

@@ -692,7 +692,7 @@ TEST_OF_BACKENDS(io, what_overlaps_a_write_comes_behind_it_though_nobody_waits) 
       std::fill_n(last + block, count, static_cast<std::byte>(i));
       extent.write(*disk.engine, block * kChecksumNbytes, memory->span, memory);
     } else {
-      reads.push_back(extent.read(*disk.engine, block * kChecksumNbytes, memory->span, nullptr, memory));
+      reads.push_back(extent.read(*disk.engine, block * kChecksumNbytes, memory->span, nullptr, memory, false));  // a write may pass it
       for (std::size_t each = 0; each < count; ++each) wanted.push_back({memory, each * kChecksumNbytes, last[block + each]});
     }
   }
@@ -701,7 +701,6 @@ TEST_OF_BACKENDS(io, what_overlaps_a_write_comes_behind_it_though_nobody_waits) 
   for (const Wanted& each : wanted) CHECK(each.memory->span.data[each.at] >= each.value, "a read came before a write");
   const Memory whole(4 * kChecksumNbytes);
   wait(extent.read(*disk.engine, 0, whole.span));
-  extent.verify(0, whole.span, *disk.engine);
   for (std::size_t block = 0; block < 4; ++block) CHECK(whole.span.data[block * kChecksumNbytes] == last[block], "block ", block);
 }
 

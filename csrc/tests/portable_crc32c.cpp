@@ -5,5 +5,6 @@
 #include <cstring>
 
 #undef __x86_64__
+#undef __aarch64__
 #define infinity portable
 #include "base/crc32c.cpp"

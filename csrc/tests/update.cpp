@@ -185,7 +185,7 @@ TEST_OF_BACKENDS(update, homes_slots_cuts_and_threads_do_not_change_bits) {
       for (int step = 1; step <= 2; ++step) wait(steps.updater.submit(unit.update(hyper_of(step), step)));
       CHECK(unit.contents(disk.engine.get()) == expected, cut.slots, " slots of ", cut.grains, " grains, ", cut.threads,
             " threads, rule ", int(layout.rule));
-      CHECK(unit.home(0).version == 2 && unit.home(4).version == 0);
+      CHECK(unit.home(0).version() == 2 && unit.home(4).version() == 0);
       CHECK(steps.updater.totals().elements == 2 * kCount);
     }
   }
@@ -290,7 +290,7 @@ TEST_OF_BACKENDS(update, a_shadow_has_the_steps_bits_and_leaves_what_it_was_made
         CHECK(target.state(disk.engine.get()) == expected.state(nullptr), "rule ", int(layout.rule), " in file ", in_file);
         CHECK(source.contents(disk.engine.get()) == before, "the shadow changed what it was made from");
         CHECK(target.state(disk.engine.get()) != source.state(disk.engine.get()), "the twin: nothing was stepped");
-        CHECK(target.home(0).version == 7 && source.home(0).version == 0);
+        CHECK(target.home(0).version() == 7 && source.home(0).version() == 0);
       }
 }
 

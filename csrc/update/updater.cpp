@@ -449,7 +449,7 @@ void Updater::step(Chunk& chunk) {
   });
   if (const auto error = failure.get()) std::rethrow_exception(error);
   for (const Role& role : kRoles)
-    if (Extent* const target = target_of(update, role)) target->version = update.version;
+    if (Extent* const target = target_of(update, role)) target->set_version(update.version);
 }
 
 void Updater::step_tile(Chunk& chunk, const std::vector<Constants>& constants, std::size_t begin, std::size_t end) {

@@ -63,14 +63,17 @@ class Ours:
         if direction == "mixed":
             half = len(offsets) // 2
             for first, second in zip(offsets[:half], offsets[half:]):
-                yield self.engine.read, first
+                yield self._read, first
                 yield self._write, second
         else:
             for offset in offsets:
-                yield (self.engine.read if direction == "read" else self._write), offset
+                yield (self._read if direction == "read" else self._write), offset
+
+    def _read(self, extent, offset: int, address: int, nbytes: int) -> native.Ticket:
+        return self.engine.read(extent, offset, address, nbytes, checksum=False)  # rivals take none
 
     def _write(self, extent, offset: int, address: int, nbytes: int) -> native.Ticket:
-        return self.engine.write(extent, offset, address, nbytes, checksum=False)  # rivals take none
+        return self.engine.write(extent, offset, address, nbytes, checksum=False)
 
     def _run(self, requests: list) -> None:
         pending: list[native.Ticket | None] = [None] * REQUESTS_AHEAD

@@ -81,7 +81,7 @@ class Step:
         return [{"kind": kind, "slot": slot, "start": start - begin, "end": end - begin} for kind, _, slot, start, end in events]
 
     def read(self, extent, offset: int, address: int, nbytes: int) -> native.Ticket:
-        return self.engine.read(extent, offset, address, nbytes)
+        return self.engine.read(extent, offset, address, nbytes, checksum=False)
 
     def write(self, extent, offset: int, address: int, nbytes: int) -> native.Ticket:
         return self.engine.write(extent, offset, address, nbytes, checksum=False)

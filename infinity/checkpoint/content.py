@@ -72,7 +72,7 @@ def _entries(engine: Engine, handle: ParamHandle, name: str) -> Iterator[tuple[s
     shard, part = handle.shard, part_of_rank(handle)
     first = shard.part(name, handle.index)[0]
     begin, end = (at - first for at in shard.own_part(name, handle.index))
-    values = shard.read_own_part(engine.store, name, handle.index)
+    values = shard.see_own_part(engine.store, name, handle.index)
     if shard.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
         if begin < end or (not part.box.numel and engine.ranks.rank == 0):
             told = {"saved_offsets": [begin], "part": part.describe()}

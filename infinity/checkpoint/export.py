@@ -18,7 +18,7 @@ from .boxes import Box
 from .folder import OF_READERS
 from .foreign import export_foreign, is_foreign
 from .load import checkpoint_of
-from .manifest import MANIFEST, check_file
+from .manifest import MANIFEST, check_files
 from .parts import read_tensors
 from .pretrained import Source, write_sources
 from .saved_tensors import SavedTensors
@@ -81,8 +81,7 @@ def export(
 def _export(
     manifest: dict[str, Any], data: Path, folder: Path, *, dtype: torch.dtype | None, model: Path | None, change: Change | None
 ) -> dict[str, int]:
-    for name, entry in manifest["files"].items():
-        check_file(data / name, entry)
+    check_files(data, manifest["files"])
     other = read_tensors(data / OF_READERS)
     for name, entry in manifest["parameters"].items():
         _check_place(name, entry)

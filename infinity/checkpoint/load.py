@@ -22,10 +22,11 @@ from ..runtime.registry import whole_of
 from ..state.handle import ParamHandle
 from ..state.shard_spec import MOMENTS, SCALES, elements_each
 from ..state.tensors import overwrite
+from ..storage.arrays import ArrayIO
 from .boxes import boxes_of_run, view_of_run
 from .content import SAVED, buffers_of, describe_parameter, engine_of_pair, groups_of_stages, part_of_rank, unmanaged_parameters
 from .folder import OF_READERS, reading
-from .manifest import MANIFEST, MOST_STEPS, check_file, read_manifest
+from .manifest import MANIFEST, MOST_STEPS, check_files, read_manifest
 from .parts import read_tensors
 from .random_state import check_random_state, restore_random_state
 from .saved_tensors import SavedTensors
@@ -105,8 +106,7 @@ def _check(
     try:
         rank = _rank_in(manifest, engine)
         _check_parameters(engine, manifest["parameters"])
-        for name, entry in manifest["files"].items():
-            check_file(data / name, entry)
+        check_files(data, manifest["files"])
         other = read_tensors(data / OF_READERS)
         groups, extra = decode_value(manifest["groups"], other), decode_value(manifest["extra"], other)
         _check_complete(engine, manifest, data)
@@ -157,18 +157,18 @@ def _load_units(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
     for handle in handles:
         handle.changed()
     encoded_anew = []
-    with SavedTensors(data, manifest) as saved:
+    with SavedTensors(data, manifest) as saved, engine.store.writing_behind() as store:
         for handle in handles:
             step = manifest["parameters"][handle.name]["step"]
             arrays = [name for name in handle.shard.arrays if name in ("weight", "master") or (step and name in SAVED)]
             coded = handle.shard.spec.moment_dtype == torch.uint8 and step
             if coded and not all(saved.has_part(name, handle.name, part_of_rank(handle)) for name in MOMENTS if name in arrays):
                 encoded_anew.append(handle.name)
-                _load_decoded(saved, engine, handle, [name for name in MOMENTS if name in arrays])
+                _load_decoded(saved, store, engine, handle, [name for name in MOMENTS if name in arrays])
                 arrays = [name for name in arrays if name in ("weight", "master")]
             for name in arrays:
-                _load_array(saved, engine, handle, name)
-            _restore_step(engine, handle, step)
+                _load_array(saved, store, engine, handle, name)
+            _restore_step(store, engine, handle, step)
     if encoded_anew:
         logger.warning(
             "the 8-bit moments of %d parameters (%s, ...) were saved in other parts than this mesh has: they are decoded and encoded anew, and "
@@ -194,7 +194,7 @@ def _load_average(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
     average.resume(count)
 
 
-def _load_array(saved: SavedTensors, engine: Engine, handle: ParamHandle, name: str) -> None:
+def _load_array(saved: SavedTensors, store: ArrayIO, engine: Engine, handle: ParamHandle, name: str) -> None:
     shard, part = handle.shard, part_of_rank(handle)
     first = shard.part(name, handle.index)[0]
     begin, end = (at - first for at in shard.own_part(name, handle.index))
@@ -203,10 +203,10 @@ def _load_array(saved: SavedTensors, engine: Engine, handle: ParamHandle, name: 
         values = saved.read_codes(name, handle.name, part, begin, end)
     else:
         values = _read_run(saved, handle, name, begin, end, dtype)
-    shard.write_part(engine.store, name, handle.index, values, begin=begin, version=engine.step_index)
+    shard.write_part(store, name, handle.index, values, begin=begin, version=engine.step_index)
 
 
-def _load_decoded(saved: SavedTensors, engine: Engine, handle: ParamHandle, names: list[str]) -> None:
+def _load_decoded(saved: SavedTensors, store: ArrayIO, engine: Engine, handle: ParamHandle, names: list[str]) -> None:
     shard = handle.shard
     for name in names:
         first = shard.part(name, handle.index)[0]
@@ -214,27 +214,33 @@ def _load_decoded(saved: SavedTensors, engine: Engine, handle: ParamHandle, name
         if begin < end:
             values = _read_run(saved, handle, name, begin, end, torch.float32)
             codes, scales = native.encode_moments(values, sq=name == "exp_avg_sq")
-            shard.write_part(engine.store, name, handle.index, codes, begin=begin, version=engine.step_index)
+            shard.write_part(store, name, handle.index, codes, begin=begin, version=engine.step_index)
             at = begin // elements_each(SCALES[name])
-            shard.write_part(engine.store, SCALES[name], handle.index, scales, begin=at, version=engine.step_index)
+            shard.write_part(store, SCALES[name], handle.index, scales, begin=at, version=engine.step_index)
 
 
 def _read_run(saved: SavedTensors, handle: ParamHandle, name: str, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-    """Reads elements ``begin`` to ``end`` of this rank's part of a parameter, in the order in which they lie."""
-    part, values = part_of_rank(handle), torch.empty(end - begin, dtype=dtype, device="cpu")
-    for box, at in boxes_of_run(part.box.shape, part.order, begin, end):
+    """Reads elements ``begin`` to ``end`` of this rank's part of a parameter, in the order in which they lie; they are not to be written to."""
+    part = part_of_rank(handle)
+    boxes = list(boxes_of_run(part.box.shape, part.order, begin, end))
+    if len(boxes) == 1 and part.order == tuple(range(len(part.order))):
+        mapped = saved.mapped(name, handle.name, boxes[0][0].moved(part.box.offset))
+        if mapped is not None and mapped.dtype == dtype:
+            return mapped.reshape(-1)
+    values = torch.empty(end - begin, dtype=dtype, device="cpu")
+    for box, at in boxes:
         here = view_of_run(values[at - begin : at - begin + box.numel], box, part.order)
-        here.copy_(saved.read(name, handle.name, box.moved(part.box.offset), dtype))
+        saved.read_into(here, name, handle.name, box.moved(part.box.offset))
     return values
 
 
-def _restore_step(engine: Engine, handle: ParamHandle, step: int) -> None:
+def _restore_step(store: ArrayIO, engine: Engine, handle: ParamHandle, step: int) -> None:
     """A parameter that had no step when saved starts with zero moments again."""
     if handle.step and not step:
         for name in MOMENTS:
             if name in handle.shard.arrays:
                 zeros = torch.zeros(handle.shard.layout.placements[handle.index].shape, device="cpu")
-                handle.shard.write_moment(engine.store, name, handle.index, zeros, version=engine.step_index)
+                handle.shard.write_moment(store, name, handle.index, zeros, version=engine.step_index)
     handle.step = step
     if handle.grad is not None:
         engine.gradients.clear(handle)

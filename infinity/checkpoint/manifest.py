@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 
 from .. import native
 from ..errors import CorruptionError, UsageError
+from ..machine import processors
 from ..untrusted import is_regular, parse_json, read_text
 from .folder import DATA_NAME
 
@@ -23,6 +26,8 @@ READ_FORMATS = (2, 3)
 MANIFEST = "manifest.json"
 FILE_NAME = re.compile(r"(unit|average)-\d{5}(-rank-\d{5})?(-\d{1,3})?\.safetensors|other\.safetensors")
 MOST_STEPS = 1 << 53
+READ_NBYTES = 4 * 1024 * 1024
+READS_AT_ONCE = 4  # at least: some read while others sum
 
 
 def seal_manifest(content: dict[str, Any]) -> bytes:
@@ -35,14 +40,6 @@ def _content_checksum(content: dict[str, Any]) -> int:
     return native.crc32c(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
 
 
-def file_checksum(path: Path) -> int:
-    checksum = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 22):
-            checksum = native.crc32c(torch.frombuffer(bytearray(chunk), dtype=torch.uint8), checksum)
-    return checksum
-
-
 def write_synced(path: Path, content: bytes) -> None:
     with open(path, "wb") as file:
         file.write(content)
@@ -51,7 +48,15 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def sync_file(path: Path) -> None:
+    _sync(path, os.O_RDWR)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -84,7 +89,36 @@ def read_manifest(root: Path) -> dict[str, Any]:
     return content
 
 
-def check_file(path: Path, entry: dict[str, Any]) -> None:
+def check_files(data: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Reads all files of a checkpoint, by several threads. Raises CorruptionError for the first that is not as it was written."""
+    for name, entry in files.items():
+        _check_size(data / name, entry)
+    threads = max(READS_AT_ONCE, processors.for_checksums())
+    with ThreadPoolExecutor(threads, "infinity-check") as pool:
+        summed = deque[tuple[str, int, Future[int]]]()
+        sums = dict.fromkeys(files, 0)
+
+        def join_oldest() -> None:
+            name, behind, part = summed.popleft()
+            sums[name] ^= native.crc32c_before(part.result(), behind)
+            if not behind and sums[name] != (written := files[name]["crc32c"]):
+                raise CorruptionError(f"{data / name} was changed: its CRC-32C is {sums[name]:08x}, {written:08x} was written")
+
+        try:
+            for name, entry in files.items():
+                for begin in range(0, max(1, entry["nbytes"]), READ_NBYTES):
+                    end = min(entry["nbytes"], begin + READ_NBYTES)
+                    summed.append((name, entry["nbytes"] - end, pool.submit(_sum_of_part, data / name, begin, end)))
+                    while len(summed) > 2 * threads:
+                        join_oldest()
+            while summed:
+                join_oldest()
+        finally:
+            for _, _, part in summed:
+                part.cancel()
+
+
+def _check_size(path: Path, entry: dict[str, Any]) -> None:
     if path.exists() and not is_regular(path, links=False):
         raise CorruptionError(f"{path} is not a regular file, which a save writes")
     try:
@@ -93,5 +127,13 @@ def check_file(path: Path, entry: dict[str, Any]) -> None:
         raise CorruptionError(f"{path} is missing from the checkpoint") from error
     if nbytes != entry["nbytes"]:
         raise CorruptionError(f"{path} has {nbytes} bytes, but {entry['nbytes']} were written: it was truncated or grew")
-    if (checksum := file_checksum(path)) != entry["crc32c"]:
-        raise CorruptionError(f"{path} was changed: its CRC-32C is {checksum:08x}, {entry['crc32c']:08x} was written")
+
+
+def _sum_of_part(path: Path, begin: int, end: int) -> int:
+    """The CRC-32C of bytes ``begin`` to ``end`` of a file. What is behind its end counts as nothing, and shows."""
+    with open(path, "rb", buffering=0) as file:
+        part = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
+        view, at = memoryview(part.numpy()), 0
+        while at < len(view) and (count := os.preadv(file.fileno(), [view[at:]], begin + at)):
+            at += count
+    return native.crc32c(part[:at])

@@ -18,13 +18,15 @@ import json
 import os
 import secrets
 import shutil
-from contextlib import nullcontext
+from collections import deque
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from .. import native
 from ..distributed.collectives import Collectives
 from ..errors import PeerError, StorageError, UsageError
 from ..gradients.record import GradState
@@ -42,12 +44,14 @@ from .content import (
     unit_files,
     unmanaged_parameters,
 )
+from .file_writer import FileWriter, make_slots, start_file
 from .folder import OF_READERS, remove_data, writing
-from .manifest import FORMAT, MANIFEST, file_checksum, seal_manifest, sync_folder, write_synced
+from .manifest import FORMAT, MANIFEST, seal_manifest, sync_file, sync_folder, write_synced
 from .parts import PARTS_KEY
 from .random_state import random_state_tensors, read_random_state
 from .values import encode_value
-from .weight_files import save_file
+
+FILES_AT_ONCE = 2  # on their way to the disk while the next is read
 
 
 def save_checkpoint(
@@ -180,25 +184,43 @@ def _token(collectives: Collectives) -> str:
 
 
 def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
-    """Writes what this rank has at home. Returns the manifest's entries."""
-    entries = {}
+    """Writes what this rank has at home: a unit is read while the one before is written. Returns the manifest's entries."""
+    entries: dict[str, dict[str, Any]] = {}
     rank = "" if engine.ranks.alone else f"-rank-{engine.ranks.job_rank:05d}"
     total = sum(array.nbytes for unit in engine.units for shard in unit.shards for array in shard.arrays.values())
-    with progress("saving the checkpoint", total) as advance:
+    slots, started = make_slots(total), deque[tuple[str, FileWriter]]()
+
+    def finish_oldest() -> None:
+        with started[0][1] as file:
+            entries[started[0][0]] = file.finish()
+        advance(entries[started.popleft()[0]]["nbytes"])
+
+    with progress("saving the checkpoint", total) as advance, ExitStack() as stack:
+        stack.callback(lambda: [file.__exit__() for _, file in started])
         for unit in engine.units:
             for kind, files in (("unit", unit_files(engine, unit)), ("average", average_files(engine, unit))):
                 for number, parts in enumerate(files):
                     name = f"{kind}-{unit.index:05d}{rank}{f'-{number}' if number else ''}.safetensors"
                     tensors, told = ({key: entry[at] for key, entry in parts.items()} for at in (0, 1))
-                    entries[name] = _write_tensors(data / name, tensors, told)
-                    advance(entries[name]["nbytes"])
+                    started.append((name, _start_file(data / name, tensors, slots, told)))
+                    while len(started) > FILES_AT_ONCE:
+                        finish_oldest()
+        while started:
+            finish_oldest()
+    for name in entries:  # at the end: the first has the file system write down what it did for all of them
+        sync_file(data / name)
     return entries
 
 
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor], told: dict[str, Any] | None = None) -> dict[str, Any]:
+def _start_file(
+    path: Path, tensors: dict[str, torch.Tensor], slots: native.PinnedPool, told: dict[str, Any] | None = None
+) -> FileWriter:
     told = told or {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
-    header = {"format": "pt", "DCP_VERSION": "1.0", PARTS_KEY: json.dumps(told)}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=header)
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
-    return {"nbytes": path.stat().st_size, "crc32c": file_checksum(path)}
+    return start_file(path, tensors, slots, metadata={"format": "pt", "DCP_VERSION": "1.0", PARTS_KEY: json.dumps(told)})
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    with _start_file(path, tensors, make_slots(sum(tensor.nbytes for tensor in tensors.values()))) as file:
+        entry = file.finish()
+    sync_file(path)
+    return entry

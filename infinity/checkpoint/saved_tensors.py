@@ -161,12 +161,17 @@ class SavedTensors:
     def read(self, array: str, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """Reads ``box`` of the global tensor. 8-bit moments come decoded, in fp32."""
         out = torch.empty(box.shape, dtype=dtype, device="cpu")
+        self.read_into(out, array, name, box)
+        return out
+
+    def read_into(self, out: torch.Tensor, array: str, name: str, box: Box) -> None:
+        """Reads as :meth:`read` does, into ``out`` of the box's shape."""
         if self._is_coded(array, name):
             for part in self._runs[f"{array}/{name}"]:
                 if (common := part.box.common(box)) is not None:
                     values = common.moved(part.box.offset, -1).of(self._decoded(array, name, part))
                     common.moved(box.offset, -1).of(out).copy_(values)
-            return out
+            return
         for stored in self._boxes[f"{array}/{name}"]:
             if (common := stored.box.common(box)) is not None:
                 values = self._open(stored.file).get_slice(stored.key)
@@ -174,12 +179,22 @@ class SavedTensors:
                 if stored.begin is not None:
                     run = values[stored.begin : stored.begin + stored.box.numel]
                     values = here.of(view_of_run(run, stored.box, stored.order))
-                elif not box.shape:
-                    values = self._open(stored.file).get_tensor(stored.key)
+                elif common == stored.box:
+                    values = self._open(stored.file).get_tensor(stored.key)  # where the system keeps the file, not a copy
                 else:
                     values = values[tuple(slice(at, at + n) for at, n in zip(here.offset, here.shape))]
-                common.moved(box.offset, -1).of(out).copy_(values)
-        return out
+                target = common.moved(box.offset, -1).of(out)
+                if target.is_contiguous() and values.is_contiguous() and target.dtype == values.dtype:
+                    native.copy_flat(target.view(-1), values.view(-1))
+                else:
+                    target.copy_(values)
+
+    def mapped(self, array: str, name: str, box: Box) -> torch.Tensor | None:
+        """Returns ``box`` of the global tensor where the system keeps the file, not to be written to; None where it is not one entry."""
+        for stored in self._boxes.get(f"{array}/{name}", ()):
+            if stored.box == box and stored.begin is None:
+                return self._open(stored.file).get_tensor(stored.key)
+        return None
 
     def has_part(self, array: str, name: str, part: LocalPart) -> bool:
         """Tells whether the codes of 8-bit moments can be read as they are: somebody wrote the same part."""

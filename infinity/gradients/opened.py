@@ -54,8 +54,7 @@ class OpenedGrads:
                 flat.zero_()  # parameters without a gradient have defined bytes beside the others
             else:
                 with self._store.traffic.stalled("nvme->host", "gradients"):
-                    self._store.io.read(array.extent, 0, slot.address, array.nbytes, lease=slot).wait()
-                self._store.verify(array, slot.address, array.nbytes)
+                    self._store.start_read(array, 0, slot, array.nbytes).wait()
             opened = self._opened[shard] = OpenedShard(slot, flat)
         opened.dirty |= write
         self._opened.move_to_end(shard)
@@ -70,7 +69,7 @@ class OpenedGrads:
             self._wait_landing(shard)
             array = shard.arrays["grad"]
             # The disk keeps the slot until it has written it. Interrupted before the next line, it is written again.
-            self._store.io.write(array.extent, 0, opened.slot.address, array.nbytes, lease=opened.slot)
+            self._store.start_write(array, 0, opened.slot, array.nbytes)
             opened.dirty = False
         del self._opened[shard]
         opened.slot.release()

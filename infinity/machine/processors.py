@@ -71,7 +71,7 @@ def for_pages() -> int:
 
 
 def for_checksums() -> int:
-    """Counts the threads that check bytes as they arrive."""
+    """Counts the threads that take checksums of bytes on their way to and from a disk."""
     return own_part()
 
 

@@ -151,14 +151,14 @@ class ActivationHome:
         return _CopiedPart(begin, nbytes, lease, whole, event)
 
     def _write(self, saved: Saved, part: _CopiedPart) -> None:
-        """Sends a part to disk once it is in staging memory. Checksums are the processor's, which has the bytes then."""
+        """Sends a part to disk once it is in staging memory."""
         if not part.event.done:
             with self._store.traffic.stalled("device->host", "activations"):
                 part.event.wait()
         part.event.wait()  # raises what went wrong
-        saved.checksum = native.crc32c(part.whole[: part.nbytes], saved.checksum)
-        write = self._store.io.write(saved.place.extent, part.begin, part.lease.address, part.whole.numel(), lease=part.lease)
-        saved.writes.append(write)
+        if self._device.is_host:
+            saved.checksum = native.crc32c(part.whole[: part.nbytes], saved.checksum)
+        saved.writes.append(self._store.start_write(saved.place, part.begin, part.lease, part.whole.numel()))
 
     def _bring(self, saved: Saved) -> torch.UntypedStorage:
         storage = saved.bytes_on_device()
@@ -219,11 +219,11 @@ class ActivationHome:
             return
         for begin, end in self._parts(saved):
             lease = self._lease(blocks(end - begin))
-            ticket = self._store.io.read(saved.place.extent, begin, lease.address, blocks(end - begin), lease=lease)
+            ticket = self._store.start_read(saved.place, begin, lease, blocks(end - begin))
             self._finish_read(saved, begin, end, ticket, lease, target)
 
     def _start_read(self, saved: Saved, lease: native.Lease) -> None:
-        read = self._store.io.read(saved.place.extent, 0, lease.address, blocks(saved.nbytes), lease=lease)
+        read = self._store.start_read(saved.place, 0, lease, blocks(saved.nbytes))
         saved.writes.append(read)  # the place is not to be written anew before
         saved.read = read, lease
 
@@ -231,7 +231,6 @@ class ActivationHome:
         with self._store.traffic.stalled("nvme->host", "activations"):
             ticket.wait()
         nbytes = blocks(end - begin)
-        self._store.verify(saved.place, lease.address, nbytes, offset=begin)
         self._store.traffic.mark("nvme->host", "activations", *ticket.times)
         with self._store.traffic.copying("host->device", end - begin, "activations"):
             target[begin:end] = self._staged(lease, nbytes)[: end - begin]

@@ -113,7 +113,7 @@ class Saved:
         self.changed = False  # in that time
         self.coming: tuple[torch.UntypedStorage, Event] | None = None  # on their way back
         self.begin, self.nbytes = begin, nbytes
-        self.checksum = 0  # of bytes on disk, to tell whether they are still those of the storage
+        self.checksum = 0  # of bytes on disk, to tell whether they are still those of a storage on the host
         self._there: StorageWeakRef | None = None  # where the bytes are on the device again
         self.place: StateArray = places.take(nbytes)
         places.keep(self)

@@ -285,6 +285,14 @@ class ShardArrays:
         first = self.own(name)[0]
         return store.read(self.arrays[name], begin - first, end - first)
 
+    def see_own_part(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
+        """Returns what :meth:`read_own_part` does, to look at: where the home is memory it is that, and changes with it."""
+        begin, end = self.own_part(name, index)
+        array, first = self.arrays[name], self.own(name)[0]
+        if begin < end and array.flat is not None and array.flat.is_cpu:
+            return array.flat[begin - first : end - first]
+        return self.read_own_part(store, name, index)
+
     def write_part(self, store: ArrayIO, name: str, index: int, part: torch.Tensor, *, version: int, begin: int = 0) -> None:
         """Puts ``part`` where :meth:`read_part` reads it, from its element ``begin`` on: of it, what is at home here."""
         self.drop_shadow()

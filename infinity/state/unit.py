@@ -10,7 +10,7 @@ from functools import partial
 
 from .. import native
 from ..distributed.pending import Pending
-from ..errors import InfinityError, StorageError, UsageError
+from ..errors import CorruptionError, InfinityError, StorageError, UsageError
 from ..machine.device import PAST, Copy, Device, Event
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
@@ -69,7 +69,7 @@ class ParamUnit(UnitBuffers):
             size = PIECE_NBYTES if self.copies_while_fetching or store.past_host is not None else shard.slice_nbytes
             for begin in range(0, shard.slice_nbytes, size):
                 nbytes = min(size, shard.slice_nbytes - begin)
-                read = store.fetch(shard.weight, begin, slot.address + begin, nbytes, after=shard.update, lease=slot)
+                read = store.fetch(shard.weight, begin, slot, nbytes, at=begin, after=shard.update)
                 self._pieces.append(ReadPiece(index, begin, nbytes, read))
 
     def stage(self) -> None:
@@ -92,7 +92,8 @@ class ParamUnit(UnitBuffers):
                 piece.read.wait()
             except InfinityError as failure:
                 cancelled = isinstance(failure, StorageError) and failure.errno == errno.ECANCELED
-                error = error or (None if cancelled else failure)
+                # Bytes that nobody uses may have been overwritten as they were read. Wrong ones on the disk are met by the next read.
+                error = error or (None if cancelled or isinstance(failure, CorruptionError) else failure)
         self._move(Residency.STORED)
         self._release_slots()
         if error is not None:
@@ -104,8 +105,8 @@ class ParamUnit(UnitBuffers):
         self.finish_gather(store)
 
     def start_gather(self, store: ShardStore, ledger: Ledger, *, offered: int = 0) -> int | None:
-        """Starts a gather (STAGED, or STORED for a memory home, -> GATHERING): verifies and copies onto the device what this rank
-        has; what others have is on its way. FETCHING -> GATHERING, where copies run beside the reads: piece by piece, as they come.
+        """Starts a gather (STAGED, or STORED for a memory home, -> GATHERING): copies onto the device what this rank has; what others
+        have is on its way. FETCHING -> GATHERING, where copies run beside the reads: piece by piece, as they come, verified.
 
         ``offered``: see :meth:`Collectives.gather`. Returns what all ranks offered, None where they did not meet.
         """
@@ -135,7 +136,7 @@ class ParamUnit(UnitBuffers):
         return self._least_offered
 
     def _copy_in(self, store: ShardStore, slots: Sequence[native.Lease], pieces: Sequence[ReadPiece]) -> None:
-        """This rank's bytes, from staging ``slots`` (verified) or a memory home to the device."""
+        """This rank's bytes, from staging ``slots`` or a memory home to the device."""
         for i, (shard, flat) in enumerate(zip(self.shards, self.flats)):
             self._device.resize(flat.untyped_storage(), shard.weight_nbytes)
             if self.has_second_slice:
@@ -159,7 +160,7 @@ class ParamUnit(UnitBuffers):
         store.traffic.mark(store.lane_of(piece.read), self.name, start, end)
         self._read_times = (min(start, self._read_times[0]), max(end, self._read_times[1])) if self._read_times else (start, end)
         address, size = slot.address + piece.begin, shard.spec.dtype.itemsize
-        source = store.fetched(piece.read, shard.weight, piece.begin, address, piece.nbytes)
+        source = store.fetched(piece.read, shard.weight, address, piece.nbytes)
         first = shard.own("weight")[0] + piece.begin // size
         flat[first : first + source.numel()].copy_(source, non_blocking=True)
 

@@ -57,6 +57,7 @@ class ArrayAllocator:
             faults,
             block_nbytes=max((profile.block_nbytes for profile in profiles), default=MIB),
             depth=min(MAX_DEPTH, max((profile.depth for profile in profiles), default=1)),
+            work_threads=processors.for_checksums(),
         )
         self._volumes = [native.Volume()]  # the first is laid out by open(), the others are added later
         self._folder_of: list[str | None] = [None]  # what each volume was added for: None means all folders

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from .write_behind import WriteBehind
 logger = logging.getLogger(__name__)
 
 Fetch = native.Ticket | native.Landing  # under way into a staging slot
-WRITES_AT_ONCE = 4  # of a write outside the training loop
+AT_ONCE = 4  # reads, or writes, of one array outside the training loop
 
 
 class ShardStore(ArrayAllocator):
@@ -83,21 +84,16 @@ class ShardStore(ArrayAllocator):
     # --- reading ahead, into staging slots ---
 
     def fetch(
-        self, array: StateArray, offset: int, address: int, nbytes: int, *, after: native.Ticket | None, lease: native.Lease
+        self, array: StateArray, offset: int, lease: native.Lease, nbytes: int, *, at: int = 0, after: native.Ticket | None = None
     ) -> Fetch:
-        """Starts reading an array on disk from byte ``offset`` on into ``address`` of the staging pool or, past the host's memory, into
-        its counterpart on the device, once ``after`` is over."""
-        if self.past_host is not None:
-            return self.past_host.read(array.extent, offset, address, nbytes, after=after, lease=lease)
-        return self.io.read(array.extent, offset, address, nbytes, after=after, lease=lease)
+        """Starts reading as :meth:`start_read` does, or, past the host's memory, into the counterpart of ``lease`` on the device."""
+        if self.past_host is None:
+            return self.start_read(array, offset, lease, nbytes, at=at, after=after)
+        return self.past_host.read(array.extent, offset, lease.address + at, nbytes, after=after, lease=lease)
 
-    def fetched(self, fetch: Fetch, array: StateArray, offset: int, address: int, nbytes: int) -> torch.Tensor:
-        """Returns the bytes of a fetch that is over, verified, as elements of the array, where they are. Raises CorruptionError."""
-        flat: torch.Tensor | None = None
-        if isinstance(fetch, native.Landing):  # verified as it landed
-            flat = self.past_host.landed(fetch, address, nbytes)
-        else:
-            self.verify(array, address, nbytes, offset=offset)
+    def fetched(self, fetch: Fetch, array: StateArray, address: int, nbytes: int) -> torch.Tensor:
+        """Returns the bytes of a fetch that is over, as elements of the array, where they are."""
+        flat = self.past_host.landed(fetch, address, nbytes) if isinstance(fetch, native.Landing) else None
         if flat is None:
             flat = native.tensor_at(self.staging.region, address, nbytes, torch.uint8)
         return flat.view(array.dtype)
@@ -117,18 +113,42 @@ class ShardStore(ArrayAllocator):
 
     def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
         """Reads elements ``begin`` to ``end`` as a new CPU tensor. Checksums are verified on the way from the disk."""
-        self.check_process()
         out = torch.empty(end - begin, dtype=array.dtype, device="cpu")
+        at = 0
+        for values in self.stream(array, begin, end):
+            copy = native.copy_flat if values.is_cpu else torch.Tensor.copy_
+            copy(out[at : at + values.numel()], values)
+            at += values.numel()
+        return out
+
+    def stream(self, array: StateArray, begin: int, end: int) -> Iterator[torch.Tensor]:
+        """Yields elements ``begin`` to ``end`` in order, in flat pieces that are valid until the next is asked for. What follows is read,
+        and its checksums verified, meanwhile. Nothing else of this store is used inside."""
+        self.check_process()
         with self.guarding():
             if array.tier is not Tier.NVME:
-                return out.copy_(array.flat[begin:end])
+                yield array.flat[begin:end]
+                return
             if self._behind is not None:
                 self._behind.flush()
-            for offset, nbytes, inner, outer in self._blocks(array, begin, end):
-                with self.borrow(nbytes) as lease:
-                    block = self.read_block(array, offset, lease, nbytes)
-                    out[outer] = block.view(array.dtype)[inner]
-            return out
+            under_way: deque[tuple[native.Ticket, native.Lease, int, slice]] = deque()
+            parts = max(1, min(AT_ONCE, self._service.capacity_nbytes // native.CHECKSUM_NBYTES))
+            blocks = self._blocks(array, begin, end, parts=parts)
+            try:
+                while True:
+                    for offset, nbytes, inner, _ in islice(blocks, parts - len(under_way)):
+                        lease = self.take_lease(self._service, nbytes)
+                        under_way.append((self.start_read(array, offset, lease, nbytes), lease, nbytes, inner))
+                    if not under_way:
+                        return
+                    ticket, lease, nbytes, inner = under_way[0]
+                    ticket.wait()
+                    yield bytes_of(self._service, lease, nbytes).view(array.dtype)[inner]
+                    under_way.popleft()
+                    lease.release()
+            finally:
+                for _, lease, _, _ in under_way:  # which its transfer keeps until it is over
+                    lease.release()
 
     def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
         """Writes the flat CPU tensor ``source`` at element ``begin``; its blocks carry ``version`` from then on. Interrupted,
@@ -152,14 +172,14 @@ class ShardStore(ArrayAllocator):
                 return False
 
             with self.guarding():
-                for offset, nbytes, inner, outer in self._blocks(array, begin, end, parts=WRITES_AT_ONCE):
+                for offset, nbytes, inner, outer in self._blocks(array, begin, end, parts=AT_ONCE):
                     lease = self.take_lease(self._service, nbytes, finish_first)
                     if inner.stop - inner.start < nbytes // array.dtype.itemsize:
                         block = self.read_block(array, offset, lease, nbytes)
                     else:
                         block = bytes_of(self._service, lease, nbytes)
                     block.view(array.dtype)[inner] = source[outer]
-                    tickets.append(self.io.write(array.extent, offset, lease.address, nbytes, lease=lease))
+                    tickets.append(self.start_write(array, offset, lease, nbytes))
                     del lease, block  # the disk has it now
                 while finish_first():
                     pass
@@ -167,14 +187,21 @@ class ShardStore(ArrayAllocator):
 
     def read_block(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> torch.Tensor:
         """Reads whole checksummed blocks of an array on disk, from byte ``offset`` on, as a tensor over ``lease``."""
-        self.io.read(array.extent, offset, lease.address, nbytes, lease=lease).wait()
-        self.verify(array, lease.address, nbytes, offset=offset)
+        self.start_read(array, offset, lease, nbytes).wait()
         return bytes_of(self._service, lease, nbytes)
 
-    def verify(self, array: StateArray, address: int, nbytes: int, *, offset: int = 0) -> None:
-        """Raises CorruptionError when bytes read from ``offset`` of ``array`` are not those last written there."""
-        if self.checksums:
-            self.io.verify(array.extent, offset, address, nbytes)
+    def start_read(
+        self, array: StateArray, offset: int, lease: native.Lease, nbytes: int, *, at: int = 0, after: native.Ticket | None = None
+    ) -> native.Ticket:
+        """Starts reading whole checksum blocks from byte ``offset`` of an array on disk to byte ``at`` of ``lease``, once ``after`` is
+        over. They are verified as they arrive: waiting for the ticket raises CorruptionError where they are not what was written."""
+        address = lease.address + at
+        return self.io.read(array.extent, offset, address, nbytes, after=after, lease=lease, checksum=self.checksums)
+
+    def start_write(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> native.Ticket:
+        """Starts writing ``nbytes`` of ``lease``, whole checksum blocks, from byte ``offset`` of an array on disk. They stay as they are
+        until the ticket is over: their checksums are taken meanwhile."""
+        return self.io.write(array.extent, offset, lease.address, nbytes, lease=lease, checksum=self.checksums)
 
     @contextmanager
     def borrow(self, nbytes: int) -> Iterator[native.Lease]:

@@ -41,8 +41,6 @@ class OpenPart:
 class BlockStore(ArrayIO, Protocol):
     """The store that is written to."""
 
-    io: native.IoEngine
-
     def check_process(self) -> None:
         """Raises UsageError in a forked child."""
 
@@ -54,6 +52,9 @@ class BlockStore(ArrayIO, Protocol):
 
     def read_block(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> torch.Tensor:
         """Reads whole checksummed blocks of an array on disk, from byte ``offset`` on, as a tensor over ``lease``."""
+
+    def start_write(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> native.Ticket:
+        """Starts writing whole checksummed blocks of an array on disk."""
 
 
 class WriteBehind:
@@ -156,7 +157,7 @@ class WriteBehind:
         self._fill(part, part.end, end)
         part.end = end
         self._finish_those_with(array, part.start, end)  # the disk may put two writes of one place in either order
-        part.ticket = self._store.io.write(array.extent, part.start, part.lease.address, end - part.start, lease=part.lease)
+        part.ticket = self._store.start_write(array, part.start, part.lease, end - part.start)
         del self._open[array]
         self._under_way.append(part)
 

@@ -270,7 +270,7 @@ def test_a_job_killed_at_many_more_moments_resumes(moment, uninterrupted, tmp_pa
     kill_and_resume(moment, uninterrupted, tmp_path, swap)
 
 
-CALLS = ["os.replace", "os.fsync", "shutil.rmtree", "save_file", "json.dumps"]
+CALLS = ["os.replace", "os.fsync", "shutil.rmtree", "start_file", "json.dumps"]
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -290,7 +290,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(call, error, tmp_path, swap
     new = job.state()
     owner, name = {
         "os.replace": (os, "replace"), "os.fsync": (os, "fsync"), "shutil.rmtree": (shutil, "rmtree"),
-        "save_file": (module, "save_file"), "json.dumps": (json, "dumps"),
+        "start_file": (module, "start_file"), "json.dumps": (json, "dumps"),
     }[call]  # fmt: skip
     original = getattr(owner, name)
     for failing in range(40):

@@ -54,9 +54,9 @@ def test_only_gradients_that_are_added_to_are_read(tmp_path, monkeypatch, micro)
         engine, read = wrapped(model).engine, []
         grads = {shard.arrays["grad"]: shard for unit in engine.units for shard in unit.shards}
         assert engine.plan.tiers["grad"] is (Tier.NVME if home == "nvme" else Tier.HOST)
-        verify = engine.store.verify
+        start_read = engine.store.start_read
         monkeypatch.setattr(
-            engine.store, "verify", lambda array, *args, **where: (read.append(array), verify(array, *args, **where))[1]
+            engine.store, "start_read", lambda array, *args, **where: (read.append(array), start_read(array, *args, **where))[1]
         )
         for step in range(3):
             for turn in range(micro):

@@ -1,0 +1,110 @@
+"""Files written past the page cache while they are made, their checksums joined from those of blocks; and the check of a checkpoint's files.
+
+Words used here:
+
+**slots**: the staging memory that the files of one save take in turn.
+**entry**: a file's bytes and CRC-32C, as a manifest has them.
+"""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import infinity
+from infinity import native
+from infinity.checkpoint import manifest
+from infinity.checkpoint.file_writer import SLOT_NBYTES, make_slots, start_file
+from infinity.checkpoint.manifest import check_files
+
+MIB = 1024 * 1024
+
+
+def some_tensors(nbytes: int) -> dict[str, torch.Tensor]:
+    """Tensors of all widths, one empty, one without dimensions, one not contiguous, and one of ``nbytes``."""
+    torch.manual_seed(nbytes)
+    return {
+        "large": torch.randint(0, 256, (nbytes,), dtype=torch.uint8),
+        "double": torch.randn(3, dtype=torch.float64),
+        "half": torch.randn(5, 7).to(torch.bfloat16),
+        "transposed": torch.randn(4, 6).t(),
+        "empty": torch.empty(0, 3),
+        "one": torch.tensor(2.5),
+        "small": torch.arange(-3, 3, dtype=torch.int16),
+    }
+
+
+def written(path, tensors, slots=None):
+    slots = slots or make_slots(sum(tensor.nbytes for tensor in tensors.values()))
+    with start_file(path, tensors, slots, metadata={"format": "pt"}) as file:
+        return file.finish()
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 65536, 65536 + 4096, SLOT_NBYTES - 700, SLOT_NBYTES, 3 * SLOT_NBYTES + 12345])
+def test_a_file_has_its_tensors_and_the_checksum_of_its_bytes(nbytes, tmp_path):
+    """Method: files that end around the ends of blocks and slots are read by the library, and summed as a whole. The twin: one bit
+    of another."""
+    tensors, path = some_tensors(nbytes), tmp_path / "unit-00000.safetensors"
+    entry = written(path, tensors)
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) and found[name].dtype == tensors[name].dtype for name in tensors)
+    raw = bytearray(path.read_bytes())
+    assert entry == {"nbytes": len(raw), "crc32c": native.crc32c(torch.frombuffer(raw, dtype=torch.uint8))}
+    raw[len(raw) // 2] ^= 1
+    assert entry["crc32c"] != native.crc32c(torch.frombuffer(raw, dtype=torch.uint8))
+
+
+def test_files_of_one_save_take_turns_at_the_slots(tmp_path):
+    """Method: three files are started with two slots, of which the first two are not finished when the third is begun."""
+    slots, tensors = make_slots(1), some_tensors(5 * MIB)
+    assert slots.capacity_nbytes == 2 * SLOT_NBYTES
+    files = [start_file(tmp_path / str(index), tensors, slots, metadata={}) for index in range(3)]
+    entries = [file.finish() for file in files]
+    assert len({entry["crc32c"] for entry in entries}) == 1
+    assert all(torch.equal(load_file(tmp_path / str(index))["large"], tensors["large"]) for index in range(3))
+    assert slots.leased_nbytes == 0
+
+
+@pytest.mark.parametrize(("fault", "number"), [("eio", errno.EIO), ("enospc", errno.ENOSPC), ("hang", errno.ETIMEDOUT)])
+def test_a_disk_that_refuses_or_hangs_is_an_error_and_not_a_wait_for_a_slot(fault, number, tmp_path, monkeypatch):
+    """Method: every write from the second on fails or never ends, of a file that needs each of two slots three times."""
+    plan = native.FaultPlan()
+    plan.first_piece = 1
+    setattr(plan, fault, 1.0)
+    monkeypatch.setenv("INFINITY_IO_TIMEOUT", "0.5")
+    original = native.make_io_engine
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "make_io_engine", lambda **options: original(plan, **options))
+        with pytest.raises(infinity.StorageError) as raised:
+            written(tmp_path / "file", some_tensors(5 * SLOT_NBYTES), make_slots(1))
+    assert raised.value.errno == number and str(tmp_path) in str(raised.value)
+    written(tmp_path / "file", some_tensors(5 * SLOT_NBYTES), make_slots(1))  # the twin
+
+
+def test_a_bit_in_any_part_of_any_file_is_found(tmp_path, monkeypatch):
+    """Method: four files, checked in parts of 4 KiB; a bit is flipped in the first, the last or any other byte of one: its name is told.
+    Untouched they are right, the empty one too."""
+    monkeypatch.setattr(manifest, "READ_NBYTES", 4096)
+    sizes = {"a": 1, "b": 50_000, "c": 8192}
+    files = {
+        name: written(tmp_path / name, {"t": torch.randint(0, 256, (size,), dtype=torch.uint8)}) for name, size in sizes.items()
+    }
+    (tmp_path / "nothing").write_bytes(b"")
+    files["nothing"] = {"nbytes": 0, "crc32c": 0}
+    check_files(tmp_path, files)
+    for name in sizes:
+        whole = (tmp_path / name).read_bytes()
+        for at in (0, 4095, 4096, len(whole) // 2, len(whole) - 1):
+            if at < len(whole):
+                (tmp_path / name).write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :])
+                with pytest.raises(infinity.CorruptionError, match=f"{name} was changed"):
+                    check_files(tmp_path, files)
+        (tmp_path / name).write_bytes(whole[:-1])
+        with pytest.raises(infinity.CorruptionError, match="truncated"):
+            check_files(tmp_path, files)
+        (tmp_path / name).write_bytes(whole)
+    check_files(tmp_path, files)
