@@ -1,6 +1,7 @@
 #!/bin/sh
 # Builds the source distribution and a wheel for each Python from 3.11 to 3.13 that is here, gives the wheels manylinux tags with what they link
-# to inside (auditwheel), and loads each one's core in a clean environment without a compiler.
+# to inside (auditwheel), and loads each one's core in a clean environment without a compiler. Where the project's own environment has
+# that Python, its torch is borrowed, and the wheel trains a step.
 #   usage: build_wheels.sh <folder for the wheels>
 # What builds and repairs comes from the package index, into an environment of its own below that folder.
 set -eu
@@ -8,6 +9,8 @@ mkdir -p "$1"
 out=$(cd "$1" && pwd)
 project=$(cd "$(dirname "$0")/.." && pwd)
 export INFINITY_CUDA=0 PIP_DISABLE_PIP_VERSION_CHECK=1
+site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+lent=$(site "$project/.venv/bin/python" 2>/dev/null || true)
 
 found=0
 for version in 3.11 3.12 3.13; do
@@ -31,6 +34,10 @@ for version in 3.11 3.12 3.13; do
     "$python" -m venv "$place/clean"
     env -i PATH=/nowhere HOME="$place" "$place/clean/bin/python" -m pip install -q --no-deps --no-index "$wheel"
     (cd "$place" && env -i "$place/clean/bin/python" -c 'from infinity import _C, __version__; print("infinity", __version__, _C.simd_unit())')
+    case "$lent" in */python$version/*)
+        echo "$lent" > "$(site "$place/clean/bin/python")/borrowed.pth"
+        (cd "$place" && env -i PATH=/nowhere "$place/clean/bin/python" "$project/tools/first_step.py" "$(site "$place/clean/bin/python")") ;;
+    esac
     echo "$(basename "$wheel"): $(wc -c < "$wheel") bytes, loads without a compiler"
     rm -rf "$place"
     found=$((found + 1))

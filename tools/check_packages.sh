@@ -6,6 +6,7 @@ set -eu
 environment=$(cd "$1" && pwd)
 rm -rf "$2" && mkdir -p "$2"
 place=$(cd "$2" && pwd)
+tools=$(cd "$(dirname "$0")" && pwd)
 export INFINITY_CUDA=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 "$environment/bin/python" setup.py -q egg_info --egg-base "$place" sdist --dist-dir "$place" > "$place/sdist.log" 2>&1
@@ -22,21 +23,7 @@ for package in "$source_archive" "$place"/*.whl; do
     clean=$("$place/clean/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     echo "$borrowed" > "$clean/borrowed.pth"
     PATH="$environment/bin:$PATH" "$place/clean/bin/pip" install -q --no-deps --no-build-isolation --force-reinstall "$package"
-    (cd "$place" && "$place/clean/bin/python" - "$clean" <<'PYTHON'
-import sys
-
-import torch
-
-import infinity
-from infinity import native
-
-assert infinity.__file__.startswith(sys.argv[1]) and native._C.__file__.startswith(sys.argv[1]), infinity.__file__
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), {"params": "nvme", "optimizer": "nvme", "nvme_paths": ["."]})
-model(torch.ones(2, 8)).sum().backward()
-optimizer.step()
-PYTHON
-    )
+    (cd "$place" && "$place/clean/bin/python" "$tools/first_step.py" "$clean")
     "$place/clean/bin/infinity" --version
     echo "$(basename "$package") installs and trains"
 done

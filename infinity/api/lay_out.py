@@ -158,16 +158,13 @@ def shards_of_group(group: Group, group_of: dict, rule, optimizer, config: Confi
 def _spec_of(param: nn.Parameter, stepped: bool, rule, optimizer, config: Config) -> ShardSpec:
     wanted = cast("torch.dtype | None", config.param_dtype)
     dtype = wanted if wanted is not None and param.is_floating_point() else param.dtype
-    master = native.Master.OWN
-    if stepped and dtype != torch.float32 and config.master != "none":
-        split = config.master == "split" and dtype == torch.bfloat16
-        master = native.Master.SPLIT if split else native.Master.FLOAT32
-    return ShardSpec(
+    frozen = ShardSpec(
         wrapped_dtype=param.dtype,
         dtype=dtype,
-        master=master,
+        master=native.Master.OWN,
         grad_dtype=cast("torch.dtype | None", config.grad_dtype) or dtype,
         moment_dtype=MOMENT_DTYPES[config.moments],
-        moment_count=len(moment_names(rule, optimizer.param_groups)) if stepped else 0,
-        stepped=stepped,
+        moment_count=0,
+        stepped=False,
     )
+    return frozen.trained(config.master, len(moment_names(rule, optimizer.param_groups))) if stepped else frozen

@@ -1,7 +1,8 @@
 """integrations: what other libraries' training loops cost beside the bare loop, over one model at home.
 
 Each system trains a model of its own with its state on the host: the same batches, clipping and optimizer. They take turns, a few steps at
-a time, so that ratios are of pairs. The same loops without us stand beside them: what a library costs itself is not ours.
+a time, so that ratios are of pairs. The same loops without us stand beside them: what a library costs itself is not ours. What a user
+changes, and the seconds to a first step, are those of short scripts (:mod:`infinity.bench.first_steps`).
 """
 
 from __future__ import annotations
@@ -14,27 +15,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from .first_steps import HOME, rows_of
 from .results import Measured, row
 from .rounds import Times, alternate, paired
 from .settings import Settings
 
 STEPS, BATCH, LENGTH = 4, 2, 128
-HOME = {"params": "host", "optimizer": "host"}
 LIBRARIES = ("transformers", "accelerate", "lightning")
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows ``integrations.<library>`` and ``integrations.<library>.plain`` (tokens/s); their ratios ``loop`` are to the bare loop
-    with us, and to the one without."""
+    """Measures rows ``integrations.<library>`` and ``integrations.<library>.plain`` (tokens/s), whose ratios ``loop`` are to the bare loop
+    with us, and to the one without; and those of :func:`infinity.bench.first_steps.rows_of`. ``integrations.loop`` has the ratio
+    ``plain``, to the bare loop without us."""
     try:
         import accelerate  # noqa: F401
         import lightning  # noqa: F401
         import transformers
     except ImportError as error:
         return Measured([], [f"integrations: {error}"])
-    width = 512 if settings.scale >= 1 else 128
+    width, layers = (512, 8) if settings.scale >= 1 else (64, 2)
     config = transformers.LlamaConfig(
-        vocab_size=4096, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=8, num_attention_heads=8,
+        vocab_size=4096, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=8,
         max_position_embeddings=LENGTH,
     )  # fmt: skip
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4096, (STEPS * BATCH, LENGTH))]
@@ -47,13 +49,17 @@ def measure(settings: Settings) -> Measured:
         makers = {"loop": _loop, "transformers": _trainer, "accelerate": _accelerate, "lightning": _lightning}
         jobs = {(name, ours): make(model(), rows, folder, ours) for name, make in makers.items() for ours in (True, False)}
         named = alternate({f"{name}{'' if ours else '.plain'}": job for (name, ours), job in jobs.items()}, settings.rounds)
+        first_steps = rows_of(("loop", *LIBRARIES), folder, min(3, settings.rounds))
     found = Measured([])
     for name, times in named.items():
         loop = named["loop.plain" if name.endswith(".plain") else "loop"]
         ratios = {"loop": paired(times.wall, loop.wall)} if times is not loop else {}
+        if name == "loop":
+            ratios = {"plain": paired(times.wall, named["loop.plain"].wall)}
         found.rows.append(
             row(f"integrations.{name}", "tokens/s", [STEPS * BATCH * LENGTH / each for each in times.wall], ratios=ratios)
         )
+    found.rows += first_steps
     return found
 
 

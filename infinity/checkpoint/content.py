@@ -60,7 +60,8 @@ def unit_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
         if not engine.gradients.counts(handle):
             continue  # the ranks of the mesh hold it in common, and another one writes it
         for name in SAVED:
-            if name in handle.shard.arrays and (name in ("weight", "master") or handle.step):
+            wanted = name == "weight" or handle.step or (name == "master" and handle.grad is not None)
+            if name in handle.shard.arrays and wanted:
                 for number, (key, entry) in enumerate(_entries(engine, handle, name)):
                     if number == len(files):
                         files.append({})
@@ -114,7 +115,7 @@ def describe_parameter(handle: ParamHandle) -> dict[str, Any]:
         "shape": list(param.shape),  # of the global tensor
         "stride": list(_dense_stride(param) if is_distributed(param) else place.stride),
         "dtype": str(spec.dtype).removeprefix("torch."),
-        "master": spec.master.name if spec.stepped else None,
+        "master": spec.master.name if handle.grad is not None else None,  # of a shard that is stepped not every one may be
         "moments": str(spec.moment_dtype).removeprefix("torch."),
         "step": handle.step,
     }

@@ -160,7 +160,7 @@ def _load_units(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
     with SavedTensors(data, manifest) as saved, engine.store.writing_behind() as store:
         for handle in handles:
             step = manifest["parameters"][handle.name]["step"]
-            arrays = [name for name in handle.shard.arrays if name in ("weight", "master") or (step and name in SAVED)]
+            arrays = _saved_arrays(handle, step)
             coded = handle.shard.spec.moment_dtype == torch.uint8 and step
             if coded and not all(saved.has_part(name, handle.name, part_of_rank(handle)) for name in MOMENTS if name in arrays):
                 encoded_anew.append(handle.name)
@@ -168,6 +168,8 @@ def _load_units(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
                 arrays = [name for name in arrays if name in ("weight", "master")]
             for name in arrays:
                 _load_array(saved, store, engine, handle, name)
+            if handle.grad is None:
+                handle.shard.settle_master(store, handle.index, version=engine.step_index)
             _restore_step(store, engine, handle, step)
     if encoded_anew:
         logger.warning(
@@ -192,6 +194,12 @@ def _load_average(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
                 begin, end = (at - first for at in handle.shard.own_part("weight", handle.index))
                 average.write_own(handle, _read_run(saved, handle, "average", begin, end, average.dtype_of(handle)))
     average.resume(count)
+
+
+def _saved_arrays(handle: ParamHandle, step: int) -> list[str]:
+    """Names the arrays that a checkpoint has of a parameter after so many steps."""
+    saved = ("weight",) if handle.grad is None else SAVED if step else ("weight", "master")
+    return [name for name in handle.shard.arrays if name in saved]
 
 
 def _load_array(saved: SavedTensors, store: ArrayIO, engine: Engine, handle: ParamHandle, name: str) -> None:
@@ -275,9 +283,8 @@ def _check_complete(engine: Engine, manifest: dict[str, Any], data: Path) -> Non
             step = manifest["parameters"][handle.name]["step"]
             if type(step) is not int or not 0 <= step < MOST_STEPS:
                 raise ValueError(f"{handle.name} has taken {step!r} steps")
-            for array in handle.shard.arrays:
-                if array in ("weight", "master") or (step and array in SAVED):
-                    saved.check(array, handle.name, handle.shard.arrays[array].dtype)
+            for array in _saved_arrays(handle, step):
+                saved.check(array, handle.name, handle.shard.arrays[array].dtype)
     _check_average(engine, manifest, data)
 
 

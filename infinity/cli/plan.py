@@ -286,12 +286,12 @@ def draw(tiers: dict[str, dict]) -> str:
             width = (WIDTH - LEFT - 20) * nbytes / largest
             colour = next((colour for kind, colour in COLOURS.items() if what.startswith(kind)), OTHER_COLOUR)
             label = f"{what}, {format_nbytes(nbytes)}"
-            parts.append(f"<rect x='{x:.1f}' y='{y}' width='{max(0.5, width):.1f}' height='30' fill='{colour}' "
+            parts.append(f"<rect class='part' x='{x:.1f}' y='{y}' width='{max(0.5, width):.1f}' height='30' fill='{colour}' "
                          f"stroke='#fff'><title>{label}</title></rect>")  # fmt: skip
             if width > 7.5 * len(what):
                 parts.append(f"<text x='{x + 5:.1f}' y='{y + 19}' style='fill:#fff'>{what}</text>")
             x += width
         parts.append(f"<text x='{LEFT}' y='{y + 45}'>{format_nbytes(of_tier['nbytes'])}</text>")
-    style = "<style>text { font: 12px system-ui, sans-serif; fill: #444; }</style><rect width='100%' height='100%' fill='#fff'/>"
+    style = "<style>text { font: 12px system-ui, sans-serif; fill: #444; }</style><rect class='paper' width='100%' height='100%' fill='#fff'/>"
     height = 12 + ROW * len(tiers)
-    return f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}'>{style}{''.join(parts)}</svg>\n"
+    return f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}'>{style}{''.join(parts)}</svg>\n"

@@ -13,12 +13,24 @@ from typing import Any
 
 from ..errors import ConfigError
 
-WIDTH, HEIGHT, MARGIN = 860, 240, 56
+WIDTH, HEIGHT, MARGIN = 860, 240, 84
+WORDS = {"tier", "part", "edge"}  # columns that are not of numbers
+VIEWPORT = "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+# The rules for `svg` go over what the pictures say of themselves, which are light ones: here they are as dark as the page.
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 66rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; margin: .7rem 0 1.5rem; } td, th { padding: .2rem .8rem .2rem 0; text-align: left; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; } th { border-bottom: 1px solid #999; }
-svg { display: block; max-width: 100%; margin: .5rem 0 1.5rem; }
+:root { color-scheme: light dark; --paper: #fff; --ink: #222; --soft: #555; --line: #bbb; --curve: #1f6fb2; }
+@media (prefers-color-scheme: dark) { :root { --paper: #16181c; --ink: #e4e4e4; --soft: #b0b4ba; --line: #4a4e55; --curve: #6cb2eb; } }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; background: var(--paper); color: var(--ink); }
+h1 { font-size: 1.6rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
+.wide { overflow-x: auto; margin: .5rem 0 1.5rem; }
+table { border-collapse: collapse; white-space: nowrap; } td, th { padding: .2rem 1.5rem .2rem 0; text-align: left; }
+th { border-bottom: 1px solid var(--line); font-weight: 600; color: var(--soft); }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
+svg { display: block; width: 100%; min-width: 54rem; height: auto; }
+svg text { fill: var(--soft); } svg .paper { fill: var(--paper); } svg .part { stroke: var(--paper); }
+svg .axis { stroke: var(--line); } svg .curve { stroke: var(--curve); }
+@media (prefers-color-scheme: dark) { svg rect { fill-opacity: 1; } }
+@media (max-width: 40rem) { td, th { padding-right: .8rem; } }
 """
 
 
@@ -81,17 +93,18 @@ def page(found: dict[str, Any], timeline: str | None) -> str:
         title = f"Infinity: {Path(found['folder']).name}"
         parts = [f"<h1>{html.escape(title)}</h1>", _summary(found["ranks"][0], found["plans"][0])]
         if points := [(step, loss) for step, loss, _ in found["points"] if loss is not None]:
-            parts.append(f"<h2>Loss</h2>{curve(points)}")
-        parts.append(f"<h2>Memory map</h2><p>What the plan gave every tier.</p>{draw(_escaped(found['plans'][0]['tiers']))}")
-        parts.append(
-            "<h2>Ranks</h2>" + _table(("rank", "step", "tokens/s", "tier", "now", "peak", "planned"), _tiers(found["ranks"]))
-        )
+            parts.append(f"<h2>Loss</h2>{_wide(curve(points))}")
+        tiers = _escaped(found["plans"][0]["tiers"])
+        parts.append(f"<h2>Memory map</h2><p>What the plan gave every tier.</p>{_wide(draw(tiers))}")
+        parts.append(_table(("tier", "part", "planned"), _parts(found["plans"][0]["tiers"])))
+        parts.append(f"<h2>Ranks</h2>{_table(('rank', 'step', 'tokens/s'), _speeds(found['ranks']))}")
+        parts.append(_table(("rank", "tier", "now", "peak", "planned"), _tiers(found["ranks"])))
         parts.append(_table(("rank", "edge", "moved", "measured limit"), _edges(found["ranks"])))
         if timeline is not None:
-            parts.append(f"<h2>Timeline</h2>{timeline}")
+            parts.append(f"<h2>Timeline</h2>{_wide(timeline)}")
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{found['folder']} is not a run: {error!r}") from error
-    head = f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}</title><style>{STYLE}</style></head>"
+    head = f"<!doctype html><html lang='en'><head><meta charset='utf-8'>{VIEWPORT}<title>{html.escape(title)}</title><style>{STYLE}</style></head>"
     return f"{head}<body>{''.join(parts)}</body></html>\n"
 
 
@@ -114,15 +127,26 @@ def _summary(status: dict[str, Any], plan: dict[str, Any]) -> str:
     )
 
 
+def _parts(tiers: dict[str, Any]) -> list[tuple]:
+    from ..machine.sizes import format_nbytes
+
+    return [
+        (tier, what, format_nbytes(int(nbytes)))
+        for tier, of_tier in tiers.items() for what, nbytes in sorted(of_tier["parts"].items(), key=lambda part: -part[1]) if nbytes
+    ]  # fmt: skip
+
+
+def _speeds(ranks: list[dict]) -> list[tuple]:
+    return [(status["rank"], f"{int(status['step']):,}", f"{float(status['tokens_per_second']):,.0f}") for status in ranks]
+
+
 def _tiers(ranks: list[dict]) -> list[tuple]:
     from ..machine.sizes import format_nbytes
 
-    rows = []
-    for status in ranks:
-        for tier, of_tier in status["tiers"].items():
-            sizes = [format_nbytes(of_tier[f"{name}_nbytes"]) for name in ("charged", "peak", "planned")]
-            rows.append((status["rank"], status["step"], f"{float(status['tokens_per_second']):,.0f}", tier, *sizes))
-    return rows
+    return [
+        (status["rank"], tier, *(format_nbytes(of_tier[f"{name}_nbytes"]) for name in ("charged", "peak", "planned")))
+        for status in ranks for tier, of_tier in status["tiers"].items()
+    ]  # fmt: skip
 
 
 def _edges(ranks: list[dict]) -> list[tuple]:
@@ -135,9 +159,17 @@ def _edges(ranks: list[dict]) -> list[tuple]:
 
 
 def _table(header: tuple, rows: list[tuple]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td class='number'>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    marks = ["" if name in WORDS else " class='number'" for name in header]
+    head = "".join(f"<th{mark}>{html.escape(name)}</th>" for name, mark in zip(header, marks))
+    body = "".join(
+        "<tr>" + "".join(f"<td{mark}>{html.escape(str(cell))}</td>" for cell, mark in zip(row, marks)) + "</tr>" for row in rows
+    )
+    return _wide(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+
+
+def _wide(content: str) -> str:
+    """Puts ``content`` where it can be scrolled sideways: on a narrow screen a picture stays readable, and the page still."""
+    return f"<div class='wide'>{content}</div>"
 
 
 def curve(points: list[tuple[float, float]]) -> str:
@@ -153,8 +185,9 @@ def curve(points: list[tuple[float, float]]) -> str:
         f"<text x='{MARGIN - 6}' y='18' text-anchor='end'>{high:.4g}</text><text x='{MARGIN - 6}' y='{HEIGHT - 30}' text-anchor='end'>{low:.4g}</text>"
         f"<text x='{MARGIN}' y='{HEIGHT - 8}'>step {steps[0]:,.0f}</text><text x='{WIDTH - MARGIN}' y='{HEIGHT - 8}' text-anchor='end'>{steps[-1]:,.0f}</text>"
     )
+    axes = f"<path class='axis' d='M{MARGIN} 10V{HEIGHT - 28}H{WIDTH - MARGIN}' fill='none' stroke='#bbb'/>"
     style = "font-family='system-ui, sans-serif' font-size='12' fill='#444'"
     return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{HEIGHT}' {style}><polyline points='{places}' fill='none' "
-        f"stroke='#1f6fb2' stroke-width='1.5'/>{labels}</svg>"
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{HEIGHT}' viewBox='0 0 {WIDTH} {HEIGHT}' {style}>"
+        f"{axes}<polyline class='curve' points='{places}' fill='none' stroke='#1f6fb2' stroke-width='1.5'/>{labels}</svg>"
     )

@@ -23,7 +23,7 @@ from ..untrusted import parse_json, printable, read_text
 Interval = tuple[float, float]
 COMPUTE = ("forward", "backward")
 WIDTH, LANE_HEIGHT, MARGIN = 1000, 26, 110
-COLOURS = {"forward": "#2a8c4a", "backward": "#7a4fb0", "optimizer": "#8a6d1b", "stalled": "#c4511d"}
+COLOURS = {"step": "#8b9098", "forward": "#2a8c4a", "backward": "#7a4fb0", "optimizer": "#8a6d1b", "stalled": "#c4511d"}
 EDGE_COLOUR = "#1f6fb2"
 NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -171,13 +171,17 @@ def draw(events: list[dict]) -> str:
         for event in events:
             if event["lane"] == lane:
                 x, width = MARGIN + scale * (event["start"] - begin), max(0.4, scale * (event["end"] - event["start"]))
-                colour = "#bbb" if lane == "step" else COLOURS.get(lane, EDGE_COLOUR)
+                colour = COLOURS.get(lane, EDGE_COLOUR)
+                edge = (
+                    "class='part' stroke='#fff' " if lane == "step" else ""
+                )  # else they would be one bar: each begins where one ends
                 label = f"{NOT_IN_XML.sub('', event['name'])}, {1e3 * (event['end'] - event['start']):.1f} ms"
-                parts.append(f"<rect x='{x:.1f}' y='{y}' width='{width:.1f}' height='{LANE_HEIGHT - 6}' fill='{colour}' "
+                parts.append(f"<rect {edge}x='{x:.1f}' y='{y}' width='{width:.1f}' height='{LANE_HEIGHT - 6}' fill='{colour}' "
                              f"fill-opacity='.6'><title>{html.escape(label)}</title></rect>")  # fmt: skip
     height = 10 + len(lanes) * LANE_HEIGHT + 24
     for tenth in range(0, 11, 2):
         x = MARGIN + (WIDTH - MARGIN - 10) * tenth / 10
-        parts.append(f"<text x='{x:.0f}' y='{height - 6}' text-anchor='middle'>{(end - begin) * tenth / 10:.2f} s</text>")
-    style = "<style>text { font: 12px system-ui, sans-serif; fill: #444; }</style><rect width='100%' height='100%' fill='#fff'/>"
-    return f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}'>{style}{''.join(parts)}</svg>\n"
+        anchor = "middle" if tenth < 10 else "end"
+        parts.append(f"<text x='{x:.0f}' y='{height - 6}' text-anchor='{anchor}'>{(end - begin) * tenth / 10:.2f} s</text>")
+    style = "<style>text { font: 12px system-ui, sans-serif; fill: #444; }</style><rect class='paper' width='100%' height='100%' fill='#fff'/>"
+    return f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}'>{style}{''.join(parts)}</svg>\n"

@@ -32,7 +32,15 @@ class GradHomes:
     def rebuild(self) -> None:
         """Sends what is in memory home after an exception. Only while nothing is in flight."""
         self.queue.rebuild()
-        self._opened.rebuild()
+        self._opened.settle()
+
+    def settle(self) -> None:
+        """Sends what is opened to disk, and waits until it is there."""
+        self._opened.settle()
+
+    def stage_in(self, staging: native.PinnedPool | None) -> None:
+        """Opens gradients of disks in ``staging`` from now on; none may be open."""
+        self._opened.stage_in(staging)
 
     def is_remote(self, handle: ParamHandle) -> bool:
         """Tells whether the gradient is at home where the device cannot compute with it."""

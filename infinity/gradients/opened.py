@@ -60,6 +60,10 @@ class OpenedGrads:
         self._opened.move_to_end(shard)
         return opened.flat
 
+    def stage_in(self, staging: native.PinnedPool | None) -> None:
+        """Opens gradients in ``staging`` from now on; none may be open."""
+        self._staging = staging
+
     def close(self, shard: ParamShard) -> None:
         """Sends the gradients of ``shard`` to disk, if they were changed, and gives the slot back."""
         opened = self._opened.get(shard)
@@ -81,8 +85,8 @@ class OpenedGrads:
             self.close(oldest)
         return oldest is not None
 
-    def rebuild(self) -> None:
-        """Sends what is open to disk after an exception. Only while nothing is in flight."""
+    def settle(self) -> None:
+        """Sends what is open to disk, and waits until nothing has a slot any more."""
         for shard in list(self._opened):
             self.close(shard)
         if self._staging is not None:

@@ -67,6 +67,11 @@ class GradRecord:
         self._state = to
 
 
+def has_landed(handle: ParamHandle) -> bool:
+    """Tells whether a step would apply a gradient of the parameter; of one that is not stepped there is none."""
+    return handle.grad is not None and handle.grad.state is GradState.LANDED
+
+
 def refuse_torn(handle: ParamHandle) -> None:
     """Raises UsageError for a gradient that a failed backward left half done."""
     if handle.grad.state is GradState.TORN:

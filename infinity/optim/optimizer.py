@@ -75,14 +75,37 @@ class InfinityOptimizer(torch.optim.Optimizer):
         return OptimizerState(self._engine, self._rule, self.param_groups, self._moments)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises UsageError after wrapping: the new parameters have no home."""
-        if self._ready:
-            raise UsageError(
-                "add_param_group after wrap_model: the new parameters' state has no home. Give the optimizer all parameters before, those that "
-                "are to be trained later with requires_grad_(False): until then they are not stepped, and get no state. Or unwrap_model "
-                "first, add the group, and wrap again."
-            )
-        super().add_param_group(param_group)
+        """Steps the parameters of a further group from now on, as torch does: those that were at home as frozen ones so far. Room for their
+        state is taken where the plan has such state.
+
+        Raises UsageError, with nothing changed, for parameters that the engine does not have, for settings that the rule does not honour, and
+        in the middle of a step; CapacityError where there is no room.
+        """
+        if not self._ready:
+            super().add_param_group(param_group)
+            return
+        engine = self._engine
+        engine.check_alive()
+        engine.refuse_between("add_param_group()")
+        engine.refuse_averaged("add_param_group()")
+        with engine.using():
+            if engine.steps.streaming:
+                raise UsageError(
+                    "add_param_group inside `with optimizer.step_in_backward()`: add the group before it, or behind it"
+                )
+            before = len(self.param_groups)
+            try:
+                super().add_param_group(param_group)  # which checks it, and completes it
+                group = self.param_groups[before]
+            finally:
+                del self.param_groups[before:]
+            self.check_groups([group], "add_param_group()")
+
+            def then() -> None:
+                if all(each is not group for each in self.param_groups):
+                    self.param_groups.append(group)
+
+            engine.admit(group["params"], group=before, moment_count=len(self._moments), then=then)
 
     def check_groups(self, groups: list[dict[str, Any]], where: str) -> None:
         """Raises UsageError where ``groups``, which come from ``where``, ask for what the rule does not do."""

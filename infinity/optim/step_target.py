@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+import torch
+
 from .. import native
 from ..config.config import Config
 from ..distributed.collectives import Collectives
@@ -58,6 +60,9 @@ class StepTarget(Protocol):
 
     def release(self, units: Iterable[ParamUnit]) -> None:
         """Sends ``units`` home: their bytes there are about to change."""
+
+    def admit(self, params: Iterable[torch.Tensor], *, group: int, moment_count: int, then: Callable[[], None]) -> None:
+        """Steps, from now on, ``params`` as those of ``group``, and calls ``then``, or raises and changes nothing."""
 
     def count_backwards(self, count: int) -> None:
         """Sets how many backwards have ended since the last step."""

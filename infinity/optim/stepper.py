@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import native
-from ..gradients.record import GradState
+from ..gradients.record import GradState, has_landed
 from ..state.handle import ParamHandle, handle_of
 from ..state.shard import ParamShard
 from ..state.shard_arrays import Shadow
@@ -61,11 +61,11 @@ class Stepper:
             handles = [handle_of(param) for param in shard.params]
             shard.wait()
             for handle in handles if clip != 1.0 else ():
-                if handle.grad.state is GradState.LANDED and len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
+                if has_landed(handle) and len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
                     target.gradients.apply_factors(handle)  # there is no room for another
             after = target.gradients.homes.close_shard(shard)
             spans = list(self._spans(shard, handles, clip))
-            step = ShardStep(shard, [(h, h.step + 1) for h in handles if h.grad.state is GradState.LANDED])
+            step = ShardStep(shard, [(h, h.step + 1) for h in handles if has_landed(h)])
             shadow = shard.shadow
             if shadow is not None and shadow.ticket is not None and shadow.inputs == _inputs_of(spans):
                 step.shadow = shadow
@@ -125,7 +125,7 @@ class Stepper:
 
     @staticmethod
     def _has_landed(unit, shard: ParamShard) -> bool:
-        return any(h.shard is shard and h.grad.state is GradState.LANDED for h in unit.handles)
+        return any(h.shard is shard and has_landed(h) for h in unit.handles)
 
     def _plan_update(self, step: ShardStep, spans: list[Span], after: list[native.Ticket], *, label: int, version: int) -> None:
         """``spans`` of a shard are to be stepped: where its state is, and of state on the host a part on the device too."""
@@ -184,11 +184,10 @@ class Stepper:
         key, begin, end = None, 0, 0
         first = shard.own_slice[0]
         for handle in handles:
-            record = handle.grad
             low, high = shard.slice_part(handle.index)
-            landed = record.state is GradState.LANDED and low < high
-            group = self._target.group_of[handle]
-            current = (group, handle.step + 1, (*record.factors, *last)) if landed else None
+            current = None
+            if has_landed(handle) and low < high:
+                current = (self._target.group_of[handle], handle.step + 1, (*handle.grad.factors, *last))
             if current != key:
                 if key is not None:
                     yield begin, end, self._hyperparameters(*key)

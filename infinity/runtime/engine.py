@@ -35,6 +35,7 @@ from ..state.handle import ParamHandle
 from ..state.journal import Journal
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
+from .admission import admit
 from .joined_pass import JoinedPass
 from .parking import Parking
 from .passes import Passes
@@ -103,15 +104,8 @@ class Engine:
         self.reducer: Reducer | None = None
         if stepping and self.ranks.data_size > 1:
             trained = [unit for unit in self.units if any(shard.spec.stepped for shard in unit.shards)]
-            self.reducer = Reducer(
-                self.collectives,
-                trained,
-                self.gradients,
-                self.ledger,
-                self.schedule,
-                self.backward.landed_at_home,
-                self.steps_units_early,
-            )
+            tells = self.backward.landed_at_home, self.steps_units_early
+            self.reducer = Reducer(self.collectives, trained, self.gradients, self.ledger, self.schedule, *tells)
             self.gradients.reduce_with(self.reducer)
         self.activations = self._resources.make_activations()
         planned = self.activations is not None and self.activations.spare_nbytes is not None and self.config.micro_batch is None
@@ -282,6 +276,10 @@ class Engine:
         """Sends idle units home where the pass is over."""
         if not self.joined.is_open:
             self.prefetcher.release_idle()
+
+    def admit(self, params: Iterable[torch.Tensor], *, group: int, moment_count: int, then: Callable[[], None]) -> None:
+        """Steps ``params``, frozen until now, as the optimizer's ``group``. Raises UsageError or CapacityError with nothing changed."""
+        admit(self, self._resources, params, group=group, moment_count=moment_count, then=then)
 
     def count_backwards(self, count: int) -> None:
         """Sets how many backwards have ended since the last step."""

@@ -62,6 +62,29 @@ class LandingHook:
         self._registered.remove()
 
 
+class LandingHooks:
+    """The landing hooks of all parameters that are stepped, until :meth:`remove`."""
+
+    def __init__(self, engine: Running):
+        self._hooks: list[LandingHook] = []
+        self._late = engine.passes.landing_hooks if engine.ranks.tensor is not None else []
+        self._backward = weakref.ref(engine.backward)
+
+    def add(self, param: torch.Tensor) -> None:
+        """Hooks a parameter that is stepped from now on."""
+        self._hooks.append(LandingHook(param, self._landed))
+        self._late.append(self._hooks[-1])
+
+    def _landed(self, param: torch.Tensor) -> None:
+        if running := self._backward():
+            running.landed(param)
+
+    def remove(self) -> None:
+        """Takes all of them off. A second call does nothing."""
+        for hook in self._hooks:
+            hook.remove()
+
+
 def install_hooks(engine: Running, roots: Sequence[torch.nn.Module], owners: dict[torch.nn.Module, list[ParamUnit]]) -> list:
     """Installs hooks on ``roots``, every owner, and every stepped parameter. Returns what removes that, each any number of times."""
     removers: list = []
@@ -80,16 +103,10 @@ def install_hooks(engine: Running, roots: Sequence[torch.nn.Module], owners: dic
         removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         removers += [ScopedCall(engine, module), RefusedCopy(module)]
-    backward = weakref.ref(engine.backward)
-
-    def landed(param: torch.Tensor) -> None:
-        if running := backward():
-            running.landed(param)
-
+    landing = LandingHooks(engine)
     for unit in engine.units:
         for handle in unit.handles:
             if handle.grad is not None:
-                removers.append(LandingHook(handle.param, landed))
-                if engine.ranks.tensor is not None:
-                    engine.passes.landing_hooks.append(removers[-1])
-    return removers
+                landing.add(handle.param)
+    engine.passes.hook_later(landing.add)
+    return [*removers, landing]

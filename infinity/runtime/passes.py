@@ -36,6 +36,7 @@ class Passes:
         self.scopes = engine.scopes
         self.frames: list[Frame] = []
         self.backward = Backward(engine, self.frames)
+        self._hook: Callable[[torch.Tensor], None] | None = None  # hooks parameters that come later
         self.landing_hooks: list[LateHook] = []  # that are to run after every other, which a forward may have registered
 
     @property
@@ -53,6 +54,15 @@ class Passes:
         if torch._C._current_graph_task_id() != -1 or (self.frames and self.frames[-1].is_recomputed):
             return True
         return is_checkpoint(torch._C._autograd._top_saved_tensors_default_hooks(True))
+
+    def hook_later(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Has ``hook`` called with each parameter that is stepped from some later time on."""
+        self._hook = hook
+
+    def hook(self, param: torch.Tensor) -> None:
+        """Hooks a parameter that is stepped from now on."""
+        if self._hook is not None:
+            self._hook(param)
 
     # --- forward ---
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,13 +12,16 @@ from .. import native
 from ..config.config import Config
 from ..distributed.collectives import Collectives
 from ..distributed.data_ranks import DataRanks
-from ..errors import UsageError
+from ..errors import CapacityError, UsageError
 from ..machine import processors
 from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
-from ..planning.memory_plan import MemoryPlan
+from ..planning.memory_plan import LADDER, MemoryPlan
+from ..planning.memory_terms import GRADS_AT_ONCE
+from ..planning.slots import optimizer_slot_nbytes
+from ..planning.unit_sizes import UnitSize
 from ..state.unit import ParamUnit
 from ..storage.store import ShardStore
 from .activation_store import ActivationStore
@@ -54,8 +59,8 @@ class Resources:
 
     def __init__(self, config: Config, plan: MemoryPlan, units: list[ParamUnit], store: ShardStore):
         self._config, self._plan, self._store = config, plan, store
-        self._charges: list[native.Charge] = []
-        self._regions: list[native.Region] = []
+        self._charges: dict[tuple[Tier, str], native.Charge] = {}
+        self._regions: dict[str, native.Region] = {}
         for unit in units:
             tiers, kept, shadowed = plan.tiers_of(unit.index), plan.kept_of(unit.index), unit.index in plan.shadowed
             for shard in unit.shards:
@@ -67,21 +72,55 @@ class Resources:
         self._charge(Tier.HOST, plan.terms[Tier.HOST].get("checksums", 0), "checksums")
         for what in ("second slices", "gradients on their way", "optimizer slots", "staged weights"):
             self._charge(Tier.DEVICE, plan.terms[Tier.DEVICE].get(what, 0), what)
-        store.open(self._regions, staging=weights, past_host=plan.past_host_nbytes > 0)
+        store.open(list(self._regions.values()), staging=weights, past_host=plan.past_host_nbytes > 0)
 
     def _charge(self, tier: Tier, nbytes: int, what: str) -> None:
-        self._charges.append(self._store.ledger.reserve(tier, nbytes, what))
+        self._charges[tier, what] = self._store.ledger.reserve(tier, nbytes, what)
 
     def _region(self, nbytes: int, what: str) -> native.Region | None:
         if not nbytes:
             return None
         self._charge(Tier.HOST, nbytes, what)
-        self._regions.append(self._store.make_region(nbytes, copied=what != "optimizer slots"))
-        return self._regions[-1]
+        self._regions[what] = self._store.make_region(nbytes, copied=what != "optimizer slots")
+        return self._regions[what]
 
     def _pool(self, nbytes: int, what: str) -> native.PinnedPool | None:
         region = self._region(nbytes, what)
         return native.PinnedPool(region) if region is not None else None
+
+    def refit(self, sizes: Sequence[UnitSize]) -> bool:
+        """Makes optimizer slots and gradient staging as large as units of ``sizes`` want, as far as there is room. Returns whether there are
+        other slots now, which want another updater. Only while nothing is stepped and no gradient is in staging.
+
+        Raises CapacityError, with what was there, where not even the least fits.
+        """
+        shards, tiers = [shard for unit in sizes for shard in unit.shards], self._plan.tiers
+        grads = sorted((shard.nbytes("grad") for shard in shards), reverse=True)
+        wanted = [sum(grads[:count]) for count in (GRADS_AT_ONCE, 1)] if tiers["grad"] is Tier.NVME else [0]
+        if (staging := self._larger(wanted, self._plan.grad_staging_nbytes, "staged gradients")) is not None:
+            self.grad_staging = native.PinnedPool(staging)
+            self._plan = replace(self._plan, grad_staging_nbytes=staging.nbytes)
+        count = self._plan.slot_count
+        wanted = [count * optimizer_slot_nbytes(shards, tiers, rung.chunk) for rung in LADDER]
+        if (slots := self._larger(wanted, count * self._plan.slot_nbytes, "optimizer slots")) is None:
+            return False
+        self._slots, self._plan = slots, replace(self._plan, slot_nbytes=slots.nbytes // count)
+        return True
+
+    def _larger(self, wanted: Sequence[int], nbytes: int, what: str) -> native.Region | None:
+        """Makes memory of the first size in ``wanted`` that fits, largest first; None where ``nbytes``, which is there, is as good."""
+        for size in wanted:
+            if size <= nbytes:
+                return None
+            try:
+                region = self._region(size, what)
+            except CapacityError:
+                if size == wanted[-1]:
+                    raise
+                continue
+            self._store.ledger.accounts[Tier.HOST].planned_nbytes += size
+            return region
+        return None
 
     def make_updater(self) -> native.Updater:
         """Makes what steps shards on the processor, in threads of its own."""

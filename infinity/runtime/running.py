@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +37,12 @@ class Forwards(Protocol):
     """The forwards that are running."""
 
     landing_hooks: list[LateHook]
+
+    def hook_later(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Has ``hook`` called with each parameter that is stepped from some later time on."""
+
+    def hook(self, param: torch.Tensor) -> None:
+        """Hooks a parameter that is stepped from now on."""
 
     def enter(self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool) -> None:
         """Begins a forward of ``module``, which needs ``units``."""
@@ -96,6 +102,7 @@ class Running(ScopeOpener, Protocol):
     reducer: Reducer | None  # None: gradients are averaged with nobody
     prefetcher: Prefetcher
     group_of: dict[ParamHandle, int]  # the parameters that are stepped
+
     storages: dict[int, tuple[ParamUnit, torch.Tensor]]  # device buffers, by storage
 
     @property

@@ -109,6 +109,13 @@ class ParamShard(ShardArrays):
         for name, part in parts.items():
             store.write(self.arrays[name], begin, part, version=version)
 
+    def settle_master(self, store: ArrayIO, index: int, *, version: int) -> None:
+        """Makes parameter ``index``'s master, where there is one, what its weight at home is."""
+        begin, end = (at - self.own("weight")[0] for at in self.own_part("weight", index))
+        for at in range(begin, end if "master" in self.arrays else begin, ENCODED_AT_ONCE):
+            weight = store.read(self.weight, at, min(end, at + ENCODED_AT_ONCE))
+            store.write(self.arrays["master"], at, self.encode(weight)["master"], version=version)
+
     @property
     def hides_bits(self) -> bool:
         """Whether the masters have bits that the values, in the dtype they were wrapped with, do not show."""

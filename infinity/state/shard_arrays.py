@@ -148,6 +148,24 @@ class ShardArrays:
             if shadowed and self.spec.stepped and name != "grad":
                 self._beside[name] = store.allocate(array.tier, dtype, numel, f"{name} of {what}, updated ahead")
 
+    def allocate_missing(self, store: ShardStore, spec: ShardSpec, tiers: dict[str, Tier], what: str) -> dict[str, StateArray]:
+        """Allocates, after the wrap, zeroed arrays that ``spec`` has and this shard has not. Nothing uses them before :meth:`grow`."""
+        made: dict[str, StateArray] = {}
+        try:
+            for name, dtype in spec.array_dtypes().items():
+                if name not in self.arrays:
+                    begin, end = self.own(name)
+                    made[name] = store.allocate_later(tiers[name], dtype, end - begin, f"{name} of {what}")
+        except BaseException:
+            for array in made.values():
+                store.free_more(array)
+            raise
+        return made
+
+    def grow(self, spec: ShardSpec, arrays: dict[str, StateArray]) -> None:
+        """Makes this a shard of ``spec``, which has ``arrays`` besides (AT_HOME only). A second call does nothing."""
+        self.spec, self.arrays = spec, self.arrays | arrays
+
     # --- what is under way ---
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -28,6 +28,14 @@ class ShardSpec:
     moment_dtype: torch.dtype
     moment_count: int
     stepped: bool
+
+    def trained(self, master: str, moment_count: int) -> ShardSpec:
+        """Describes the same parameters as the optimizer steps them. ``master``: the configuration's."""
+        kind = native.Master.OWN
+        if self.dtype != torch.float32 and master != "none":
+            split = master == "split" and self.dtype == torch.bfloat16
+            kind = native.Master.SPLIT if split else native.Master.FLOAT32
+        return replace(self, master=kind, moment_count=moment_count, stepped=True)
 
     def array_dtypes(self) -> dict[str, torch.dtype]:
         """Maps the name of every array of such a shard to its dtype."""

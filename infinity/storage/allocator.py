@@ -144,6 +144,14 @@ class ArrayAllocator:
         self._places[array] = space
         return array
 
+    def allocate_later(self, tier: Tier, dtype: torch.dtype, numel: int, what: str) -> StateArray:
+        """Allocates a zeroed array as :meth:`allocate` does, after :meth:`open`; :meth:`free_more` gives it back."""
+        array = self.allocate_more(tier, numel * dtype.itemsize, what)
+        array.dtype, array.numel = dtype, numel
+        if array.flat is not None:
+            array.flat = array.flat.view(dtype)
+        return array
+
     def free_more(self, array: StateArray, *, after: Sequence[native.Ticket] = ()) -> None:
         """Gives back what :meth:`allocate_more` gave. Space on disk is taken anew once the transfers ``after`` are over."""
         if array.tier is Tier.NVME:

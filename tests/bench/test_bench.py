@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.bench import report, results
+from infinity.bench import first_steps, report, results
 from infinity.bench.rounds import Times, alternate, paired
 from infinity.cli import main
 from infinity.errors import ConfigError
@@ -82,6 +82,7 @@ def test_jobs_of_a_gpu_run_without_one(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("theme, expected", [
     ("train", {"train.compute", "train.plain", "train.infinity_nvme.peak", "train.infinity_host.held"}),
     ("train_ways", {"train.clip.ahead.infinity_nvme", "train.micro8.plain", "train.units8.infinity_host"}),
@@ -89,6 +90,8 @@ def test_jobs_of_a_gpu_run_without_one(tmp_path):
     ("tiling", {"tiling.width.64", "tiling.head.tiles.grown"}),
     ("disks", {"disks.one", "disks.unit", "disks.units8", "disks.ranks8", "disks.slow_one"}),
     ("startup", {"startup.host.inference", "startup.nvme.training"}),
+    ("integrations", {f"integrations.{name}{what}" for name in ("loop", "transformers", "accelerate", "lightning")
+                      for what in ("", ".plain", ".first_step", ".lines", ".options")}),
 ])  # fmt: skip
 def test_end_to_end_themes_run_with_small_models(tmp_path, theme, expected):
     """Method: the whole theme with a model of a few thousand parameters, without rivals."""
@@ -211,3 +214,13 @@ def test_what_is_no_result_is_refused_by_name(tmp_path_factory, path, odd):
         report.write(folder, folder / "page.html")
     except ConfigError as error:
         assert "odd.json" in str(error)
+
+
+@pytest.mark.parametrize("name", first_steps.RECIPES)
+def test_a_recipe_changes_three_lines_at_most(name):
+    """Method: both scripts of a recipe are Python, and what only ours has is counted against the plain one, line by line."""
+    ours, plain = (first_steps.script(name, ours=each).splitlines() for each in (True, False))
+    for script in (ours, plain):
+        compile("\n".join(script), name, "exec")
+    assert first_steps.lines_changed(name) == sum(line not in plain for line in ours) <= 3
+    assert "infinity" in "\n".join(ours) and "nfinity" not in "\n".join(plain)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 
+import browser
 import pytest
 import torch
 from torch import nn
@@ -12,8 +13,9 @@ from torch import nn
 import infinity
 from infinity.cli import main
 from infinity.machine import run_files
+from infinity.machine.sizes import format_nbytes
 
-VOID = {"meta", "br", "rect", "polyline"}
+VOID = {"meta", "br", "rect", "polyline", "path"}
 
 
 @pytest.fixture
@@ -106,7 +108,7 @@ class Page(HTMLParser):
 
 
 def test_the_report_is_one_page_with_everything_in_it(watched, tmp_path, capsys):
-    """Method: no browser is here; the page is parsed as HTML: every tag is closed, nothing is loaded, and the pictures are there."""
+    """Method: the page is parsed as HTML: every tag is closed, nothing is loaded, and the pictures are there."""
     out = tmp_path / "page.html"
     assert main(["report", "--out", str(out)]) == 0 and capsys.readouterr().out.strip() == str(out)
     page = Page(out.read_text())
@@ -137,3 +139,82 @@ def test_a_run_of_another_kind_is_refused(tmp_path, capsys):
         run_files.write(tmp_path, kind, 0, {"tiers": 3})
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
     assert "is not a run" in capsys.readouterr().err
+
+
+# Of every picture: what its rectangles say, where they are drawn, and the room that they are drawn in. Beside that, what is readable.
+LOOK = """
+(() => {
+  const box = (element) => { const { x, y, width, height } = element.getBoundingClientRect(); return { x, y, width, height }; };
+  const luminance = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255)
+    .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, part, index) => sum + part * [0.2126, 0.7152, 0.0722][index], 0);
+  const contrast = (a, b) => { const [low, high] = [luminance(a), luminance(b)].sort((x, y) => x - y); return (high + 0.05) / (low + 0.05); };
+  const style = (element, name) => getComputedStyle(element)[name];
+  const paper = style(document.body, "backgroundColor");
+  const texts = [...document.querySelectorAll("h1, h2, p, th, td")].map((each) => style(each, "color"));
+  const labels = [...document.querySelectorAll("svg text:not([style])")].map((each) => style(each, "fill"));
+  return {
+    across: [document.documentElement.scrollWidth, document.documentElement.clientWidth],
+    contrasts: [...texts, ...labels].map((colour) => contrast(colour, paper)),
+    papers: [...document.querySelectorAll("svg .paper")].map((each) => contrast(style(each, "fill"), paper)),
+    pictures: [...document.querySelectorAll("h2")].filter((each) => each.textContent != "Ranks").map((heading) => {
+      let place = heading.nextElementSibling;
+      while (!place.querySelector("svg")) place = place.nextElementSibling;
+      const svg = place.querySelector("svg");
+      return {
+        name: heading.textContent, ...box(svg),
+        texts: [...svg.querySelectorAll("text")].map((each) => ({ text: each.textContent, ...box(each) })),
+        bars: [...svg.querySelectorAll("rect:has(title)")].map((each) => ({ title: each.textContent, ...box(each) })),
+        line: box(svg.querySelector("polyline") ?? svg),
+      };
+    }),
+  };
+})()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser.BINARY is None, reason="no chromium here: apt-get install chromium")
+def test_the_report_is_drawn_by_a_browser_without_a_network(watched, tmp_path):
+    """Method: the page in a headless browser, wide and narrow, light and dark: nothing is complained of, nothing but the page is asked
+    for, every bar and label lies inside its picture, the bars of the memory map are as long as this run's plan says, the timeline has
+    the three steps, text stands out from its ground, and the page itself needs no scrolling sideways."""
+    page = tmp_path / "page.html"
+    assert main(["report", "--out", str(page)]) == 0
+    tiers = next(run_files.read(watched, run_files.PLAN))["tiers"]
+    planned = {f"{what}, {format_nbytes(nbytes)}" for of_tier in tiers.values() for what, nbytes in of_tier["parts"].items()}
+    largest = max(nbytes for of_tier in tiers.values() for nbytes in of_tier["parts"].values())
+    with browser.browsing(tmp_path) as shown:
+        for width, dark in ((1200, False), (1200, True), (390, False), (390, True)):
+            shown.open(page, width=width, dark=dark)
+            look = shown.evaluate(LOOK)
+            assert shown.complaints == [] and shown.requests == [page.as_uri()]
+            assert look["across"][0] <= look["across"][1] and min(look["contrasts"]) >= 4.5 and set(look["papers"]) == {1}
+            loss, memory, timeline = look["pictures"]
+            assert [loss["name"], memory["name"], timeline["name"]] == ["Loss", "Memory map", "Timeline"]
+            for picture in look["pictures"]:
+                for each in (*picture["bars"], *picture["texts"], picture["line"]):
+                    right, bottom = picture["x"] + picture["width"], picture["y"] + picture["height"]
+                    assert picture["x"] - 1 <= each["x"] and each["x"] + each["width"] <= right + 1, (picture["name"], each)
+                    assert picture["y"] - 1 <= each["y"] and each["y"] + each["height"] <= bottom + 1, (picture["name"], each)
+            assert {bar["title"] for bar in memory["bars"]} == planned
+            longest = max(bar["width"] for bar in memory["bars"])
+            for bar in memory["bars"]:
+                nbytes = next(
+                    n for t in tiers.values() for what, n in t["parts"].items() if f"{what}, {format_nbytes(n)}" == bar["title"]
+                )
+                assert bar["width"] == pytest.approx(longest * nbytes / largest, abs=2)
+            assert {bar["title"].partition(",")[0] for bar in timeline["bars"]} >= {"step 1", "step 2", "step 3"}
+            assert loss["line"]["width"] > loss["width"] / 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser.BINARY is None, reason="no chromium here: apt-get install chromium")
+def test_a_page_that_fails_and_loads_is_seen(tmp_path):
+    """The twin: a page with an error, a word on the console, and a picture from elsewhere."""
+    page = tmp_path / "page.html"
+    page.write_text("<img src='http://example.invalid/a.png'><script>console.log('here'); nowhere()</script>")
+    with browser.browsing(tmp_path) as shown:
+        shown.open(page)
+        assert {"Runtime.consoleAPICalled", "Runtime.exceptionThrown"} <= {kind for kind, _ in shown.complaints}
+        assert shown.requests == [page.as_uri(), "http://example.invalid/a.png"]

@@ -5,40 +5,23 @@ Method: the same run twice, ours with everything on disk, on rows of a `datasets
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sft_cases import texts, tokenizer
 from trainer_cases import SEED, arguments, assert_same, llama, on_disk
 
 import infinity
 from infinity.runtime.registry import is_wrapped
 
 trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
+pytest.importorskip("datasets")
 
 from infinity.integrations import InfinityDPOTrainer, InfinitySFTTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<s>", "</s>", "<pad>", *(f"w{i}" for i in range(64))]
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-
-
-def texts(**lengths: int) -> Any:
-    drawn = random.Random(SEED)
-    return datasets.Dataset.from_list(
-        [{name: "".join(f" w{drawn.randrange(64)}" for _ in range(n)) for name, n in lengths.items()} for _ in range(12)]
-    )
 
 
 def run(kind: type, folder: Path, arguments_of: type, data: Any, more: dict[str, Any], **changes: Any) -> Any:

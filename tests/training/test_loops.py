@@ -57,14 +57,6 @@ def test_gradual_unfreezing_is_the_same(home, tmp_path):
     assert len(optimizer.state_dict()["state"]) == len(grouped.state_dict()["state"])
 
 
-def test_a_group_that_is_added_later_is_refused_with_the_remedy(tmp_path):
-    model = transformer(SEED, width=32, blocks=2)
-    optimizer = torch.optim.AdamW(model.blocks.parameters())
-    _, optimizer = infinity.wrap_model(model, optimizer, at_home("host", "host", tmp_path))
-    with pytest.raises(infinity.UsageError, match="requires_grad_"):
-        optimizer.add_param_group({"params": [model.positions]})
-
-
 def test_embeddings_grow_before_wrapping_and_not_after(tmp_path):
     """Method: transformers' resize_token_embeddings; before, training is plain torch's, with the new rows; after, the error names the way,
     which works."""

@@ -1,0 +1,203 @@
+"""admit: steps parameters from some time after the wrap on, which the engine has held as frozen ones until then.
+
+latecomer   a parameter that is admitted
+growth      the arrays that a shard with latecomers lacks. They are flat as the others are, so there is room for all of its parameters;
+            stepped are the latecomers
+
+All that can fail is done first and changes nothing. What is changed then is changed to its end, whatever interrupts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from .. import native
+from ..config.config import Config
+from ..errors import CapacityError, UsageError
+from ..machine.sizes import format_nbytes
+from ..machine.tiers import Tier
+from ..optim.updates import Updates
+from ..planning.budgets import measured_free
+from ..planning.memory_plan import MemoryPlan, term_of
+from ..planning.unit_sizes import ShardSize, UnitSize
+from ..state.handle import ParamHandle, handle_of, raw_grad
+from ..state.shard import ParamShard
+from ..state.shard_spec import ShardSpec
+from ..state.unit import ParamUnit
+from ..storage.arrays import ArrayIO, StateArray
+from .resources import Resources
+from .running import Running
+from .weight_average import WeightAverage
+
+INSTEAD = (
+    "Give the optimizer all parameters before wrap_model, and freeze those that are trained later with requires_grad_(False): what is frozen "
+    "gets no step. Or unwrap_model first, add the group, and wrap again."
+)
+ZEROED_AT_ONCE = 4 * 1024 * 1024  # elements
+
+
+class Admitting(Running, Protocol):
+    """The engine, as what admits parameters to its optimizer sees it."""
+
+    config: Config
+    plan: MemoryPlan
+    sizes: list[UnitSize]
+    updates: Updates
+    average: WeightAverage | None
+
+    @property
+    def computing(self) -> bool:
+        """Whether a forward or backward of the model is running."""
+
+    def wait_idle(self) -> None:
+        """Waits until every byte is at home."""
+
+    def release(self, units: Iterable[ParamUnit]) -> None:
+        """Sends ``units`` home."""
+
+
+@dataclass
+class Growth:
+    """What a shard gets."""
+
+    unit: ParamUnit
+    spec: ShardSpec
+    arrays: dict[str, StateArray] = field(default_factory=dict)
+
+
+def admit(
+    engine: Admitting,
+    resources: Resources,
+    params: Iterable[torch.Tensor],
+    *,
+    group: int,
+    moment_count: int,
+    then: Callable[[], None],
+) -> None:
+    """Does what :meth:`Engine.admit` says."""
+    handles = _latecomers(engine, params)
+    growths = {
+        handle.shard: Growth(handle.unit, handle.shard.spec.trained(engine.config.master, moment_count))
+        for handle in handles if not handle.shard.spec.stepped
+    }  # fmt: skip
+    sizes = [_grown(size, unit, growths) for size, unit in zip(engine.sizes, engine.units)]
+    engine.wait_idle()
+    engine.gradients.homes.settle()
+    engine.release(engine.units)
+    _check_room(engine, growths)
+    try:
+        for shard, growth in growths.items():
+            _allocate(engine, shard, growth)
+        is_refitted = resources.refit(sizes)
+        updater = resources.make_updater() if is_refitted else None
+    except BaseException:
+        for growth in growths.values():
+            for array in growth.arrays.values():
+                engine.store.free_more(array)
+        raise
+    plan = replace(engine.plan, terms=_terms(engine.plan, growths))
+
+    def change() -> None:
+        if updater is not None and engine.updates.updater is not updater:
+            engine.updates.use(updater, engine.device, engine.plan.device_slot_nbytes)
+        engine.gradients.homes.stage_in(resources.grad_staging)
+        for shard, growth in growths.items():
+            shard.grow(growth.spec, growth.arrays)
+        for handle in handles:
+            if handle.grad is None:
+                engine.passes.hook(handle.param)
+                engine.gradients.track(handle)
+            engine.group_of[handle] = group
+        engine.sizes, engine.plan = sizes, plan
+        then()
+
+    native.insist(change)
+
+
+def _latecomers(engine: Admitting, params: Iterable[torch.Tensor]) -> list[ParamHandle]:
+    """Returns the handles of ``params``. Raises UsageError where one of them, or the engine as it is, allows no admission."""
+    if engine.computing:
+        raise UsageError("add_param_group inside a forward or backward of the model: add the group between two of them")
+    handles = []
+    for param in params:
+        handle = handle_of(param)
+        if handle is None or handle.engine is not engine:
+            raise UsageError(
+                f"add_param_group: a parameter of shape {tuple(param.shape)} is not one that wrap_model has taken home with this optimizer, so "
+                f"its state has no home. {INSTEAD}"
+            )
+        if raw_grad(param) is not None:
+            raise UsageError(f"add_param_group: {handle.name} has a gradient from before: set it to None first")
+        handles.append(handle)
+    if not engine.ranks.alone:
+        raise UsageError(f"add_param_group after wrap_model, with several ranks: not available in this version. {INSTEAD}")
+    if not engine.device.is_host:
+        raise UsageError(
+            f"add_param_group after wrap_model, computing on {engine.device.where}: not available in this version. {INSTEAD}"
+        )
+    if engine.average is not None:
+        raise UsageError(
+            "add_param_group: the average of this model does not have these parameters. Make infinity.ema or swa afterwards."
+        )
+    return handles
+
+
+def _grown(size: UnitSize, unit: ParamUnit, growths: Mapping[ParamShard, Growth]) -> UnitSize:
+    shards = zip(size.shards, unit.shards)
+    return replace(size, shards=tuple(replace(one, spec=growths[shard].spec) if shard in growths else one for one, shard in shards))
+
+
+def _sizes(plan: MemoryPlan, growths: Mapping[ParamShard, Growth]) -> list[tuple[Tier, str, int]]:
+    """Lists tier, array name and bytes of every array that is missing."""
+    found = []
+    for shard, growth in growths.items():
+        tiers, size = plan.tiers_of(growth.unit.index), ShardSize(growth.spec, shard.layout.numel)
+        found += [(tiers[name], name, size.nbytes(name)) for name in growth.spec.array_dtypes() if name not in shard.arrays]
+    return found
+
+
+def _check_room(engine: Admitting, growths: Mapping[ParamShard, Growth]) -> None:
+    """Raises CapacityError where what is free does not hold the growth. Budgets are the ledger's to keep."""
+    needed: dict[Tier, int] = {}
+    for tier, _, nbytes in _sizes(engine.plan, growths):
+        shared = Tier.HOST if tier is Tier.DEVICE else tier  # one memory: the processor computes
+        needed[shared] = needed.get(shared, 0) + nbytes
+    for tier, nbytes in needed.items():
+        free = measured_free(tier, engine.config, engine.device)
+        if nbytes > free:
+            raise CapacityError(
+                f"add_param_group: gradients and optimizer state of {len(growths)} shards need {format_nbytes(nbytes)} on {tier}, of which "
+                f"{format_nbytes(free)} may be used. Give them a farther home, Config(optimizer='nvme', nvme_paths=[...]), or free as much."
+            )
+
+
+def _terms(plan: MemoryPlan, growths: Mapping[ParamShard, Growth]) -> dict[Tier, dict[str, int]]:
+    terms = {tier: dict(of_tier) for tier, of_tier in plan.terms.items()}
+    for tier, name, nbytes in _sizes(plan, growths):
+        terms[tier][term_of(name)] = terms[tier].get(term_of(name), 0) + nbytes
+    return terms
+
+
+def _allocate(engine: Admitting, shard: ParamShard, growth: Growth) -> None:
+    """Makes the arrays: moments are zero, masters hold what the weights are."""
+    store, unit = engine.store, growth.unit
+    growth.arrays = shard.allocate_missing(store, growth.spec, engine.plan.tiers_of(unit.index), f"unit {unit.name}")
+    for name, array in growth.arrays.items():
+        if name == "master" and growth.spec.master == native.Master.FLOAT32:
+            make: Callable[[int, int], torch.Tensor] = partial(_masters, store, shard)
+        elif array.tier is Tier.NVME:  # space that something else had before
+            make = lambda begin, end, dtype=array.dtype: torch.zeros(end - begin, dtype=dtype, device="cpu")
+        else:
+            continue
+        for begin in range(0, array.numel, ZEROED_AT_ONCE):
+            end = min(array.numel, begin + ZEROED_AT_ONCE)
+            store.write(array, begin, make(begin, end), version=engine.steps.index)
+
+
+def _masters(store: ArrayIO, shard: ParamShard, begin: int, end: int) -> torch.Tensor:
+    return store.read(shard.weight, begin, end).to(torch.float32)
