@@ -278,7 +278,7 @@ class Reducer:
                     else:
                         self._undecided.append(handle)
 
-        pending = self._collectives.reduce(whole, what, done)
+        pending = shard.collectives.reduce(whole, what, done)
         if not self._ranks.keeps_gradients:
             pending.release = charge.release
         self._finish()

@@ -169,9 +169,7 @@ class Prefetcher:
         until a pass's traces agree nothing is gathered before it is used.
         """
         unit = self.units[index] if index is not None else None
-        if unit is None or not self._collectives.traces_agree:
-            return None
-        if unit.residency in (Residency.RESIDENT, Residency.GATHERING):
+        if unit is None or not self._collectives.traces_agree or unit.residency in (Residency.RESIDENT, Residency.GATHERING):
             return None
         if unit.is_staged_from_disk and unit.residency is Residency.STORED:
             return None
@@ -183,7 +181,8 @@ class Prefetcher:
         if self._resident_nbytes() + unit.weight_nbytes > self._window.nbytes:
             return None
         self._stage(unit)
-        self._before_gather()
+        if unit.is_sliced:
+            self._before_gather()
         least = unit.start_gather(self._store, self._ledger, offered=offered)
         self._resident[unit] = None
         return least
@@ -229,7 +228,8 @@ class Prefetcher:
     def _bring(self, unit: ParamUnit, offered: int) -> int | None:
         self._stage(unit)
         self._make_room(unit)
-        self._before_gather()
+        if unit.is_sliced:
+            self._before_gather()
         least = unit.start_gather(self._store, self._ledger, offered=offered)
         self._resident[unit] = None
         self._finish(unit)
