@@ -24,6 +24,7 @@ from ..machine.tiers import Tier
 from ..planning.budgets import measured_free
 from ..planning.plan import check_folders
 from ..state.dtensors import describe_placements, is_common, is_distributed, local_of
+from ..state.experts import divided_parameters
 from ..state.handle import raw_grad
 from ..state.partition import is_managed
 from ..state.shared import is_shared
@@ -95,7 +96,9 @@ def tell_of_other_values(model: nn.Module, collectives: Collectives) -> None:
     if collectives.ranks.data_size == 1:
         return
     with collectives.together("comparing the values"):
-        mine = _samples({name: local_of(param) for name, param in model.named_parameters() if is_managed(param)})
+        apart = {param for module in model.modules() for param in divided_parameters(module)}
+        common = {name: local_of(param) for name, param in model.named_parameters() if is_managed(param) and param not in apart}
+        mine = _samples(common)
     everyones = collectives.collect(mine, "samples of the values", collectives.ranks.data_channels)
     others = sorted({name for theirs in everyones for name, digest in theirs.items() if digest != everyones[0].get(name)})
     if others and collectives.ranks.is_first:

@@ -19,6 +19,7 @@ from ..errors import ConfigError, UsageError
 from ..machine.sizes import format_nbytes
 from ..optim.optimizer import InfinityOptimizer
 from ..state.dtensors import check_placements, is_distributed, local_of, ranks_over
+from ..state.experts import divided_parameters
 from ..state.handle import handle_of
 from ..state.partition import is_managed, parameter_names
 
@@ -69,8 +70,12 @@ def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) ->
         if is_distributed(buffer):
             raise ConfigError(f"buffer {name} is a DTensor: buffers have to be whole on every rank; take buffer.full_tensor()")
     members = ranks.tensor.ranks if ranks.tensor is not None else [ranks.world_rank]
+    divided = {param for module in model.modules() for param in divided_parameters(module)}
     for name, param in distributed.items():
         over = ranks_over(param)
+        if param in divided:
+            _check_divided(name, over, ranks)
+            continue
         if len(over) == parts > 1 and sorted(over) != sorted(members):
             raise ConfigError(
                 f"parameter {name} is cut over ranks {over}, but the tp axis of the mesh that wrap_model was "
@@ -87,11 +92,23 @@ def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) ->
     is_cut = parts > 1 or bool(distributed)
     stages = ranks.stages.size if ranks.stages is not None else 1
     of = f"tensor parallelism (tp={parts})" if is_cut else f"pipeline parallelism (pp={stages})"
+    if ranks.experts is not None:
+        of = f"divided experts (ep={len(ranks.experts.over)})"
     for field, instead in (("micro_batch", "use a smaller batch, or recompute blocks with torch's checkpoint"),
                            ("speculate", "leave it out: updates still overlap with the next forward"),
                            ("recompute", "use torch's checkpoint, or the model's gradient_checkpointing_enable()")):  # fmt: skip
         if getattr(config, field):
             raise ConfigError(f"{field}: not available with {of} in this version: {instead}")
+
+
+def _check_divided(name: str, over: list[int], ranks: DataRanks) -> None:
+    """Raises ConfigError for a parameter of divided experts that is cut ``over`` other ranks than the mesh says."""
+    members = list(ranks.experts.over) if ranks.experts is not None else [ranks.world_rank]
+    if sorted(over) != sorted(members):
+        raise ConfigError(
+            f"the experts of {name} are divided among ranks {over}, but the ep axis of the mesh that wrap_model was given has ranks {members} here: give "
+            "it the mesh of the whole job, with the axis ep that expert_parallel was given"
+        )
 
 
 def _check_adapters(model: nn.Module) -> None:

@@ -58,8 +58,10 @@ def full_params(
             )
         for copy in edited.values():
             copy.check_unchanged_at_home()
-        if writeback and engine.ranks.data_size > 1:
-            engine.collectives.same(f"leaving full_params with {len(edited)} edited", *(copy.tensor for copy in edited.values()))
+        views = dict.fromkeys((engine.collectives, engine.collectives.of_experts))
+        for collectives in views if writeback and engine.ranks.data_size > 1 else ():
+            values = [copy.tensor for copy in edited.values() if copy.handle.shard.collectives is collectives]
+            collectives.same(f"leaving full_params with {len(values)} edited", *values)
         if writeback and engine.ranks.tensor is not None:
             common = [copy.tensor for copy in edited.values() if is_common(copy.handle.param)]
             engine.collectives.same(f"leaving full_params with {len(common)} edited that all have", *common, over_tensors=True)

@@ -73,7 +73,8 @@ class Initialiser:
     def _initialise(self, module: nn.Module, waiting: list[torch.Tensor], resets: list[Callable], init) -> None:
         """Runs the initialisation of ``module`` itself. It may set what its children have set before."""
         reach = list(module.modules()) if resets else [module, *module.children()]
-        params = {param for each in reach for param in each.parameters(recurse=False)}
+        # In one order on all ranks, which meet for every value that is sent or read.
+        params = dict.fromkeys(param for each in reach for param in each.parameters(recurse=False))
         lent = [param for param in params if param in self._empty]
         for param in lent:
             give_storage(param)
@@ -82,7 +83,7 @@ class Initialiser:
         buffers = {tensor for each in reach for tensor in each.buffers(recurse=False)}
         given = {
             tensor: tensor.clone()
-            for tensor in (*buffers, *(params - set(lent)))
+            for tensor in (*buffers, *(params.keys() - set(lent)))
             if tensor not in self._unfilled and not tensor.is_meta
         }
         self._overwritten += given.items()

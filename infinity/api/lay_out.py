@@ -147,6 +147,7 @@ def groups_of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[torch.T
 def shards_of_group(group: Group, group_of: dict, rule, optimizer, config: Config, collectives: Collectives) -> list[ParamShard]:
     """Makes one shard per kind of parameter in the group; inside one, parameters of an optimizer group are neighbours."""
     by_spec: dict[ShardSpec, list[nn.Parameter]] = {}
+    collectives = collectives.of_experts if group.is_divided else collectives
     for param in group.params:
         spec = _spec_of(param, param in group_of, rule, optimizer, config)
         by_spec.setdefault(spec, []).append(param)

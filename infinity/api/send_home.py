@@ -22,14 +22,14 @@ class Homes:
     """Takes values home and back before the parameters know of the engine."""
 
     def __init__(self, engine: Engine, store: ArrayIO):
-        self._store = store
+        self._store, self._collectives = store, engine.collectives
         shards = [shard for unit in engine.units for shard in unit.shards]
         self._places = {param: (shard, index) for shard in shards for index, param in enumerate(shard.params)}
 
     def send(self, param: nn.Parameter, begin: int, values: torch.Tensor, *, drawn: bool) -> None:
         shard, index = self._places[param]
         if drawn:  # at random, by every rank for itself
-            values = shard.collectives.broadcast(values.clone(), "the initial values", over_tensors=True)
+            values = self._collectives.broadcast(values.clone(), "the initial values", over_tensors=True)
         if not is_distributed(param):
             shard.write_first_values(self._store, index, begin, values)
             return
@@ -72,7 +72,6 @@ class Homes:
 
 @torch.no_grad()
 def send_shard_home(
-    collectives: Collectives,
     store: ArrayIO,
     shard: ParamShard,
     optimizer: torch.optim.Optimizer | None,
@@ -81,6 +80,7 @@ def send_shard_home(
     done: set[nn.Parameter],
 ) -> None:
     """Copies values (but of those that are ``done``), moments and gradients to the shard's homes."""
+    collectives = shard.collectives
     for index, param in enumerate(shard.params):
         if not local_of(param).numel():
             continue

@@ -36,6 +36,7 @@ from ..runtime.engine import Engine
 from ..runtime.hooks import install_hooks
 from ..runtime.registry import RECORD, Wrapped
 from ..state.dtensors import let_scalers_mix, mesh_of_parameters
+from ..state.experts import divides_experts
 from ..state.handle import managed, raw_grad, set_raw_grad
 from ..state.partition import Group, is_managed, parameter_names
 from ..state.parts import Parts, called_for, parts_of
@@ -91,7 +92,7 @@ def wrap_model(
         return list(model), stepping
     if mesh is None and isinstance(model, nn.Module):
         mesh = mesh_of_parameters(model.parameters())
-    ranks, traffic = data_ranks(mesh), Traffic()
+    ranks, traffic = data_ranks(mesh, divides_experts=divides_experts(model)), Traffic()
     let_scalers_mix()
     collectives, ties = Collectives(ranks, traffic), Ties()
     try:
@@ -196,7 +197,7 @@ def _send_home(engine: Engine, materialized: Materialized, optimizer: torch.opti
         with progress("sending the values home", sum(size.slice_nbytes for size in engine.sizes)) as advance:
             for unit, size in zip(engine.units, engine.sizes):
                 for shard in unit.shards:
-                    send_shard_home(engine.collectives, store, shard, optimizer, rule, done=materialized.sent)
+                    send_shard_home(store, shard, optimizer, rule, done=materialized.sent)
                 advance(size.slice_nbytes)
 
 
@@ -225,9 +226,11 @@ def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_o
     for group, unit in zip(groups, engine.units):
         for called in (module for owner in group.owners for module in called_for(model, owner)):
             owners.setdefault(called, []).append(unit)
+    # Not of experts, which run once in a layer: all of its gradients come after theirs, or with them.
+    inside = owners.keys() - {owner for group in groups if group.is_divided for owner in group.owners}
     for group, unit in zip(groups, engine.units):
         # Also one whose module runs around others: its gradients may come before and after theirs.
-        around = any(module in owners for owner in group.owners for module in owner.modules() if module is not owner)
+        around = any(module in inside for owner in group.owners for module in owner.modules() if module is not owner)
         if len(group.owners) != 1 or around:
             unit.share()
     removers = [moved, *install_hooks(engine, parts_of(model), owners), *install_state_dict(engine, model)]

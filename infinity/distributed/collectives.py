@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -57,6 +57,13 @@ class Collectives(Exchanges):
         """Sets what this rank says at every meeting of how far it is."""
         super().note_progress(steps=steps, backwards=backwards)
         self._passes, self._is_after_step = 0, backwards == 0
+        if self.ranks.experts is not None:
+            self.of_experts.note_progress(steps=steps, backwards=backwards)
+
+    @cached_property
+    def of_experts(self) -> Collectives:
+        """The same for the parameters of divided experts: they pass between the ranks that have them, and all data ranks meet as before."""
+        return self if self.ranks.experts is None else Collectives(self.ranks.as_experts_see, self.traffic)
 
     # --- passes ---
 
@@ -239,6 +246,8 @@ class Collectives(Exchanges):
 
             self._go_on_with(what, flat, received, begin)
             works.append(self._do(lambda: begin(flat, received), what))
+        elif self.ranks.divided > 1:
+            self._go_on_with(what, flat, flat, _nothing)  # has its place in the order, as every unit
 
         def finish() -> None:
             moved = raw.numel() - raw.numel() // self.ranks.size
@@ -304,6 +313,17 @@ class Collectives(Exchanges):
         counted.nbytes += nbytes
         counted.busy_seconds += now - start
         self.traffic.mark(edge, what, start, now)
+
+
+class _Over(dist.Work):
+    """What passes no bytes, since no other rank has these tensors."""
+
+    def wait(self, *_: object) -> bool:
+        return True
+
+
+def _nothing(given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
+    return _Over()
 
 
 def _key_of(trace: Iterable[int], resident: list[int], number: int) -> bytes:

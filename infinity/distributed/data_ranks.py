@@ -5,16 +5,29 @@ replica    a rank elsewhere that holds the same slice (hybrid sharding)
 row        the ranks that have the other slices
 tensor     the ranks that have the other parts of the same tensors (tensor parallelism), and the same batch
 stages     the ranks that have the other stages of the same model (pipeline parallelism), and the same batch
+divided    of experts: each data rank of an ep axis has others, and tokens travel to them. Their parameters have rows of their own: the
+           data ranks with the same experts
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch.distributed as dist
 
 from .channel import Channel
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertRow:
+    """The ranks of this rank's row that have the same experts, where the row divides them."""
+
+    rank: int
+    size: int
+    places: tuple[int, ...]  # of these ranks in the whole row
+    over: tuple[int, ...]  # the ranks of the ep axis, this one among them: each has other experts
+    channel: Channel | None  # None: this rank is the only one
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,6 +51,8 @@ class DataRanks:
     both: Channel | None = None  # all data ranks, where there are a row and replicas
     tensor: Channel | None = None  # the ranks that have the other parts of each tensor
     stages: Channel | None = None  # the ranks that have the other stages of the model
+    experts: ExpertRow | None = None  # where the row divides the model's experts
+    divided: int = 1  # ranks among which a row divides what it has of these tensors: more than one as experts see the ranks
     node: Channel | None = None  # this machine's ranks, where gathered weights are shared out among them too
     nodes: tuple[tuple[int, ...], ...] = ()  # ranks of each machine of each row, where weights are shared out
     allowed_processors: frozenset[int] | None = None  # before this rank was bound to a NUMA node
@@ -46,7 +61,7 @@ class DataRanks:
     @property
     def alone(self) -> bool:
         """Whether there is no other rank at all."""
-        return not self.channels
+        return not self.places
 
     @property
     def world_rank(self) -> int:
@@ -61,7 +76,7 @@ class DataRanks:
     @property
     def is_cut(self) -> bool:
         """Whether other ranks have other elements of the model, of which norms are put together."""
-        return self.tensor is not None or self.stages is not None
+        return self.tensor is not None or self.stages is not None or self.experts is not None
 
     @property
     def part(self) -> int:
@@ -96,7 +111,17 @@ class DataRanks:
     @property
     def data_size(self) -> int:
         """Ranks that each have a part of the batch."""
-        return self.size * (self.replicas.size if self.replicas is not None else 1)
+        return self.size * self.divided * (self.replicas.size if self.replicas is not None else 1)
+
+    @property
+    def as_experts_see(self) -> DataRanks:
+        """The same ranks as divided experts see them: their row is that of the ranks which have them too. All meet where they did, and each
+        has a part of the batch."""
+        row = self.experts
+        if row is None:
+            return self
+        own = {"rank": row.rank, "size": row.size, "row": row.channel, "divided": len(row.over)}
+        return replace(self, **own, both=self.data, experts=None, node=None, nodes=())
 
     @property
     def keeps_weights(self) -> bool:
@@ -118,6 +143,11 @@ class DataRanks:
     def data(self) -> Channel | None:
         """Where all data ranks meet; None where there are no others."""
         return self.both or self.row or self.replicas
+
+    @property
+    def sharing(self) -> list[Channel]:
+        """Where the data ranks meet that have the same values of these tensors."""
+        return self.data_channels if self.divided > 1 else [channel for channel in [self.data] if channel is not None]
 
     @property
     def places(self) -> list[Channel]:

@@ -167,7 +167,7 @@ class Exchanges:
     def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool = False) -> None:
         """Raises UsageError where the data ranks do not have the same ``tensors``. ``over_tensors``: nor those with other parts of
         tensors, which have these in common."""
-        places = self.ranks.unit_places if over_tensors else [self.ranks.data] if self.ranks.data is not None else []
+        places = self.ranks.unit_places if over_tensors else self.ranks.sharing
         if places:
             digest = hashlib.blake2b(digest_size=8)
             for tensor in tensors:

@@ -5,7 +5,8 @@ dp_shard, fsdp  the same, of a job that has replicas
 cp, sp          ranks with other parts of the same sequences: data ranks, too
 dp_replicate    ranks with the same slice; only gradients pass between them
 tp              ranks with other parts of the same tensors, and the same batch: they have rows of data ranks of their own
-ep              ranks with other experts of the same layers, and the same batch: tp by another name
+ep              ranks with other experts of the same layers, and the same batch: tp by another name. Where tokens travel to the experts
+                each has a batch of its own: a data axis then, which divides the experts
 pp              ranks with other stages of the same model, and the same batch: these, too, have rows of their own
 """
 
@@ -23,7 +24,7 @@ from ..errors import ConfigError
 from ..machine import numa
 from . import farewell
 from .channel import Channel
-from .data_ranks import DataRanks
+from .data_ranks import DataRanks, ExpertRow
 from .pending import ranks_lost
 from .tree import Tree, family_of
 
@@ -32,8 +33,8 @@ DATA_AXES = ("dp_replicate", *SLICE_AXES)
 OTHER_AXES = ("pp", "tp", "ep")  # of the last two only one may be larger than 1
 
 
-def data_ranks(mesh: Any) -> DataRanks:
-    """Reads the data ranks off ``mesh`` (None: the default process group, if there is one).
+def data_ranks(mesh: Any, *, divides_experts: bool = False) -> DataRanks:
+    """Reads the data ranks off ``mesh`` (None: the default process group, if there is one). ``divides_experts``: its ep axis is one of data.
 
     Makes process groups of its own, so every rank has to call it. Raises ConfigError for a mesh that does not fit the job.
     """
@@ -48,9 +49,9 @@ def data_ranks(mesh: Any) -> DataRanks:
             )
         return DataRanks()
     if dist.get_world_size() == 1:
-        rank_rows(mesh)  # which raises for a mesh that does not fit
+        rank_rows(mesh, divides_experts=divides_experts)  # which raises for a mesh that does not fit
         return DataRanks()
-    rows, wrap = _agree_on_rows(mesh)  # [stages, parts, replicas, slices]
+    rows, wrap, divides_experts = _agree_on_rows(mesh, divides_experts)  # [stages, parts, replicas, slices]
     farewell.join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
     me, local_size, own_groups = dist.get_rank(), _local_size(), []
     allowed = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), local_size)
@@ -72,10 +73,36 @@ def data_ranks(mesh: Any) -> DataRanks:
         of_tensor = _channel(others, f"parts of wrap {wrap}", own_groups)
     if rows.size(0) > 1:
         of_stages = _channel(rows[:, part, replica, rank].tolist(), f"stages of wrap {wrap}", own_groups)
+    experts = _expert_row(mesh, row, wrap, own_groups) if divides_experts else None
     return DataRanks(
         wrap=wrap, rank=rank, size=len(row), local_size=local_size, row=of_row, replicas=of_replicas, both=of_both, tensor=of_tensor,
-        stages=of_stages,        allowed_processors=frozenset(allowed) if allowed is not None else None, own_groups=own_groups,
+        stages=of_stages, experts=experts, allowed_processors=frozenset(allowed) if allowed is not None else None, own_groups=own_groups,
     )  # fmt: skip
+
+
+def expert_rows(mesh: Any, row: Sequence[int]) -> list[list[int]]:
+    """Divides a row of ranks (ascending) into those that have the same experts: the same coordinate of the ep axis."""
+    axis = mesh.mesh_dim_names.index("ep") if mesh is not None and "ep" in (mesh.mesh_dim_names or ()) else None
+    if axis is None:
+        return [list(row)]
+    coordinates = {int(rank): at for at, layer in enumerate(mesh.mesh.unbind(axis)) for rank in layer.flatten()}
+    return [[rank for rank in row if coordinates[rank] == at] for at in range(mesh.mesh.size(axis))]
+
+
+def _expert_row(mesh: Any, row: list[int], wrap: int, own_groups: list[dist.ProcessGroup]) -> ExpertRow | None:
+    """Finds the ranks of ``row`` with the same experts as this one. None where they are not divided."""
+    me, parts = dist.get_rank(), expert_rows(mesh, row)
+    if len(parts) == 1:
+        return None
+    axis = mesh.mesh_dim_names.index("ep")
+    over = next(line for line in mesh.mesh.movedim(axis, -1).reshape(-1, len(parts)).tolist() if me in line)
+    mine, channel = next(part for part in parts if me in part), None
+    if len(mine) > 1:
+        reductions = _gloo_group(mine, f"reductions of experts of wrap {wrap}")
+        channel = _channel(mine, f"gathers of experts of wrap {wrap}", own_groups, reductions)
+        own_groups.append(reductions)
+    places = tuple(row.index(rank) for rank in mine)
+    return ExpertRow(rank=mine.index(me), size=len(mine), places=places, over=tuple(over), channel=channel)
 
 
 def _channel(
@@ -101,7 +128,7 @@ def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
     if ranks.size == 1:
         return ranks
     me, nodes_of_rows, node_channel = dist.get_rank(), [], None
-    for row in rank_rows(mesh).flatten(0, 2).tolist():
+    for row in rank_rows(mesh, divides_experts=ranks.experts is not None).flatten(0, 2).tolist():
         nodes: dict[int, list[int]] = {}
         for rank in row:
             nodes.setdefault(rank // ranks.local_size, []).append(rank)  # torchrun numbers them machine by machine
@@ -114,8 +141,9 @@ def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
     return dataclasses.replace(ranks, nodes=tuple(nodes_of_rows), node=node_channel)
 
 
-def _agree_on_rows(mesh: Any) -> tuple[torch.Tensor, int]:
-    """Reads the rows off ``mesh`` on every rank. Returns them, and how many wraps of this job came before this one.
+def _agree_on_rows(mesh: Any, divides_experts: bool) -> tuple[torch.Tensor, int, bool]:
+    """Reads the rows off ``mesh`` on every rank. Returns them, how many wraps of this job came before this one, and whether any rank's part of
+    the model has divided experts: a stage of a pipeline may have none.
 
     Passes through the store alone, before there is any group: a rank that was given another mesh, or none that fits, would make other
     groups than those that wait for it. Raises ConfigError on all ranks then.
@@ -124,9 +152,12 @@ def _agree_on_rows(mesh: Any) -> tuple[torch.Tensor, int]:
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torch may keep one store over restarts
     wrap = (store.add(f"infinity/{start}/wraps", 1) - 1) // world  # every rank comes here in every wrap
     at = f"infinity/{start}/wraps/{wrap}"
+    store.add(f"{at}/divides", int(divides_experts))
+    _arrive(store, f"{at}/told", world)
+    divides_experts = store.add(f"{at}/divides", 0) > 0
     rows, refused = None, None
     try:
-        rows = rank_rows(mesh)
+        rows = rank_rows(mesh, divides_experts=divides_experts)
         store.set(f"{at}/rows/{me}", f"{rows.tolist()} of {mesh}")
     except ConfigError as error:
         refused = error
@@ -141,7 +172,7 @@ def _agree_on_rows(mesh: Any) -> tuple[torch.Tensor, int]:
         raise refused
     if _is_refused(store, at):
         raise ConfigError(store.get(f"{at}/why").decode())
-    return rows, wrap
+    return rows, wrap, divides_experts
 
 
 def _refuse(store: Any, at: str, why: str) -> None:
@@ -203,11 +234,15 @@ def join_device(ranks: DataRanks, mesh: Any, backend: str | None) -> None:
         ranks.own_groups.append(group)
         return group
 
-    for rows in rank_rows(mesh).flatten(0, 1):
+    for rows in rank_rows(mesh, divides_experts=ranks.experts is not None).flatten(0, 1):
         for row in rows.tolist() if rows.size(1) > 1 else []:
             gathers, reductions = group_of(row), group_of(row)
             if gathers is not None:
                 ranks.row.carry(gathers, reductions)
+            for part in expert_rows(mesh, row) if ranks.experts is not None and ranks.experts.size > 1 else []:
+                gathers, reductions = group_of(part), group_of(part)
+                if gathers is not None:
+                    ranks.experts.channel.carry(gathers, reductions)
         for column in rows.T.tolist() if rows.size(0) > 1 else []:
             if (group := group_of(column)) is not None:
                 ranks.replicas.carry(group)
@@ -216,9 +251,9 @@ def join_device(ranks: DataRanks, mesh: Any, backend: str | None) -> None:
             ranks.node.carry(group)
 
 
-def rank_rows(mesh: Any) -> torch.Tensor:
-    """Returns the global ranks, [stages, parts, replicas, slices]: a stage is one coordinate of the pp axis, a part one of the tp axis.
-    Raises ConfigError naming the axes that do not fit."""
+def rank_rows(mesh: Any, *, divides_experts: bool = False) -> torch.Tensor:
+    """Returns the global ranks, [stages, parts, replicas, slices]: a stage is one coordinate of the pp axis, a part one of the tp axis, or of
+    ep unless that divides the experts among ranks with batches of their own. Raises ConfigError naming the axes that do not fit."""
     world = dist.get_world_size()
     if mesh is None:
         return torch.arange(world).reshape(1, 1, 1, -1)
@@ -236,6 +271,11 @@ def rank_rows(mesh: Any) -> torch.Tensor:
         raise ConfigError(f"mesh: dp is the same as dp_replicate x dp_shard, so it cannot stand beside them; this one has {axes}")
     if sizes.get("dp_shard", 1) > 1 and sizes.get("fsdp", 1) > 1:
         raise ConfigError(f"mesh: fsdp is another name of dp_shard; this one has {axes}")
+    if sizes.get("tp", 1) > 1 and sizes.get("ep", 1) > 1 and divides_experts:
+        raise ConfigError(
+            f"mesh: experts whose tokens travel beside tensor parallelism are not available in this version; this one has {axes}. Give ep the ranks "
+            "of tp, or let the ranks of tp share a batch and its experts: expert_parallel(model, mesh['tp'], cut_rest=True)."
+        )
     if sizes.get("tp", 1) > 1 and sizes.get("ep", 1) > 1:
         raise ConfigError(
             f"mesh: the ranks that share a batch hold other experts too, so there is one axis for both; this one has {axes}. Give it as tp, and cut "
@@ -243,10 +283,12 @@ def rank_rows(mesh: Any) -> torch.Tensor:
         )
     if mesh.mesh.numel() != world or sorted(mesh.mesh.flatten().tolist()) != list(range(world)):
         raise ConfigError(f"mesh: {axes} makes {mesh.mesh.numel()} ranks, but the job has {world}")
-    outer = [names.index(name) for name in (*OTHER_AXES, "dp_replicate") if name in sizes]
+    others = [name for name in OTHER_AXES if name != "ep" or not divides_experts]
+    outer = [names.index(name) for name in (*others, "dp_replicate") if name in sizes]
     order = outer + [i for i in range(mesh.ndim) if i not in outer]
     # Ascending, as torch numbers the ranks of a group whatever order they are given in.
-    shape = (sizes.get("pp", 1), sizes.get("tp", 1) * sizes.get("ep", 1), sizes.get("dp_replicate", 1), -1)
+    parts = sizes.get("tp", 1) * (1 if divides_experts else sizes.get("ep", 1))
+    shape = (sizes.get("pp", 1), parts, sizes.get("dp_replicate", 1), -1)
     return mesh.mesh.permute(order).reshape(shape).sort(-1).values
 
 

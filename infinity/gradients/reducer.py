@@ -285,7 +285,7 @@ class Reducer:
             with self._landing():
                 self._undecided += reduction.land(average, self._bank.land_average)
 
-        pending = self._collectives.reduce(whole, what, done)
+        pending = shard.collectives.reduce(whole, what, done)
         telling = self._collectives.share_flags(flags, f"{what}: who has them", reduction.hear) if flags else None
         if not self._ranks.keeps_gradients:
             pending.release = charge.release

@@ -41,7 +41,7 @@ class GradValues:
     def value(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
         """Returns the gradient as a tensor over its home, with every factor applied. With other ranks it is a copy, made of all of
         their slices; where the device cannot compute with the home, a copy there. :meth:`put` takes changes of a copy home."""
-        if self.ranks.size > 1:
+        if handle.shard.ranks.size > 1:
             return self._gathered(handle)
         if self.homes.is_remote(handle):
             return self._fetched(handle)
@@ -59,7 +59,7 @@ class GradValues:
 
     def lends_copies(self, handle: ParamHandle) -> bool:
         """Tells whether :meth:`value` gives a copy, of which changes have to be :meth:`put` home."""
-        return self.ranks.size > 1 or self.homes.is_remote(handle)
+        return handle.shard.ranks.size > 1 or self.homes.is_remote(handle)
 
     def _fetched(self, handle: ParamHandle) -> torch.Tensor:
         """A copy on the device, with every factor applied."""
@@ -74,14 +74,14 @@ class GradValues:
 
     def put(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Makes ``value`` the gradient."""
-        if self.ranks.size == 1 and self.homes.is_remote(handle):
+        if handle.shard.ranks.size == 1 and self.homes.is_remote(handle):
             home = self.homes.view(handle, write=True)
             handle.grad.factors.clear()
             handle.grad.norm = None
             with self._store.traffic.copying("device->host", home.nbytes, handle.name):
                 home.copy_(value)
             return
-        if self.ranks.size == 1:
+        if handle.shard.ranks.size == 1:
             self.value(handle, write=True).copy_(value)
             return
         place = handle.shard.layout.placements[handle.index]
@@ -156,7 +156,7 @@ class GradValues:
 
     def own(self, handle: ParamHandle) -> torch.Tensor:
         """Returns this rank's elements of the gradient, to be changed in place."""
-        if self.ranks.size == 1:
+        if handle.shard.ranks.size == 1:
             return self.value(handle, write=True)
         home = self._arrived_slice(handle)
         handle.grad.norm = None
@@ -178,11 +178,11 @@ class GradValues:
     def _gathered(self, handle: ParamHandle) -> torch.Tensor:
         shard, place = handle.shard, handle.shard.layout.placements[handle.index]
         out = torch.empty(place.numel, dtype=shard.spec.grad_dtype, device="cpu")
-        spans = [shard.slice_part(handle.index, rank) for rank in range(self.ranks.size)]
+        spans = [shard.slice_part(handle.index, rank) for rank in range(shard.ranks.size)]
         pieces = [(begin - place.offset, end - place.offset) for begin, end in spans]
-        begin, end = pieces[self.ranks.rank]
+        begin, end = pieces[shard.ranks.rank]
         out[begin:end] = self._arrived_slice(handle)
-        self.collectives.assemble(out, pieces, f"reading the gradient of {handle.name}")
+        shard.collectives.assemble(out, pieces, f"reading the gradient of {handle.name}")
         return out.to(self.device.where).as_strided(place.shape, place.stride)
 
     def _norm_over_ranks(self, handle: ParamHandle, order: float) -> torch.Tensor:
@@ -193,7 +193,12 @@ class GradValues:
             handles = [h for h in self._handles if h.grad.state is not GradState.ABSENT]
             parts = torch.stack([self._own_norm(h, order) for h in handles])
             everyones = self.collectives.exchange(parts, f"norms of {len(handles)} gradients")
-            for h, norm in zip(handles, torch.linalg.vector_norm(everyones, order, dim=0)):
+            norms = torch.linalg.vector_norm(everyones, order, dim=0)
+            if (experts := self.ranks.experts) is not None:  # a rank's part of them is what the ranks with the same ones have
+                of_parts = torch.linalg.vector_norm(everyones[list(experts.places)], order, dim=0)
+                is_part = torch.tensor([h.shard.ranks.divided > 1 for h in handles], device=norms.device)
+                norms = torch.where(is_part, of_parts, norms)
+            for h, norm in zip(handles, norms):
                 h.grad.stand_in_norm = order, norm.to(h.shard.spec.grad_dtype)
         return record.stand_in_norm[1].clone()
 

@@ -17,14 +17,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..distributed.collectives import Collectives
 from ..errors import UsageError
+from ..state.experts import divides_experts
 from ..state.tensors import digest_of
 from .plans import own_plan
 
 
 def axis_that_shares(model: nn.Module, mesh: DeviceMesh) -> DeviceMesh | None:
     """Finds the axis of ``mesh``, tp or ep, on whose ranks each block of ``model`` gives the same: by the plan of a model of transformers, unless
-    that leaves sequences in parts. None where there is none, or the features do not divide."""
-    axes = [mesh[name] for name in mesh.mesh_dim_names or () if name in ("tp", "ep") and mesh[name].size() > 1]
+    that leaves sequences in parts. None where there is none, each has a batch of its own, or the features do not divide."""
+    sharing = ("tp",) if divides_experts(model) else ("tp", "ep")
+    axes = [mesh[name] for name in mesh.mesh_dim_names or () if name in sharing and mesh[name].size() > 1]
     if not axes or not hasattr(model, "config") or "sequence_parallel" in own_plan(model).values():
         return None
     width = getattr(model.config.get_text_config(), "hidden_size", 0)

@@ -6,34 +6,68 @@ import importlib
 import re
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
+from ..state.experts import mark_divided
 from .plans import describe_plan, general, own_plan
 from .tensor_parallel import apply_own_plan
 
 WEIGHTS = "grouped_gemm"  # transformers' style of a parameter that has one slice for each expert
+EXCHANGES = {"outputs": "all_reduce", "tokens": "all_to_all"}  # what passes between the ranks -> transformers' name of it
 
 
-def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, cut_rest: bool = False, quiet: bool = False) -> nn.Module:
+def expert_parallel(
+    model: nn.Module, mesh: DeviceMesh, *, exchange: str = "outputs", cut_rest: bool = False, quiet: bool = False
+) -> nn.Module:
     """Gives each rank of ``mesh`` an equal part of a mixture's experts, before :func:`infinity.wrap_model`. The same object comes back.
 
     model
         Of transformers, with an ``ep_plan`` (Mixtral, Qwen-MoE, gpt-oss, DeepSeek and others); with the same values on every rank, or on
         ``meta``.
     mesh
-        The ``ep`` (or ``tp``) axis of the job's mesh, of one dimension: its ranks have the same batch. Each computes its own experts'
-        tokens, and one all-reduce adds up what they give (transformers' ``AllReduceEP``).
+        The ``ep`` (or ``tp``) axis of the job's mesh, of one dimension.
+    exchange
+        "outputs": ranks of the axis have the same batch. Each computes its own experts' tokens, and one all-reduce adds up what they give
+        (transformers' ``AllReduceEP``). "tokens": they have batches of their own, as data ranks. Tokens travel to the ranks of their
+        experts and back, by two all-to-alls for each layer (``AllToAllEP``); all else is sharded over these ranks, too.
     cut_rest
         Cuts attention and other layers by the model's tensor-parallel plan, too. Otherwise every rank has them whole.
     quiet
         Does not print the plan.
 
-    Raises ConfigError, with the model as it was, for a model without such a plan, one that is cut already, or a number of experts that does
-    not divide by the ranks.
+    Raises ConfigError, with the model as it was, for a model without such a plan, one that is cut already, a number of experts that does
+    not divide by the ranks, or ``cut_rest`` where tokens travel: what is cut needs ranks that share a batch.
     """
+    plan, rest, styles = _check(model, mesh, exchange, cut_rest)
+    if not quiet and mesh.get_rank() == 0:
+        print(describe_plan(rest | plan, model), flush=True)
+    if mesh.size() == 1:
+        return model
+    if rest:
+        apply_own_plan(model, mesh, rest)
+    _divide(model, mesh, styles, exchange)
+    # As transformers leaves a model that it has cut itself: its save_pretrained puts the parts together then.
+    configured = importlib.import_module("transformers.distributed.configuration_utils").DistributedConfig
+    batches = {"fsdp_size": mesh.size()} if exchange == "tokens" else {"tp_size": mesh.size(), "tp_plan": rest}
+    model.config.distributed_config = configured(
+        **batches, ep_size=mesh.size(), ep_plan=plan, ep_implementation=EXCHANGES[exchange]
+    )
+    model._device_mesh = mesh
+    return model
+
+
+def _check(model: nn.Module, mesh: Any, exchange: str, cut_rest: bool) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """Returns the plan of the experts, that of the rest, and the style of each module and parameter that the first one names."""
+    if exchange not in EXCHANGES:
+        raise ConfigError(f"expert_parallel: exchange is {exchange!r}; there are {', '.join(EXCHANGES)}")
+    if exchange == "tokens" and cut_rest:
+        raise ConfigError(
+            "expert_parallel: cut_rest needs ranks that share a batch; with exchange='tokens' each has its own. Leave one of both out."
+        )
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ConfigError(f"expert_parallel takes the ep axis of a mesh (mesh['ep']), of one dimension, not {mesh!r}")
     plan = _own_expert_plan(model)
@@ -43,20 +77,29 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, cut_rest: bool = Fals
         )
     styles = {name: plan[general(name)] for name in _names(model) if general(name) in plan}
     _check_experts(model, styles, mesh.size())
-    rest = _plan_of_rest(model, plan) if cut_rest else {}
-    if not quiet and mesh.get_rank() == 0:
-        print(describe_plan(rest | plan, model), flush=True)
-    if mesh.size() == 1:
-        return model
-    if rest:
-        apply_own_plan(model, mesh, rest)
+    return plan, _plan_of_rest(model, plan) if cut_rest else {}, styles
+
+
+def _divide(model: nn.Module, mesh: DeviceMesh, styles: dict[str, str], exchange: str) -> None:
+    """Has transformers give this rank its experts, and each layer's experts their tokens."""
     theirs = importlib.import_module("transformers.distributed.expert_parallel")
-    theirs.apply_expert_parallelism(model, mesh, mesh, styles, ep_implementation="all_reduce")
-    # As transformers leaves a model that it has cut itself: its save_pretrained puts the parts together then.
-    configured = importlib.import_module("transformers.distributed.configuration_utils").DistributedConfig
-    model.config.distributed_config = configured(tp_size=mesh.size(), ep_size=mesh.size(), tp_plan=rest, ep_plan=plan)
-    model._device_mesh = mesh
-    return model
+    sharing = mesh if exchange == "outputs" else _Alone()
+    theirs.apply_expert_parallelism(model, mesh, sharing, styles, ep_implementation=EXCHANGES[exchange])
+    for name in {name.rpartition(".")[0] for name, style in styles.items() if style == WEIGHTS} if exchange == "tokens" else ():
+        mark_divided(model.get_submodule(name))
+
+
+class _Alone:
+    """Stands for the axis of ranks that have the same batch, where a rank has its own: one rank, as transformers asks of a mesh."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+    def size(self) -> int:
+        return 1
+
+    def get_group(self) -> dist.ProcessGroup:
+        return self._group
 
 
 def _own_expert_plan(model: nn.Module) -> dict[str, str]:

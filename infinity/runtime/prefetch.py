@@ -184,7 +184,8 @@ class Prefetcher:
             if not self._finds_room(unit, coming):
                 break
             self._stage(unit)
-            self._before_gather()
+            if unit.is_sliced:
+                self._before_gather()
             told = unit.start_gather(self._store, self._ledger, offered=offered)
             least = least if told is None else told
             self._resident[unit] = None
@@ -227,7 +228,8 @@ class Prefetcher:
     def _bring(self, unit: ParamUnit, offered: int) -> int | None:
         self._stage(unit)
         self._make_room(unit)
-        self._before_gather()
+        if unit.is_sliced:
+            self._before_gather()
         least = unit.start_gather(self._store, self._ledger, offered=offered)
         self._resident[unit] = None
         self._finish(unit)

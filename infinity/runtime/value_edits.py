@@ -32,7 +32,7 @@ class ValueEdits:
         value = part_of(handle.param, value.detach(), f"setting {handle.name}").expand(
             tuple(handle.shard.layout.placements[handle.index].shape)
         )
-        self._collectives.same(f"setting {handle.name}", value, over_tensors=is_common(handle.param))
+        handle.shard.collectives.same(f"setting {handle.name}", value, over_tensors=is_common(handle.param))
         flat = handle.shard.flattened(value, handle.index)
         self._prefetcher.release_all([handle.unit])
         if handle.has_loaded_master:

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from .dtensors import is_distributed_parameter, span_of
+from .experts import divided_parameters
 from .shared import is_shared
 
 SMALL_NBYTES = 256 * 1024
@@ -31,6 +32,7 @@ class Group:
     owners: list[nn.Module]
     block: nn.Module | None = None  # the module that is this unit, where it is one
     tile_rows: int = 0  # its one weight comes to the device in tiles of so many rows; 0: whole
+    is_divided: bool = False  # experts that other data ranks have others of
 
 
 def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
@@ -53,6 +55,10 @@ def partition(model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.
     ]:
         groups.append(Group(names[param][0], [param], []))  # alone, so that it lies alike on both of its stages
         taken.add(param)
+    for name, module in model.named_modules():
+        if params := [p for p in divided_parameters(module) if is_managed(p) and p not in taken]:
+            groups.append(Group(name, params, [module], is_divided=True))  # of other ranks than what is around them
+            taken |= set(params)
     for name, block in blocks:
         params = [p for p in dict.fromkeys(block.parameters()) if is_managed(p) and p not in taken]
         if params:

@@ -124,7 +124,7 @@ class ParamUnit(UnitBuffers):
             there = any(shard.weight.tier is Tier.DEVICE for shard in self.shards)
             copy = partial(self._copy_in, store, self._slots if from_disk else (), self._pieces)
             self.arriving = self._device.put("in", copy, behind=[self._device.now()] if there else (), transfer=transfer)
-            if self._ranks.size > 1:
+            if self.is_sliced:
                 self.arriving = self._device.put("in", partial(self._gather_in, offered))
             for shard in self.shards:
                 shard.lend(self.arriving)

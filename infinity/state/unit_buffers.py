@@ -55,6 +55,11 @@ class UnitBuffers:
         return self._ranks.size == 1 and all(shard.weight.tier is Tier.DEVICE for shard in self.shards)
 
     @property
+    def is_sliced(self) -> bool:
+        """Whether other ranks have other slices of the unit: it has to be gathered. Divided experts may be whole here."""
+        return self._ranks.size > 1
+
+    @property
     def has_second_slice(self) -> bool:
         """Whether the weights as they are now can be gathered inside the machine."""
         return self._second_version == self.version

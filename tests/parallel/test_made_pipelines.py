@@ -56,6 +56,9 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
     jobs |= {f"saved_whole:{name}-{schedule}": {"name": name, "folder": str(folder / f"{name}-{schedule}"), "schedule": schedule,
                                                 "config": models.at_home("nvme", "host", swap)}
              for name, schedule in (("llama", "auto"), ("qwen3", "auto"), ("qwen3", "1F1B"), ("gpt2", "ZBVZeroBubble"))}  # fmt: skip
+    jobs |= {
+        f"tied:{what}": {"config": models.at_home("nvme", "host", swap), "fault": what == "fault"} for what in ("ten", "fault")
+    }
     jobs["memory"] = {"config": {"params": "host", "optimizer": "host"}}
     jobs["reviewed"] = {"config": models.at_home("host", "host", swap)}
     return Jobs(standing_ranks(2), "made_pipeline_jobs", jobs, folder=folder)
@@ -80,6 +83,16 @@ def test_a_model_of_transformers_trains_as_in_one_process(two, name, schedule):
 def test_both_copies_of_a_tie_have_the_same_bits(two, schedule):
     first, last = two[f"piped:qwen3-{schedule}"]
     assert torch.equal(first["weights"]["model.embed_tokens.weight"], last["weights"]["lm_head.weight"])
+
+
+TABLE = 98 * 64 * 4  # bytes of its gradient
+
+
+def test_a_tie_has_equal_bits_after_ten_steps_and_each_rank_sends_its_gradient_once(two):
+    """The failing twin: stages that step by their own gradients part."""
+    assert torch.equal(*(rank["copy"] for rank in two["tied:ten"]))
+    assert [rank["sent"] for rank in two["tied:ten"]] == [TABLE, TABLE]
+    assert not torch.equal(*(rank["copy"] for rank in two["tied:fault"]))
 
 
 def test_a_checkpoint_is_that_of_the_whole_model(two):

@@ -47,7 +47,7 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
     jobs["trained:by config"] = {"kind": "1F1B", "config": config["nvme"] | {"max_grad_norm": 0.5}, "by": "config"}
     jobs |= {f"counted:{kind}-{home}": {"kind": kind, "config": config[home]}
              for kind in SCHEDULES for home in HOMES}  # fmt: skip
-    jobs |= {f"loads:{window}": {"window": window, "chunks": 8, "config": config["nvme"]} for window in (2, 3)}
+    jobs |= {f"loads:{window}": {"window": window, "chunks": 8, "config": config["nvme"]} for window in (1, 2, 3)}
     jobs |= {f"saved:{what}": {"path": str(folder / what), "what": what, "config": config["nvme"]} for what in MESHES}
     jobs |= {f"loaded:{what} onto {onto}": {"path": str(folder / what), "what": onto, "config": config["host"]}
              for what in MESHES for onto in MESHES if "pp2" in (what, onto)}  # fmt: skip
@@ -104,7 +104,7 @@ def test_data_ranks_gather_and_reduce_once_a_step_and_meet_once_for_gradients(tw
         assert rank["steps"][-1]["meetings"] == 1  # for all gradients; the step that came before has agreed on the rest
 
 
-@pytest.mark.parametrize("window", [2, 3])
+@pytest.mark.parametrize("window", [1, 2, 3])
 def test_a_window_of_few_chunks_loads_what_the_formula_says(two, window):
     """2v - W loads of a chunk in a step, all from the disk ahead of their use."""
     for rank in two[f"loads:{window}"]:
@@ -165,6 +165,32 @@ def test_ranks_stand_idle_as_long_as_the_papers_say(two, kind):
         assert share == pytest.approx((p - 1) / (v * m))
     else:
         assert share < (p - 1) / (v * m) + 1e-9
+
+
+IDLE_OF_FOUR = {"Interleaved1F1B": 0.1875, "InterleavedZeroBubble": 0.0625, "LoopedBFS": 0.1875}  # p = 4, v = 2, m = 8
+
+
+@pytest.mark.parametrize("kind", IDLE_OF_FOUR)
+def test_four_ranks_stand_idle_as_long_as_the_papers_say(kind):
+    """In the order of torch's schedule, for which no rank need be there."""
+    ranks = pipeline_jobs.ordered(kind, 4)
+    assert idle_share(ranks) == pytest.approx(IDLE_OF_FOUR[kind])
+    if kind == "InterleavedZeroBubble":
+        for rank in ranks:
+            rank["done"].sort(key=lambda each: each[0] == "weights")  # the failing twin: nothing fills the gaps
+        assert idle_share(ranks) > IDLE_OF_FOUR[kind] + 0.01
+
+
+@pytest.mark.slow
+def test_four_ranks_execute_what_their_schedules_order(tmp_path):
+    """And stand idle as long: also 1F1B, of which torch's order is another than what runs."""
+    kinds = (*IDLE_OF_FOUR, "GPipe", "1F1B")
+    four = run_all(tmp_path, 4, {f"executed:{kind}": {"kind": kind, "ranks": 4} for kind in kinds}, script="pipeline_jobs.py")
+    for kind in kinds:
+        ranks = four[f"executed:{kind}"]
+        assert idle_share(ranks) == pytest.approx(IDLE_OF_FOUR.get(kind, 3 / 8)), kind
+        if kind in IDLE_OF_FOUR:
+            assert [rank["done"] for rank in ranks] == [rank["done"] for rank in pipeline_jobs.ordered(kind, 4)], kind
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)

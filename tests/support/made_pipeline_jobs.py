@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ranks import serve, told
 
 import infinity
 from infinity.machine.tiers import Tier
+from infinity.parallel import ties
 from infinity.runtime.registry import engine_of
 
 
@@ -75,23 +77,26 @@ def alone(name: str, data_ranks: int = 1) -> dict[str, Any]:
     return told | {"weights": whole(model.state_dict())}
 
 
-def mesh_with(tp: int = 1, ep: int = 1, replicas: int = 0) -> Any:
-    """Two stages; the axes that are named, and data ranks for what is left. ``replicas``: hybrid sharding inside of a stage."""
+def mesh_with(tp: int = 1, ep: int = 1, replicas: int = 0, exchange: str = "outputs") -> Any:
+    """Two stages; the axes that are named, and data ranks for what is left. ``replicas``: hybrid sharding inside of a stage. ``exchange``: what
+    :func:`cut` has ranks of ep exchange."""
     rest = dist.get_world_size() // 2 // tp // ep
     sizes = {"pp": 2, **({"dp_replicate": replicas, "dp_shard": rest // replicas} if replicas else {"dp": rest})}
     sizes |= {"tp": tp} if ep == 1 else {"ep": ep}
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def data_rank_of(mesh: Any) -> int:
+def data_rank_of(mesh: Any, exchange: str = "outputs") -> int:
+    if exchange == "tokens":
+        return mesh.get_local_rank("ep") + mesh["ep"].size() * mesh.get_local_rank("dp")
     if "dp" in mesh.mesh_dim_names:
         return mesh.get_local_rank("dp")
     return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
 
 
-def cut(model: nn.Module, mesh: Any) -> nn.Module:
+def cut(model: nn.Module, mesh: Any, exchange: str = "outputs") -> nn.Module:
     if "ep" in mesh.mesh_dim_names:
-        return infinity.parallel.expert_parallel(model, mesh["ep"], quiet=True)
+        return infinity.parallel.expert_parallel(model, mesh["ep"], exchange=exchange, quiet=True)
     return infinity.parallel.tensor_parallel(model, mesh["tp"], quiet=True) if mesh["tp"].size() > 1 else model
 
 
@@ -100,26 +105,26 @@ def piped(
     config: dict,
     schedule: str,
     *,
-    axes: dict[str, int] | None = None,
+    axes: dict[str, Any] | None = None,
     path: str | None = None,
     weights: str | None = None,
 ) -> dict[str, Any]:
     """The same by parallel.pipeline over two stages; ``axes``: of :func:`mesh_with`. ``weights``: on meta, from this file."""
-    mesh = mesh_with(**(axes or {}))
+    mesh, exchange = mesh_with(**(axes or {})), (axes or {}).get("exchange", "outputs")
     if weights is None:
         model = causal(name)
     else:
         with torch.device("meta"):
             model = causal(name)
         config = config | {"weights": weights}
-    model = cut(model, mesh)
+    model = cut(model, mesh, exchange)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=not axes)
     pipe, optimizer = infinity.parallel.pipeline(model, mesh, optimizer, config, schedule=schedule, micro_batches=4, quiet=True)
     del model
     told: dict[str, Any] = {"losses": [], "norms": [], "sent": set()}
     with sending(told["sent"]):
         for number in range(3):
-            told["losses"].append(pipe.step(**labelled(number, data_rank_of(mesh))).item())
+            told["losses"].append(pipe.step(**labelled(number, data_rank_of(mesh, exchange))).item())
             told["norms"].append(infinity.clip_grad_norm_(optimizer, 0.5).item())
             optimizer.step()
             optimizer.zero_grad()
@@ -130,6 +135,34 @@ def piped(
         infinity.save_checkpoint(path, pipe.chunks, optimizer)
     infinity.unwrap_model(pipe.chunks, optimizer)
     return told
+
+
+def tied(config: dict, *, axes: dict[str, int] | None = None, fault: bool = False) -> dict[str, Any]:
+    """Ten steps of a model whose table is its head, too: this rank's copy, and the bytes that a step sends for them. ``fault``: each stage steps
+    by its own gradient."""
+    mesh, sent, steps = mesh_with(**(axes or {})), [], 10
+
+    def counting(raw: torch.Tensor, *where: Any, **more: Any) -> Any:
+        sent.append(raw.nbytes)
+        return dist.isend(raw, *where, **more)
+
+    model = cut(causal("qwen3"), mesh)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    pipe, optimizer = infinity.parallel.pipeline(model, mesh, optimizer, config, micro_batches=4, quiet=True)
+    del model
+    adding, ties.dist = ties.Ties.adding_up, types.SimpleNamespace(isend=counting, irecv=dist.irecv)
+    if fault:
+        ties.Ties.adding_up = lambda *_: contextlib.nullcontext()
+    for number in range(steps):
+        sent.clear()
+        pipe.step(**labelled(number, data_rank_of(mesh)))
+        optimizer.step()
+        optimizer.zero_grad()
+    ties.Ties.adding_up, ties.dist = adding, dist
+    weights = {key: value for chunk in pipe.chunks for key, value in whole(chunk.state_dict()).items()}
+    copy = next(value for key, value in weights.items() if key in ("model.embed_tokens.weight", "lm_head.weight"))
+    infinity.unwrap_model(pipe.chunks, optimizer)
+    return {"copy": copy, "sent": sum(sent)}
 
 
 @contextlib.contextmanager

@@ -232,10 +232,31 @@ def loads(window: int, chunks: int, config: dict) -> dict[str, Any]:
     return {"steps": found, "window": engine.plan.device_window_nbytes / (2 * each)}
 
 
-def executed(kind: str) -> dict[str, Any]:
+class Unbuilt:
+    """Stands for a stage where only the order of a schedule is wanted."""
+
+    has_backward, device, submod, group = True, "cpu", nn.Identity(), None
+
+    def __init__(self, number: int, count: int, ranks: int) -> None:
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = number, count, ranks, number % ranks
+        self.is_first, self.is_last = number == 0, number == count - 1
+
+
+def ordered(kind: str, ranks: int) -> list[dict[str, Any]]:
+    """What each rank computes in the order that torch's schedule has for it, as :func:`executed` tells it; without any process."""
+    what = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "inputs", "BACKWARD_WEIGHT": "weights"}
+    numbers, count = chunks_of(kind, 0, ranks)
+    order = getattr(schedules, f"Schedule{kind}")([Unbuilt(n, count, ranks) for n in numbers], MICRO).pipeline_order
+    return [
+        {"chunks": count, "done": [(what[a.computation_type.name], a.stage_index, a.microbatch_index) for a in order[rank] if a]}
+        for rank in range(ranks)
+    ]
+
+
+def executed(kind: str, ranks: int = 2) -> dict[str, Any]:
     """What each rank computes in one step, in order: (what, chunk, micro-batch); and the bytes that it sends for a micro-batch."""
-    mesh = mesh_of(2)
-    chunks, numbers, count = build(kind, mesh)
+    mesh = mesh_of(ranks)
+    chunks, numbers, count = build(kind, mesh, layers=2 * ranks)
     params = [p for chunk in chunks for p in chunk.parameters()]
     chunks, optimizer = infinity.wrap_model(chunks, torch.optim.AdamW(params), {"params": "host", "optimizer": "host"}, mesh=mesh)
     schedule = infinity.parallel.attach(schedule_of(kind, chunks, numbers, count, mesh))
