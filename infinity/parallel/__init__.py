@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .costs import measure_costs
-    from .expert_parallel import expert_parallel
-    from .pipeline import Pipeline, pipeline
+    from .experts import expert_parallel
+    from .pipelines import Pipeline, pipeline
     from .plans import find_plan
     from .schedules import attach
-    from .tensor_parallel import tensor_parallel
+    from .tensors import tensor_parallel
 
 __all__ = ["Pipeline", "attach", "expert_parallel", "find_plan", "measure_costs", "pipeline", "tensor_parallel"]
 
-_HOMES = {
-    "Pipeline": "pipeline",
+_HOMES = {  # no submodule may have a public name: its import would take that name's place
+    "Pipeline": "pipelines",
     "attach": "schedules",
-    "expert_parallel": "expert_parallel",
+    "expert_parallel": "experts",
     "measure_costs": "costs",
-    "pipeline": "pipeline",
+    "pipeline": "pipelines",
     "find_plan": "plans",
-    "tensor_parallel": "tensor_parallel",
+    "tensor_parallel": "tensors",
 }
 
 
@@ -34,5 +34,5 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value  # also over the submodule of the same name
+    globals()[name] = value
     return value

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from .. import native
 from ..distributed.collectives import Collectives
 from ..errors import CapacityError
 from ..machine.device import Device
@@ -25,12 +24,12 @@ from ..state.journal import Journal
 from ..state.residency import Residency
 from ..state.unit import ParamUnit
 from ..storage.store import ShardStore
+from .staging_slots import StagingSlots
 from .window import Window
 
 COPIES_AHEAD = 2  # units on their way to the device beside the one that computes
-GATHERS_AHEAD = (
-    1  # the same with other ranks in a forward, whose units may still be stepped: each is waited for before the compute starts
-)
+# The same with other ranks in a forward, whose units may still be stepped: each is waited for before the compute starts.
+GATHERS_AHEAD = 1
 
 
 class Prefetcher:
@@ -53,7 +52,7 @@ class Prefetcher:
     ):
         self.units, self.schedule = units, schedule
         self._store, self._ledger, self._journal = store, ledger, journal
-        self._window = Window(window_nbytes)
+        self._window, self._slots = Window(window_nbytes), StagingSlots(units, store)
         # Beside a device that computes by itself the host does not see how long that takes.
         self.look_ahead = LookAhead(units_ahead, is_fixed=device.overlaps)
         self._computing: tuple[int, float] | None = None  # the unit that was asked for last, and since when it is there
@@ -220,7 +219,7 @@ class Prefetcher:
                 continue
             ahead += 1
             if unit.residency is Residency.STORED:
-                slots = self._try_slots(unit)
+                slots = self._slots.try_take(unit)
                 if slots is None:
                     return
                 unit.fetch(self._store, slots)
@@ -240,7 +239,7 @@ class Prefetcher:
         if unit.is_staged_from_disk:
             if unit.residency is Residency.STORED:
                 self.misses += 1
-                unit.fetch(self._store, self._slots(unit))
+                unit.fetch(self._store, self._slots.take(unit))
             if unit.residency is Residency.FETCHING and not unit.copies_while_fetching:
                 with self._store.traffic.stalled("nvme->host", unit.name):
                     unit.stage()
@@ -305,34 +304,3 @@ class Prefetcher:
             self._finish(unit)
         unit.release()
         self._resident.pop(unit, None)
-
-    # --- staging slots ---
-
-    def _try_slots(self, unit: ParamUnit) -> list[native.Lease] | None:
-        self._store.collect()
-        slots = []
-        for shard in unit.shards:
-            slot = self._store.staging.try_lease(shard.slice_nbytes)
-            if slot is None:
-                return None  # what was leased goes back with the list
-            slots.append(slot)
-        return slots
-
-    def _slots(self, unit: ParamUnit) -> list[native.Lease]:
-        """Slots for a unit that is needed now: units fetched ahead of their use give theirs up, if need be."""
-        ahead = [other for other in self.units if other.residency in (Residency.FETCHING, Residency.STAGED)]
-        while (slots := self._try_slots(unit)) is None:
-            if self._store.collect(wait=True):
-                continue
-            if not ahead:
-                self._store.refuse_hung()
-                if self._store.staging.wait_for_transfer():
-                    continue  # a read that nobody waits for any more
-            if not ahead:
-                raise CapacityError(
-                    f"unit {unit.name} needs {format_nbytes(unit.weight_nbytes)} of staging memory, but the pool of "
-                    f"{format_nbytes(self._store.staging.capacity_nbytes)} has "
-                    f"{format_nbytes(self._store.staging.leased_nbytes)} leased"
-                )
-            self.release_all([ahead.pop()])
-        return slots

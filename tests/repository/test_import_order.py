@@ -9,6 +9,7 @@ Words used here:
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,3 +191,12 @@ def test_a_violation_is_found():
         "cli/train.py": "import infinity\nfrom .text import f\nfrom ..errors import UsageError",
     }
     assert not violations(right)
+
+
+def test_no_submodule_takes_the_place_of_a_public_name():
+    """A package that makes its names when they are asked for has the submodule in their place once anybody has imported that."""
+    lazy = [path for path in PACKAGE.rglob("__init__.py") if "def __getattr__" in path.read_text()]
+    assert len(lazy) >= 3
+    for path in lazy:
+        package = importlib.import_module(".".join(path.relative_to(PACKAGE.parent).parent.parts))
+        assert not set(package.__all__) & {other.stem for other in path.parent.glob("*.py")}, path

@@ -24,8 +24,8 @@ from infinity.distributed.channel import Channel
 from infinity.distributed.meeting import Meeting
 from infinity.gradients.whole import WholeGradients
 from infinity.planning.cluster import edges_of, gathers_of
-from infinity.runtime.prefetch import Prefetcher
 from infinity.runtime.registry import wrapped
+from infinity.runtime.staging_slots import StagingSlots
 from infinity.state.shard import ParamShard
 from infinity.state.unit import ParamUnit
 
@@ -289,9 +289,9 @@ def late_slots(config: dict, steps: int = 8) -> dict[str, Any]:
     """A rank whose staging memory is in use, when it would read ahead, at other times than the other's."""
     model = build()
     model, optimizer = infinity.wrap_model(model, adamw(model), config)
-    chance, refused, real = random.Random(dist.get_rank()), 0, Prefetcher._try_slots
+    chance, refused, real = random.Random(dist.get_rank()), 0, StagingSlots.try_take
 
-    def try_slots(self: Prefetcher, unit: ParamUnit) -> Any:
+    def try_slots(self: StagingSlots, unit: ParamUnit) -> Any:
         nonlocal refused
         ahead = sys._getframe(1).f_code.co_name == "fetch_ahead"
         if ahead and chance.random() < 0.3:
@@ -299,14 +299,14 @@ def late_slots(config: dict, steps: int = 8) -> dict[str, Any]:
             return None
         return real(self, unit)
 
-    Prefetcher._try_slots = try_slots
+    StagingSlots.try_take = try_slots
     try:
         for step in range(steps):
             model(data(step, dist.get_rank())).backward()
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        Prefetcher._try_slots = real
+        StagingSlots.try_take = real
     weights = state_of(model)
     infinity.unwrap_model(model, optimizer)
     return {"weights": weights, "refused": refused}

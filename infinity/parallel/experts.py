@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import ConfigError
 from ..state.experts import mark_divided
 from .plans import describe_plan, general, own_plan
-from .tensor_parallel import apply_own_plan
+from .tensors import apply_own_plan
 
 WEIGHTS = "grouped_gemm"  # transformers' style of a parameter that has one slice for each expert
 EXCHANGES = {"outputs": "all_reduce", "tokens": "all_to_all"}  # what passes between the ranks -> transformers' name of it

@@ -1,0 +1,50 @@
+"""StagingSlots: leases memory of the staging pool for units on their way from disk, one slot for each shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import native
+from ..errors import CapacityError
+from ..machine.sizes import format_nbytes
+from ..state.residency import Residency
+from ..state.unit import ParamUnit
+from ..storage.store import ShardStore
+
+
+class StagingSlots:
+    """The slots of ``units``. Used from the thread that runs the model."""
+
+    def __init__(self, units: Sequence[ParamUnit], store: ShardStore):
+        self._units, self._store = units, store
+
+    def try_take(self, unit: ParamUnit) -> list[native.Lease] | None:
+        """Takes slots for ``unit``; None where there is no room now."""
+        self._store.collect()
+        slots = []
+        for shard in unit.shards:
+            slot = self._store.staging.try_lease(shard.slice_nbytes)
+            if slot is None:
+                return None  # what was leased goes back with the list
+            slots.append(slot)
+        return slots
+
+    def take(self, unit: ParamUnit) -> list[native.Lease]:
+        """Takes slots for a unit that is needed now: units fetched ahead of their use give theirs up, if need be. Raises CapacityError where
+        that is not enough, StorageError where a disk hangs."""
+        ahead = [other for other in self._units if other.residency in (Residency.FETCHING, Residency.STAGED)]
+        while (slots := self.try_take(unit)) is None:
+            if self._store.collect(wait=True):
+                continue
+            if not ahead:
+                self._store.refuse_hung()
+                if self._store.staging.wait_for_transfer():
+                    continue  # a read that nobody waits for any more
+            if not ahead:
+                raise CapacityError(
+                    f"unit {unit.name} needs {format_nbytes(unit.weight_nbytes)} of staging memory, but the pool of "
+                    f"{format_nbytes(self._store.staging.capacity_nbytes)} has "
+                    f"{format_nbytes(self._store.staging.leased_nbytes)} leased"
+                )
+            ahead.pop().drop(self._store)
+        return slots
