@@ -53,9 +53,9 @@ TARGETS = {
     "optim/stepper.py": "training/test_equals_torch.py planning/test_speculation.py",
     "optim/rules.py": "optim/test_rules.py",
     "runtime/prefetch.py": "training/test_homes_change_no_bit.py state/test_unit.py",
-    "runtime/backward.py": "training/test_ordinary_loops.py",
-    "runtime/passes.py": "training/test_ordinary_loops.py",
-    "runtime/tasks.py": "training/test_ordinary_loops.py",
+    "runtime/backward.py": "training/test_ordinary_loops.py api/test_accumulate.py api/test_step_in_backward.py",
+    "runtime/passes.py": "training/test_ordinary_loops.py training/test_unusual_models.py forwards/test_micro_batch_limits.py",
+    "runtime/tasks.py": "training/test_ordinary_loops.py training/test_steps_and_gradients.py",
 }
 
 

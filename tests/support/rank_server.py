@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import os
@@ -12,6 +13,7 @@ import sys
 from multiprocessing.connection import Connection
 
 import torch
+import torch.distributed as dist
 from ranks import Failed, Plainly, join, outcome_of
 
 
@@ -27,11 +29,20 @@ def main(port: int) -> None:
         torch.manual_seed(0)
         random.seed(0)
         result = outcome_of(lambda: getattr(importlib.import_module(script), name)(**arguments), {})
+        end_groups()
         raw = io.BytesIO()
         Plainly(raw).dump(result)
         connection.send_bytes(raw.getvalue())
         if isinstance(result, Failed):
             os._exit(1)
+
+
+def end_groups() -> None:
+    """Ends the process groups that a job has made, for its meshes say: each has threads that never sleep for long."""
+    gc.collect()  # engines end their own
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 if __name__ == "__main__":
