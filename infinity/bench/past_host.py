@@ -86,24 +86,24 @@ class _Job:
         self._run(copies=False)
 
     def _run(self, *, copies: bool) -> None:
-        ahead: deque[tuple[int, native.Lease, native.Ticket | native.Landing]] = deque()
+        ahead: deque[tuple[native.Lease, native.Ticket | native.Landing]] = deque()
         last: Event = PAST
         for begin in range(0, self.array.nbytes + AHEAD * PIECE_NBYTES, PIECE_NBYTES):
             if len(ahead) == AHEAD or (ahead and begin >= self.array.nbytes):
-                at, lease, fetch = ahead.popleft()
+                lease, fetch = ahead.popleft()
                 fetch.wait()
                 if copies:
-                    source = self.store.fetched(fetch, self.array, at, lease.address, PIECE_NBYTES)
+                    source = self.store.fetched(fetch, self.array, lease.address, PIECE_NBYTES)
                     last = self._device.put("in", lambda source=source: self._target.copy_(source, non_blocking=True))
                     self.store.take_back([lease], last)
                 else:
                     lease.release()
             if begin < self.array.nbytes:
                 lease = self.store.take_lease(self.store.staging, PIECE_NBYTES, lambda: self.store.collect(wait=True))
-                fetch = self.store.fetch(self.array, begin, lease.address, PIECE_NBYTES, after=None, lease=lease)
-                ahead.append((begin, lease, fetch))
+                fetch = self.store.fetch(self.array, begin, lease, PIECE_NBYTES)
+                ahead.append((lease, fetch))
         while ahead:
-            ahead.popleft()[2].wait()
+            ahead.popleft()[1].wait()
         last.wait()
         self.store.collect(wait=True)
 

@@ -123,8 +123,11 @@ class Rank:
         for unit in self.units:
             schedule.use(unit.index)
         self.bank, self.reduced = Bank(device), []
+        collectives = Collectives(pair, rank, shard)
+        for of_unit in self.units:
+            of_unit.shards[0].collectives = collectives
         self.reducer = Reducer(
-            Collectives(pair, rank, shard),
+            collectives,
             self.units,
             self.bank,
             ledger,

@@ -57,7 +57,7 @@ def test_a_unit_goes_home_from_every_stage(residency):
 class Gathered(Unit):
     """One of several, whose weights other ranks have parts of; what it is asked is noted by all in one list."""
 
-    weight_nbytes, is_ready = 8, True
+    weight_nbytes, is_ready, is_sliced = 8, True, True
 
     def __init__(self, index: int, asked: list[tuple[str, int]], *, on_disk: bool = False):
         super().__init__(Residency.STAGED if on_disk else Residency.STORED)
@@ -73,6 +73,9 @@ class Gathered(Unit):
         self.residency = Residency.RESIDENT
 
     def expose(self) -> None:
+        pass
+
+    def note_use(self, event) -> None:
         pass
 
     def take_read_times(self) -> None:
