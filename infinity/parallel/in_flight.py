@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 from weakref import WeakSet
 
@@ -13,7 +14,8 @@ class InFlight:
     """The buffers of the stages of one engine, for as long as somebody has the stages."""
 
     def __init__(self, engine: Engine):
-        self._engine, self._stages = engine, WeakSet[Any]()
+        # They are kept by engine, for as long as that is there.
+        self._engine, self._stages = weakref.ref(engine), WeakSet[Any]()
         self._nbytes, self._charge = 0, None
 
     def add(self, stages: list[Any]) -> None:
@@ -25,8 +27,8 @@ class InFlight:
 
         Ranks of a row charge the same, the most of theirs: what they gather ahead must not differ. Raises CapacityError where there is no room.
         """
-        engine, nbytes = self._engine, sum(map(_buffers_nbytes, self._stages))
-        if engine.config.device_memory is None:
+        engine, nbytes = self._engine(), sum(map(_buffers_nbytes, self._stages))
+        if engine is None or engine.config.device_memory is None:
             return  # nothing that it could exceed
         nbytes = -engine.collectives.least([-nbytes], "buffers between stages")[0]
         if nbytes == self._nbytes:

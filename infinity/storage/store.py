@@ -14,7 +14,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -147,7 +147,10 @@ class ShardStore(ArrayAllocator):
                     under_way.popleft()
                     lease.release()
             finally:
-                for _, lease, _, _ in under_way:  # which its transfer keeps until it is over
+                for ticket, lease, _, _ in under_way:  # that nobody asks for any more
+                    self.io.cancel(ticket)
+                    with suppress(InfinityError):
+                        ticket.wait()
                     lease.release()
 
     def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:

@@ -51,7 +51,7 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
     jobs |= {f"saved:{what}": {"path": str(folder / what), "what": what, "config": config["nvme"]} for what in MESHES}
     jobs |= {f"loaded:{what} onto {onto}": {"path": str(folder / what), "what": onto, "config": config["host"]}
              for what in MESHES for onto in MESHES if "pp2" in (what, onto)}  # fmt: skip
-    jobs["refused"] = {}
+    jobs |= {"refused": {}, "forgotten": {"config": config["host"]}}
     jobs |= {f"executed:{kind}": {"kind": kind} for kind in SCHEDULES}
     return Jobs(standing_ranks(2), "pipeline_jobs", jobs, needs=what_was_saved)
 
@@ -75,6 +75,10 @@ def test_a_schedule_trains_as_it_does_without_the_engine(two, kind):
             assert (mine["losses"], mine["norms"]) == (theirs["losses"], theirs["norms"])
             assert not models.differing(mine["weights"], theirs["weights"])
             assert mine["evaluates"] and mine["unwrapped"]
+
+
+def test_an_unwrapped_pipeline_leaves_no_engine(two):
+    assert two["forgotten"] == [0, 0]
 
 
 @pytest.mark.parametrize("alike", ONE_DIRECTION)

@@ -378,6 +378,14 @@ def test_a_fault_is_a_typed_error_or_does_no_harm(fault, name, kind, folder):
     assert {outcome(folder, seed, **{fault: 1 / 30}) for seed in range(20)} == {"right", name}
 
 
+def test_a_read_that_fails_leaves_no_read_ahead_under_way(kind, folder):
+    """Method: every transfer brings wrong bytes, late; what was read ahead of the first is over when its error comes."""
+    with home_in(folder, faults=fault_plan(bit_flip=1.0, delay=1.0, delay_seconds=0.05)) as home:
+        with pytest.raises(CorruptionError):
+            home.store.read(home.arrays[4], 0, home.arrays[4].numel)
+        assert len(home.engine.tickets) > 1 and home.engine.under_way() == 0
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt], ids=["ValueError", "Ctrl-C"])
 def test_an_exception_inside_leaves_nothing_under_way(error, kind, folder):
     """Method: writes that take their time, then an exception in the caller; it comes out as it is, and the arrays can be

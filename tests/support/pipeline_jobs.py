@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ from ranks import serve, told
 import infinity
 from infinity.distributed.channel import Channel
 from infinity.distributed.meeting import Meeting
+from infinity.runtime.engine import Engine
 from infinity.runtime.registry import wrapped
 from infinity.state.unit import ParamUnit
 
@@ -103,6 +105,13 @@ def step(schedule: Any, numbers: list[int], count: int, number: int, data_rank: 
 
 def mesh_of(pp: int = 2) -> Any:
     return init_device_mesh("cpu", (pp, dist.get_world_size() // pp), mesh_dim_names=("pp", "dp"))
+
+
+def forgotten(config: dict) -> int:
+    """How many engines there are of pipelines that have gone."""
+    trained(kind="GPipe", config=config)
+    gc.collect()
+    return sum(isinstance(found, Engine) for found in gc.get_objects())
 
 
 def trained(kind: str, config: dict | None, *, pp: int = 2, steps: int = 3, by: str = "step") -> dict[str, Any]:
