@@ -37,6 +37,8 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     """Everything that two ranks do here."""
     jobs: dict[str, dict] = {f"parts:{how}": {"how": how} for how in HOWS}
     jobs |= {f"parts:whole-{how}": {"how": how, "shard": "gradients"} for how in ("raises in a backward", "evaluates")}
+    ahead = {"speculate": True, "max_grad_norm": 1e6}  # which clips nothing
+    jobs |= {f"parts:ahead-{how}": {"how": how, **ahead} for how in HOWS}
     jobs |= {f"changes:{shard}": {"shard": shard} for shard in ("parameters", "gradients", "optimizer")}
     jobs |= {f"moved:{budget}": {"config": {"device_memory": budget}} for budget in (None, "520KiB", "600KiB", "800KiB")}
     jobs |= {"interrupted": {}, **{f"unlike_the_last:{parts}": {"parts": parts} for parts in (False, True)}}
@@ -77,6 +79,14 @@ def test_ranks_that_part_in_an_agreed_pass_are_told_and_go_on(two, how):
 @pytest.mark.parametrize("how", ["raises in a backward", "evaluates"])
 def test_ranks_that_keep_their_weights_are_told_too(two, how):
     check_parted(two[f"parts:whole-{how}"], how)
+
+
+@pytest.mark.parametrize("how", [
+    pytest.param(how, marks=() if how in ("fewer", "raises in a backward") else pytest.mark.slow) for how in HOWS
+])  # fmt: skip
+def test_ranks_whose_reductions_tell_who_has_gradients_are_told(two, how):
+    """With updates in the backward a flag is on its way beside each reduction: both are completed where ranks part."""
+    check_parted(two[f"parts:ahead-{how}"], how)
 
 
 @pytest.mark.slow

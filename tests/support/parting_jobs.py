@@ -59,9 +59,9 @@ def data(step: int, of_rank: int) -> torch.Tensor:
     return torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + of_rank))
 
 
-def wrap(shard: str, tight: bool, mesh: Any = None) -> tuple[Any, Any]:
+def wrap(shard: str, tight: bool, mesh: Any = None, **options: Any) -> tuple[Any, Any]:
     """Wraps the blocks. ``tight``: in the least device memory that works, so that the backward gathers, too."""
-    config = {"params": "host", "optimizer": "host", "shard": shard, "units": ["Linear"]}
+    config = {"params": "host", "optimizer": "host", "shard": shard, "units": ["Linear"]} | options
     if tight:
         try:
             model = build()
@@ -89,7 +89,9 @@ class Own(Exception):
     """What a user's own code raises."""
 
 
-def parts(how: str, shard: str = "parameters", children: int = 32, deaf: bool = False, replicas: bool = False) -> dict[str, Any]:
+def parts(
+    how: str, shard: str = "parameters", children: int = 32, deaf: bool = False, replicas: bool = False, **options: Any
+) -> dict[str, Any]:
     """Trains until passes are agreed; then the last rank does something else, once. Every rank tries its step again until it succeeds."""
     tree.CHILDREN = children
     if deaf:
@@ -98,7 +100,7 @@ def parts(how: str, shard: str = "parameters", children: int = 32, deaf: bool = 
     mesh = (
         dist.device_mesh.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard")) if replicas else None
     )
-    model, optimizer = wrap(shard, tight=True, mesh=mesh)
+    model, optimizer = wrap(shard, tight=True, mesh=mesh, **options)
     lockstep = wrapped(model).engine.ranks.data.lockstep
     said, agreed, todo = [], [], how if rank == world - 1 else ""
 
