@@ -58,9 +58,11 @@ def _save_model(model: nn.Module, first: nn.Module, engine: Engine, folder: Path
     mine = [[(name, nbytes) for name, (nbytes, _) in entries.items()] for entries in files]
     everyones = engine.collectives.collect(mine, "the files of the stages", stages)
     names = _name_files(everyones)
-    _write_files(folder, files, names[ranks.stage], writes=ranks.rank == 0 and ranks.writes and ranks.part == 0)
+    is_writer = ranks.rank == 0 and ranks.writes and ranks.part == 0
+    with _removed_on_error([_partial(folder / name) for name in names[ranks.stage]] if is_writer else []):
+        _write_files(folder, files, names[ranks.stage], writes=is_writer)
+        engine.collectives.rendezvous("the files of all stages")  # where one that failed raises on all
     of_all = zip((name for of_one in names for name in of_one), (entries for of_one in everyones for entries in of_one))
-    engine.collectives.rendezvous("the files of all stages")
     if writes:
         with _storing(folder):
             _name_written(folder, dict(of_all))
@@ -106,7 +108,8 @@ def write_sources(folder: Path, sources: dict[str, Source], *, writes: bool = Tr
     ranks need this one for it. Returns the number of elements. Raises StorageError."""
     files = _files(sources)
     names = _name_files([files])[0]
-    written = _write_files(folder, files, names, writes=writes)
+    with _removed_on_error([_partial(folder / name) for name in names] if writes else []):
+        written = _write_files(folder, files, names, writes=writes)
     if writes:
         with _storing(folder):
             _name_written(folder, {name: [(key, nbytes) for key, nbytes, _ in of_one] for name, of_one in zip(names, written)})
@@ -126,10 +129,10 @@ def _name_files(of_stages: Sequence[Sequence[Any]]) -> list[list[str]]:
 def _write_files(
     folder: Path, files: list[dict[str, Source]], names: list[str], *, writes: bool
 ) -> list[list[tuple[str, int, int]]]:
-    """Writes the files whole, not yet under their names; none stays where one fails. Returns the tensors of each: name, bytes and elements,
+    """Writes the files whole, not yet under their names. Returns the tensors of each: name, bytes and elements,
     which a source that converts may give other than it said. Raises StorageError."""
     written = []
-    with _storing(folder), _removed_on_error([_partial(folder / name) for name in names] if writes else []):
+    with _storing(folder):
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
         nbytes = sum(nbytes for entries in files for nbytes, _ in entries.values())
@@ -212,6 +215,7 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _removed_on_error(paths: Sequence[Path]) -> Iterator[None]:
+    """Removes ``paths`` where the block raises: what is half a model takes a disk's room."""
     try:
         yield
     except BaseException:

@@ -94,3 +94,17 @@ def test_the_index_tells_the_bytes_that_were_written(monkeypatch, tmp_path):
     monkeypatch.setattr(pretrained, "FILE_NBYTES", 16)
     pretrained.write_sources(tmp_path, {name: (16, lambda: torch.ones(4, dtype=torch.bfloat16)) for name in NAMES})
     assert json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == 3 * 8
+
+
+def test_a_save_that_fails_leaves_no_half_model(monkeypatch, tmp_path):
+    """Method: the second of three files cannot be made; the first one was whole."""
+    monkeypatch.setattr(pretrained, "FILE_NBYTES", 16)
+
+    def fails() -> torch.Tensor:
+        assert list(tmp_path.glob("*.partial"))
+        raise KeyboardInterrupt
+
+    sources = {"a": (16, lambda: torch.ones(4)), "b": (16, fails), "c": (16, lambda: torch.ones(4))}
+    with pytest.raises(KeyboardInterrupt):
+        pretrained.write_sources(tmp_path, sources)
+    assert os.listdir(tmp_path) == []
