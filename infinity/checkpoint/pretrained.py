@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -215,12 +215,14 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _removed_on_error(paths: Sequence[Path]) -> Iterator[None]:
-    """Removes ``paths`` where the block raises: what is half a model takes a disk's room."""
+    """Removes ``paths`` where the block raises: what is half a model takes a disk's room. A disk that refuses this too
+    changes nothing about the error."""
     try:
         yield
     except BaseException:
         for path in paths:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
         raise
 
 

@@ -42,17 +42,17 @@ def found(folder: Path) -> set[float] | None:
 
 @pytest.fixture
 def fails_at(monkeypatch):
-    """Has the n-th call of CALLS fail; returns how many there were."""
+    """Has the n-th call of CALLS fail, or all from it on; returns how many there were."""
     done = []
 
-    def arrange(at: int) -> list[str]:
+    def arrange(at: int, *, on: bool = False) -> list[str]:
         done.clear()
         for name in CALLS:
             real = vars(arrange).setdefault(name, getattr(os, name))
 
             def call(*arguments, name=name, real=real, **more):
                 done.append(name)
-                if len(done) == at + 1:
+                if at >= 0 and (len(done) > at if on else len(done) == at + 1):
                     raise OSError(errno.EIO, "injected")
                 return real(*arguments, **more)
 
@@ -87,6 +87,21 @@ def test_a_cut_save_gives_the_old_model_the_new_one_or_none(before, after, fails
         if ended:
             break
     assert kinds >= {1.0, 2.0} and at > 3
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_disk_that_refuses_everything_from_a_call_on_is_the_same_error(files, fails_at, monkeypatch, tmp_path):
+    """What tidies up after the error is refused as well, and raises none of its own; the twin is the save that ends."""
+    monkeypatch.setattr(pretrained, "FILE_NBYTES", 64)
+    for at in range(20):
+        done = fails_at(at, on=True)
+        try:
+            save(tmp_path / str(at), 1.0, files)
+        except infinity.StorageError as error:
+            assert "injected" in str(error)
+        if len(done) <= at:
+            break
+    assert at == len(done) > 1 and found(tmp_path / str(at)) == {1.0}
 
 
 def test_the_index_tells_the_bytes_that_were_written(monkeypatch, tmp_path):
