@@ -23,10 +23,10 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
     swap = launch_folder / "swap"
     configs = [models.at_home(home, home, swap) for home in ("host", "nvme")]
     jobs: dict[str, dict] = {f"families:{name}": {"name": name, "configs": configs} for name in FAMILIES}
-    jobs |= {f"generates:{name}": {"name": name, "config": configs[0]} for name in ("llama", "gpt2")}
+    jobs |= {f"generates:{name}": {"name": name, "config": configs[0], "folder": str(launch_folder)} for name in ("llama", "gpt2")}
     jobs |= {f"experts:{name}": {"name": name, "configs": configs} for name in MIXTURES}
     jobs["experts_refused"] = {}
-    jobs["adapters"] = {"config": configs[1]}
+    jobs["adapters"] = {"config": configs[1], "folder": str(launch_folder)}
     jobs["axes"] = {"names": ["dp", "cp", "sp", "fsdp"]}
     return Jobs(standing_ranks(2), "parallel_families", jobs)
 

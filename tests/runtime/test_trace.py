@@ -408,9 +408,9 @@ def test_any_name_comes_through(path, tmp_path, capsys):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(LANES), st.integers(0, 50), st.integers(0, 20)), max_size=40))
-def test_rows_are_of_one_lane_and_never_hold_two_things_at_once(works):
+def test_rows_are_of_one_lane_and_never_hold_two_things_at_once(tmp_path_factory, works):
     """Method: random work in random lanes, not in order; every row has one lane's name and nothing overlaps in it."""
-    path = Path(f"/tmp/infinity-timeline-{os.getpid()}")
+    path = tmp_path_factory.mktemp("timeline") / "timeline"
     timeline = Timeline(path)
     for lane, start, duration in works:
         timeline.add(lane, "work", start, start + duration)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +138,8 @@ def experts_refused() -> dict[str, str]:
     return found | {"untouched": str(all(type(p) is nn.Parameter for p in odd.parameters()))}
 
 
-def generates(name: str, config: dict) -> dict[str, Any]:
-    """Greedy tokens of one process and of the wrapped model; and its folder as save_pretrained writes it."""
+def generates(name: str, config: dict, folder: str) -> dict[str, Any]:
+    """Greedy tokens of one process and of the wrapped model; and its folders as each save_pretrained writes them."""
     model, prompt = family(name).eval(), torch.arange(8)[None]
     alone = model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
     mesh = mesh_of()["tp"]
@@ -150,18 +147,15 @@ def generates(name: str, config: dict) -> dict[str, Any]:
     model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh)
     model.eval()
     ours = model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
-    folder = Path(tempfile.gettempdir()) / f"pretrained-{os.getppid()}"
     expected, saved = family(name).state_dict(), {}
-    ways = {"ours": lambda: infinity.save_pretrained(model, folder)}
+    ways = {"ours": lambda path: infinity.save_pretrained(model, path)}
     if name == "llama":  # cut by its own plan: transformers puts the parts together, too
-        ways["transformers'"] = lambda: model.save_pretrained(folder)
+        ways["theirs"] = lambda path: model.save_pretrained(path)
     for way, save in ways.items():
-        save()
+        path = Path(folder) / f"{name}-{way}"
+        save(path)
         dist.barrier()
-        saved[way] = not models.differing(type(model).from_pretrained(folder).state_dict(), expected)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder)
+        saved[way] = not models.differing(type(model).from_pretrained(path).state_dict(), expected)
     infinity.unwrap_model(model, optimizer)
     return {"same": alone == ours, "saved": all(saved.values())}
 
@@ -179,7 +173,7 @@ def adapted(rank: int = 4, dropout: float = 0.0) -> Any:
     return LoraConfig(r=rank, lora_alpha=8, lora_dropout=dropout, target_modules=ADAPTED, init_lora_weights=False)
 
 
-def adapters(config: dict) -> dict[str, Any]:
+def adapters(config: dict, folder: str) -> dict[str, Any]:
     """LoRA around layers that are cut, beside one process: losses, adapters, what peft saves; and what is refused."""
     from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -206,14 +200,10 @@ def adapters(config: dict) -> dict[str, Any]:
         weights = whole(get_peft_model_state_dict(model, model.state_dict()))
         found[where] = {"losses": losses, "grads": grads, "weights": weights}
         if where == "ours":
-            folder = Path(tempfile.gettempdir()) / f"adapters-{os.getppid()}"
-            infinity.save_pretrained(model, folder)
+            infinity.save_pretrained(model, Path(folder) / "adapters")
             dist.barrier()
-            again = PeftModel.from_pretrained(family("llama"), folder)
+            again = PeftModel.from_pretrained(family("llama"), Path(folder) / "adapters")
             found["saved"] = not models.differing(whole(get_peft_model_state_dict(again)), weights)
-            dist.barrier()
-            if dist.get_rank() == 0:
-                shutil.rmtree(folder)
             infinity.unwrap_model(model, optimizer)
     ours, alone = found["ours"], found["one process"]
     found["grads off"], found["weights off"] = off(ours["grads"], alone["grads"]), off(ours["weights"], alone["weights"])
