@@ -20,6 +20,7 @@ from .weight_files import FILE_DTYPES
 
 SLOT_NBYTES = 4 * 1024 * 1024
 SLOTS = 16
+ALIGNMENT = 8  # bytes, of the first tensor in a file
 NAMES = {dtype: name for name, dtype in FILE_DTYPES.items() if dtype is not None}
 
 
@@ -79,7 +80,8 @@ class FileWriter:
         blocks = self._nbytes // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
         checksum = native.crc32c(self._rest, self._extent.checksum(blocks))
         self._engine.shut_down()
-        os.truncate(self._path, self._nbytes)
+        if self._nbytes < self._extent.nbytes:  # costs a read and a write
+            os.truncate(self._path, self._nbytes)
         return {"nbytes": self._nbytes, "crc32c": checksum}
 
     def _slot(self) -> torch.Tensor:
@@ -115,7 +117,8 @@ def start_file(
         at += tensor.nbytes
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, at]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    # A file of whole blocks, which need not be cut, wherever its tensors are then aligned as the library has them.
+    text += b" " * (-(8 + len(text) + at) % native.BLOCK_NBYTES if at % ALIGNMENT == 0 else -len(text) % ALIGNMENT)
     writer = FileWriter(path, 8 + len(text) + at, slots)
     try:
         writer.write(torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8))

@@ -16,12 +16,12 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import StorageError, UsageError
+from .removal import remove_folder
 
 DATA_NAME = re.compile(r"infinity-[0-9a-f]{12}")
 LOCK = ".lock"
@@ -121,11 +121,11 @@ def remove_unread(data: Path) -> None:
         descriptor = os.open(data / OF_READERS, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in GONE:
-            shutil.rmtree(data, ignore_errors=True)  # a save that was cut short: no manifest ever named it
+            remove_folder(data)  # a save that was cut short: no manifest ever named it
         return
     try:
         _lock(descriptor, fcntl.LOCK_EX)
-        shutil.rmtree(data, ignore_errors=True)
+        remove_folder(data)
     except Busy:
         pass
     finally:

@@ -49,6 +49,7 @@ from .folder import OF_READERS, remove_data, writing
 from .manifest import FORMAT, MANIFEST, seal_manifest, sync_file, sync_folder, write_synced
 from .parts import PARTS_KEY
 from .random_state import random_state_tensors, read_random_state
+from .removal import wait_for_space
 from .values import encode_value
 
 FILES_AT_ONCE = 2  # on their way to the disk while the next is read
@@ -103,6 +104,7 @@ def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.opt
     published = False
     try:
         with writing(root) if collectives.ranks.is_first else nullcontext():
+            wait_for_space()  # that the checkpoint before the last one took
             collectives.rendezvous(f"writing to {content['data']}, which the first rank may")  # before anybody makes a folder
             _write_data(root / content["data"], engine, content, tensors)
             if collectives.ranks.is_first:

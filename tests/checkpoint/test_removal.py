@@ -1,0 +1,85 @@
+"""Removal: names go at once, the space follows, and nobody keeps it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from infinity.checkpoint import removal
+
+
+def folder_of(path: Path, files: int) -> Path:
+    path.mkdir()
+    for number in range(files):
+        (path / f"{number}.safetensors").write_bytes(b"x" * 4096)
+    return path
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def held_back(monkeypatch):
+    """Has the thread that frees the space wait until it is let go."""
+    go, close = threading.Event(), removal._close
+
+    def later(held: list[int], folder: Path) -> None:
+        assert go.wait(60)
+        close(held, folder)
+
+    monkeypatch.setattr(removal, "_close", later)
+    yield go
+    go.set()
+    removal.wait_for_space()
+
+
+@pytest.mark.parametrize("most", [0, 3, 256])
+def test_names_are_gone_on_return_and_descriptors_when_the_space_is_waited_for(most, held_back, monkeypatch, tmp_path):
+    """More files than are held are removed as well. The twin: before it is waited for, the space is still taken."""
+    monkeypatch.setattr(removal, "FILES_HELD", most)
+    before = descriptors()
+    removal.remove_folder(folder_of(tmp_path / "data", 5))
+    assert os.listdir(tmp_path) == []
+    assert len(descriptors() - before) == min(most, 5)
+    held_back.set()
+    removal.wait_for_space()
+    assert descriptors() == before
+
+
+def test_a_folder_that_keeps_a_name_while_a_file_is_open_goes_when_it_is_closed(held_back, monkeypatch, tmp_path):
+    """Method: the first removal leaves a file, as a network's file system does for one that is open."""
+    folder, real = folder_of(tmp_path / "data", 2), removal.shutil.rmtree
+    with monkeypatch.context() as patch:
+        patch.setattr(removal.shutil, "rmtree", lambda path, **options: os.unlink(path / "0.safetensors"))
+        removal.remove_folder(folder)
+    assert removal.shutil.rmtree is real and folder.exists()
+    held_back.set()
+    removal.wait_for_space()
+    assert not folder.exists()
+
+
+def test_a_child_has_none_of_the_descriptors(monkeypatch, tmp_path):
+    """A fork waits for them to be closed: the child would keep the space as long as it lives."""
+    started, close = threading.Event(), removal._close
+
+    def slowly(held: list[int], folder: Path) -> None:
+        started.set()
+        threading.Event().wait(0.3)
+        close(held, folder)
+
+    monkeypatch.setattr(removal, "_close", slowly)
+    before = descriptors()
+    removal.remove_folder(folder_of(tmp_path / "data", 3))
+    assert started.wait(60)
+    if (child := os.fork()) == 0:
+        os._exit(int(descriptors() != before))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_folder_that_is_not_there_is_none(tmp_path):
+    removal.remove_folder(tmp_path / "none")
+    removal.wait_for_space()
