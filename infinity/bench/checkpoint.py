@@ -1,11 +1,12 @@
 """checkpoint: saving and loading, beside the disk that the files go to and come from.
 
 A load begins with nothing of the files in the page cache. The ceilings move as many bytes past it and do nothing else: a checkpoint
-cannot be written or read in less.
+cannot be written or read in less. What a save writes is new, which a file system is slower at than at replacing: so much is said apart.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Callable
@@ -17,6 +18,10 @@ from torch import nn
 
 import infinity
 
+from .. import native
+from ..checkpoint.file_writer import SLOT_NBYTES, SLOTS, FileWriter, make_slots
+from ..checkpoint.manifest import sync_file
+from ..checkpoint.removal import wait_for_space
 from ..machine.sizes import round_up
 from .io import RAW_BLOCK, RAW_THREADS, Raw, TestFile
 from .results import Measured, Row, row
@@ -29,17 +34,19 @@ SMALL = 64  # layers where the benchmark is scaled down are narrower, not fewer
 
 def measure(settings: Settings) -> Measured:
     """Measures rows checkpoint.save and checkpoint.load, of a state on the host and on NVMe (GB/s of the checkpoint's files), whose
-    ceiling is the best of the raw disk's rounds, and the best rounds' shares."""
+    ceiling is the best of the raw disk's rounds, and the best rounds' shares; and checkpoint.new_file, which a save is beside."""
     width = max(SMALL, int(WIDTH * settings.scale**0.5) // SMALL * SMALL)
     rows: list[Row] = []
     notes: list[str] = []
     for home in ("host", "nvme"):
         with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
             found, nbytes = _times(Path(folder), home, width, settings.rounds)
-        for way, raw in (("save", "write"), ("load", "read")):
-            ours, disk = ([nbytes / seconds / 1e9 for seconds in found[name].wall] for name in (way, raw))
-            rows.append(row(f"checkpoint.{home}.{way}", "GB/s", ours, ceiling=("raw disk", disk)))
-            notes.append(f"checkpoint.{home}.{way}: best of {len(ours)} rounds {max(ours) / max(disk):.2f} of the raw disk's best")
+        rates = {name: [nbytes / seconds / 1e9 for seconds in times.wall] for name, times in found.items()}
+        for way, raw in (("save", "write"), ("load", "read"), ("new_file", "write")):
+            rows.append(row(f"checkpoint.{home}.{way}", "GB/s", rates[way], ceiling=("raw disk", rates[raw])))
+        for way, ceiling in (("save", "write"), ("save", "new_file"), ("load", "read")):
+            share = max(rates[way]) / max(rates[ceiling])
+            notes.append(f"checkpoint.{home}.{way}: best of {settings.rounds} rounds {share:.2f} of the best {ceiling}")
     return Measured(rows, notes)
 
 
@@ -61,7 +68,9 @@ def _times(folder: Path, home: str, width: int, rounds: int) -> tuple[dict[str, 
         stack.callback(infinity.unwrap_model, model)
         jobs: dict[str, Callable[[], object]] = {
             "save": lambda: infinity.save_checkpoint(saved, model, optimizer),
+            "space": lambda: _free_space(folder / "new"),
             "write": lambda: raw.run("write"),
+            "new_file": lambda: _write_new(folder / "new", nbytes),
             "forget": lambda: _forget(saved),
             "load": lambda: infinity.load_checkpoint(saved, model, optimizer),
             "read": lambda: raw.run("read"),
@@ -83,6 +92,27 @@ def _raw_file(folder: Path, nbytes: int) -> TestFile:
         file.flush()
         os.fsync(file.fileno())
     return TestFile(str(path), nbytes)
+
+
+def _write_new(path: Path, nbytes: int) -> None:
+    """Writes as much as a save does to one file whose space is reserved, from memory that no cache holds, and syncs it."""
+    slots = make_slots(SLOTS * SLOT_NBYTES)
+    with FileWriter(path, nbytes, slots) as file:
+        file.write(_memory(nbytes), stays=True)
+        file.finish()
+    sync_file(path)
+
+
+def _free_space(path: Path) -> None:
+    """Removes ``path``, and waits for the space of the last checkpoint: neither slows what is measured next."""
+    path.unlink(missing_ok=True)
+    wait_for_space()
+
+
+@functools.cache
+def _memory(nbytes: int) -> torch.Tensor:
+    region = native.Region(nbytes, huge_pages=True, touch_threads=1)
+    return native.tensor_at(region, region.address, nbytes, torch.uint8)
 
 
 def _forget(saved: Path) -> None:

@@ -44,6 +44,7 @@ class FileWriter:
         self._tickets: deque[native.Ticket] = deque()
         self._lease: native.Lease | None = None
         self._begin = self._end = 0  # of the bytes in the slot that is being filled
+        self._lent: list[torch.Tensor] = []  # bytes that the disk reads where they are
         self._rest = torch.empty(0, dtype=torch.uint8)  # behind the last whole block of a checksum
 
     def __enter__(self) -> FileWriter:
@@ -53,8 +54,19 @@ class FileWriter:
         self._lease = None
         self._engine.shut_down()
 
-    def write(self, raw: torch.Tensor) -> None:
-        """Writes flat uint8 ``raw`` behind what came before; it may change afterwards. Waits for a slot only. Raises StorageError."""
+    def write(self, raw: torch.Tensor, *, stays: bool = False) -> None:
+        """Writes flat uint8 ``raw`` behind what came before; it may change afterwards but where it ``stays`` until :meth:`finish`,
+        which saves a copy of most of it where blocks of the file are blocks in memory. Waits for a slot only. Raises StorageError."""
+        if stays and (raw.data_ptr() - self._end) % native.BLOCK_NBYTES == 0:
+            begin = -self._end % native.CHECKSUM_NBYTES
+            end = begin + (raw.numel() - begin) // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
+            if begin < end:
+                self._copy(raw[:begin])
+                self._lend(raw[begin:end])
+                raw = raw[end:]
+        self._copy(raw)
+
+    def _copy(self, raw: torch.Tensor) -> None:
         while raw.numel():
             if self._lease is None:
                 self._lease = self._free_slot()
@@ -64,6 +76,16 @@ class FileWriter:
             raw, self._end = raw[count:], self._end + count
             if self._end == self._begin + SLOT_NBYTES:
                 self._submit()
+
+    def _lend(self, raw: torch.Tensor) -> None:
+        """Has the disk read ``raw``, whole blocks of a checksum, where it is. Behind whole blocks, too."""
+        self.seal()
+        self._lent.append(raw)
+        for begin in range(0, raw.numel(), SLOT_NBYTES):
+            piece = raw[begin : begin + SLOT_NBYTES]
+            self._tickets.append(self._engine.write(self._extent, self._end, piece.data_ptr(), piece.numel()))
+            self._begin = self._end = self._end + piece.numel()
+        self._rest = raw[:0]
 
     def seal(self) -> None:
         """Sends the last bytes on their way: no slot is this file's any more, but the disk's. Raises StorageError."""
@@ -105,11 +127,11 @@ class FileWriter:
 
 
 def start_file(
-    path: Path, tensors: Mapping[str, torch.Tensor], slots: native.PinnedPool, *, metadata: Mapping[str, str]
+    path: Path, tensors: Mapping[str, torch.Tensor], slots: native.PinnedPool, *, metadata: Mapping[str, str], stay: bool = False
 ) -> FileWriter:
-    """Starts a safetensors file of ``tensors`` with ``metadata`` in its header; all bytes are handed over when this returns."""
-    # As the library has them: the widest first, so that each lies at a multiple of its elements.
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    """Starts a safetensors file of ``tensors`` with ``metadata`` in its header; all bytes are handed over when this returns. ``stay``: the
+    tensors do not change until the file is finished."""
+    names = sorted(tensors, key=lambda name: _place_of(tensors[name], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
     for name in names:
@@ -124,9 +146,15 @@ def start_file(
         writer.write(torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8))
         for name in names:
             if tensors[name].nbytes:
-                writer.write(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8))
+                writer.write(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8), stays=stay)
         writer.seal()  # before another file wants a slot
     except BaseException:
         writer.__exit__()
         raise
     return writer
+
+
+def _place_of(tensor: torch.Tensor, name: str) -> tuple[bool, int, str]:
+    """Sorts the tensors of a file. As the library has them: the widest first, so that each lies at a multiple of its elements. Those of
+    whole blocks are at the end, where the file's blocks are theirs."""
+    return tensor.nbytes % native.BLOCK_NBYTES == 0, -tensor.dtype.itemsize, name

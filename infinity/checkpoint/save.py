@@ -200,11 +200,12 @@ def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
     with progress("saving the checkpoint", total) as advance, ExitStack() as stack:
         stack.callback(lambda: [file.__exit__() for _, file in started])
         for unit in engine.units:
+            stays = all(array.flat is not None and array.flat.is_cpu for shard in unit.shards for array in shard.arrays.values())
             for kind, files in (("unit", unit_files(engine, unit)), ("average", average_files(engine, unit))):
                 for number, parts in enumerate(files):
                     name = f"{kind}-{unit.index:05d}{rank}{f'-{number}' if number else ''}.safetensors"
                     tensors, told = ({key: entry[at] for key, entry in parts.items()} for at in (0, 1))
-                    started.append((name, _start_file(data / name, tensors, slots, told)))
+                    started.append((name, _start_file(data / name, tensors, slots, told, stay=stays and kind == "unit")))
                     while len(started) > FILES_AT_ONCE:
                         finish_oldest()
         while started:
@@ -215,10 +216,15 @@ def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
 
 
 def _start_file(
-    path: Path, tensors: dict[str, torch.Tensor], slots: native.PinnedPool, told: dict[str, Any] | None = None
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    slots: native.PinnedPool,
+    told: dict[str, Any] | None = None,
+    *,
+    stay: bool = False,
 ) -> FileWriter:
     told = told or {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
-    return start_file(path, tensors, slots, metadata={"format": "pt", "DCP_VERSION": "1.0", PARTS_KEY: json.dumps(told)})
+    return start_file(path, tensors, slots, metadata={"format": "pt", "DCP_VERSION": "1.0", PARTS_KEY: json.dumps(told)}, stay=stay)
 
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -59,6 +59,41 @@ def test_a_file_has_its_tensors_and_the_checksum_of_its_bytes(nbytes, tmp_path):
     assert entry["crc32c"] != native.crc32c(torch.frombuffer(raw, dtype=torch.uint8))
 
 
+@pytest.mark.parametrize("first", [0, 1, 64, 4096, 65536 - 4096, SLOT_NBYTES + 5])
+@pytest.mark.parametrize("nbytes", [4096, 65536, 65536 + 4096, SLOT_NBYTES, 2 * SLOT_NBYTES + 8192])
+def test_what_stays_is_written_from_where_it_is(first, nbytes, tmp_path, monkeypatch):
+    """Method: beside a tensor of ``first`` bytes, two of whole blocks, at the beginnings of pages; how many bytes are copied is counted. The
+    file and its checksum are those of copies. The twin: one that starts between two blocks is copied, and is right as well."""
+    region = native.Region(2 * nbytes + 8192, True, 1)
+    both = native.tensor_at(region, region.address, 2 * nbytes + 8192, torch.uint8)
+    both.random_()
+    copied, copy = [], native.copy_flat
+    monkeypatch.setattr(native, "copy_flat", lambda target, source: (copied.append(source.numel()), copy(target, source)))
+    for shift in (0, 8):
+        tensors = {"one": both[shift : shift + nbytes], "two": both[shift + nbytes : shift + 2 * nbytes]}
+        tensors["rest"] = torch.arange(first % 251, first % 251 + first).to(torch.uint8)
+        slots, counts = make_slots(nbytes), {}
+        for stay in (True, False):
+            copied.clear()
+            with start_file(tmp_path / f"{stay}", tensors, slots, metadata={}, stay=stay) as file:
+                counts[stay] = file.finish(), sum(copied)
+        assert (tmp_path / "True").read_bytes() == (tmp_path / "False").read_bytes() and counts[True][0] == counts[False][0]
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_file(tmp_path / "True").items())
+        saved = counts[False][1] - counts[True][1]
+        assert saved == 0 if shift or first % 8 else saved > 2 * (nbytes - 2 * 65536) and saved % 65536 == 0
+        assert slots.leased_nbytes == 0
+
+
+def test_what_may_change_is_copied_before_the_start_returns(tmp_path):
+    """The twin of what stays."""
+    region = native.Region(SLOT_NBYTES, True, 1)
+    tensor = native.tensor_at(region, region.address, SLOT_NBYTES, torch.uint8)
+    with start_file(tmp_path / "file", {"t": tensor}, make_slots(SLOT_NBYTES), metadata={}) as file:
+        tensor.fill_(7)
+        file.finish()
+    assert not load_file(tmp_path / "file")["t"].any()
+
+
 def test_files_of_one_save_take_turns_at_the_slots(tmp_path):
     """Method: three files are started with two slots, of which the first two are not finished when the third is begun."""
     slots, tensors = make_slots(1), some_tensors(5 * MIB)
