@@ -16,6 +16,7 @@ from torch import nn
 from .. import native
 from ..distributed.collectives import Collectives
 from ..errors import CorruptionError, InfinityError, UsageError
+from ..machine.kernel import running_kernel
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
 from ..runtime.registry import whole_of
@@ -106,7 +107,7 @@ def _check(
     try:
         rank = _rank_in(manifest, engine)
         _check_parameters(engine, manifest["parameters"])
-        check_files(data, manifest["files"])
+        _check_files(data, manifest["files"], engine.collectives)
         other = read_tensors(data / OF_READERS)
         groups, extra = decode_value(manifest["groups"], other), decode_value(manifest["extra"], other)
         _check_complete(engine, manifest, data)
@@ -121,6 +122,19 @@ def _check(
         # Its checksum is right, so it was written like this: by something else, or by another version.
         raise CorruptionError(f"{data.parent / MANIFEST} does not describe a checkpoint: {error!r}") from error
     return _Checked(other, groups, extra, generators)
+
+
+def _check_files(data: Path, files: dict[str, dict[str, Any]], collectives: Collectives) -> None:
+    """Raises CorruptionError where a file is damaged, PeerError where another rank found one. Ranks that read the same files of one
+    machine's memory check a part of them each."""
+    if collectives.ranks.alone:
+        check_files(data, files)
+        return
+    rank, found = collectives.ranks.world_rank, data.parent.stat()
+    place = running_kernel() or rank, found.st_dev, found.st_ino
+    here = [peer for peer, theirs in collectives.collect((rank, place), "where the checkpoint is read") if theirs == place]
+    check_files(data, files, turn=(here.index(rank), len(here)))
+    collectives.rendezvous(f"having checked the files of {data.name}")
 
 
 def _rest(model: nn.Module, rank: int) -> list[tuple[str, dict[str, torch.Tensor]]]:

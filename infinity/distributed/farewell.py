@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ..machine.kernel import running_kernel
+
 LOST = re.compile(r"gloo|nccl|connection|process group|peer", re.IGNORECASE)  # in what a transport says
 LONGEST = 400  # characters of a reason
 PATIENCE_SECONDS = 2.0  # until a process that has closed its connections has ended, or said why
@@ -29,7 +31,7 @@ class _Farewell:
         from torch.distributed import PrefixStore
 
         self._store, self._rank, self._size, self._pid = PrefixStore("infinity", store), rank, size, os.getpid()
-        self._store.set(f"who/{rank}", json.dumps([socket.gethostname(), _boot(), os.getpid()]))
+        self._store.set(f"who/{rank}", json.dumps([socket.gethostname(), running_kernel(), os.getpid()]))
 
     def leave(self, error: BaseException) -> None:
         if os.getpid() != self._pid:
@@ -49,8 +51,8 @@ class _Farewell:
         return ""
 
     def _state_of(self, rank: int) -> str:
-        host, boot, pid = json.loads(self._store.get(f"who/{rank}"))
-        if (host, boot) != (socket.gethostname(), _boot()):
+        host, kernel, pid = json.loads(self._store.get(f"who/{rank}"))
+        if not kernel or kernel != running_kernel():
             return f" (process {pid} on {host})"
         return f" (process {pid}, {'stopped' if _state(pid) == 'T' else 'running'})"
 
@@ -70,8 +72,8 @@ class _Farewell:
                 if self._store.check([f"why/{rank}"]):
                     found.append(f"rank {rank} failed: {self._store.get(f'why/{rank}').decode(errors='replace')}")
                 elif self._store.check([f"who/{rank}"]):
-                    host, boot, pid = json.loads(self._store.get(f"who/{rank}"))
-                    if (host, boot) == (socket.gethostname(), _boot()) and not _runs(pid):
+                    _, kernel, pid = json.loads(self._store.get(f"who/{rank}"))
+                    if kernel and kernel == running_kernel() and not _runs(pid):
                         found.append(
                             f"rank {rank} (process {pid}) has ended without a word: it left, or was killed, perhaps for want of memory"
                         )
@@ -128,13 +130,6 @@ def reasons() -> str:
 def silent() -> str:
     """Names ranks from which nothing was heard, once this one has waited in vain; empty for none."""
     return _joined.silent() if _joined is not None else ""
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 def _runs(pid: int) -> bool:

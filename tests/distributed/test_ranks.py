@@ -429,6 +429,16 @@ def test_compressed_gathers_pass_a_quarter_of_the_bytes_within_the_stated_error(
 # --- state dicts, files ---
 
 
+def test_ranks_of_one_machine_check_each_file_of_a_checkpoint_once(standing_ranks, tmp_path):
+    """And one that finds damage tells the others, before anything changed anywhere."""
+    ranks = standing_ranks(2).run("checkpoint_jobs", "checked_together", {"path": str(tmp_path)})
+    first, second = (rank["summed"] for rank in ranks)
+    assert first and second and not first & second and first | second == ranks[0]["all"]
+    kinds = sorted(rank["told"].partition(":")[0] for rank in ranks)
+    assert kinds == ["CorruptionError", "PeerError"] and all("CRC-32C" in rank["told"] for rank in ranks)
+    assert all(rank["same"] for rank in ranks)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_state_dicts_are_full_on_every_rank(two, mode):
     """What plain torch loads, and what comes back from edits, loads and files."""

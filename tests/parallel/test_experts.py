@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import models
@@ -12,7 +13,7 @@ import parallel_families
 import pytest
 import torch
 from parallel_jobs import adamw, values_of
-from ranks import near, run_all
+from ranks import Jobs, near, run_all
 from transformers import MixtralForCausalLM
 
 import infinity
@@ -37,8 +38,8 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def two(launch_folder) -> dict[str, Any]:
-    """Everything that two ranks do, in one launch."""
+def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
+    """Everything that two ranks do."""
     folder, swap = launch_folder, launch_folder / "swap"
     host = models.at_home("host", "host", swap)
     jobs: dict[str, dict] = {
@@ -51,7 +52,7 @@ def two(launch_folder) -> dict[str, Any]:
     jobs["divided:fault"] = {"name": "mixtral", "axes": AXES, "config": host, "fault": "divisor"}
     jobs["moved"] = {"name": "mixtral", "axes": AXES, "config": models.at_home("nvme", "host", swap), "folder": str(folder)}
     jobs["refused"] = {"config": host}
-    return run_all(folder, 2, jobs, script="expert_jobs.py") | {"folder": folder}
+    return Jobs(standing_ranks(2), "expert_jobs", jobs, folder=folder)
 
 
 def trains_as_alone(ranks: list[dict[str, Any]]) -> None:
@@ -152,7 +153,7 @@ MESHES = {
 @pytest.mark.slow
 def test_four_ranks_in_every_mesh(tmp_path, two):
     """Rows of two ranks with the same experts, and replicas of them; checkpoints pass from two ranks to four."""
-    swap = tmp_path / "swap"
+    swap, saved = tmp_path / "swap", two["moved"][0]["saved"]
     swap.mkdir()
     jobs: dict[str, dict] = {}
     for mesh, axes in MESHES.items():
@@ -172,4 +173,4 @@ def test_four_ranks_in_every_mesh(tmp_path, two):
         shares = 4 // axes.get("dp_replicate", 1)
         assert sum(rank["own"]["experts"] for rank in ranks) * shares == 4 * ranks[0]["elements"]["experts"]
         for rank in four[f"loaded:{mesh}"]:
-            assert not models.differing(rank, two["moved"][0]["saved"])
+            assert not models.differing(rank, saved)

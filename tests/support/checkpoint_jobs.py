@@ -1,0 +1,41 @@
+"""What each rank does where several load one checkpoint (see `ranks`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import models
+import torch.distributed as dist
+from rank_jobs import adamw, build, cloned
+from ranks import told
+
+import infinity
+from infinity.checkpoint import manifest
+
+
+def checked_together(path: str) -> dict[str, Any]:
+    """Loads a checkpoint: which of its files this rank summed; and what it is told of one with a bit of another."""
+    model = build()
+    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    infinity.save_checkpoint(path, model, optimizer)
+    summed, sum_of_part = set(), manifest._sum_of_part
+
+    def note(file: Path, begin: int, end: int) -> int:
+        summed.add(file.name)
+        return sum_of_part(file, begin, end)
+
+    with mock.patch.object(manifest, "_sum_of_part", note):
+        infinity.load_checkpoint(path, model, optimizer)
+    damaged = sorted(Path(path).glob("infinity-*/unit-*"))[0]
+    if dist.get_rank() == 0:
+        raw = bytearray(damaged.read_bytes())
+        raw[-1] ^= 1
+        damaged.write_bytes(raw)
+    dist.barrier()
+    before = cloned(model.state_dict())
+    said = told(lambda: infinity.load_checkpoint(path, model, optimizer))
+    same = not models.differing(before, cloned(model.state_dict()))
+    infinity.unwrap_model(model, optimizer)
+    return {"summed": summed, "all": {file.name for file in damaged.parent.glob("*.safetensors")}, "told": said, "same": same}
