@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .delayed_network import DelayedNetwork, why_not
-from .launch import RUN_SECONDS, launch_ranks, run_as_rank
+from .launch import RUN_SECONDS, launch_each, run_as_rank
 from .results import Measured, row
 from .rounds import Times, alternate, paired
 from .settings import Settings
@@ -38,9 +38,8 @@ def measure(settings: Settings) -> Measured:
     """Measures rows ``meetings.<processes>`` (tokens/s) with their ratios to both other ways, ``.cpu`` (processor ms per step) and ``.count``
     (meetings per step); ``meetings.latency5ms``: 8 processes on a network where a message takes 5 ms."""
     found = Measured([])
-    for ranks in RANKS:
-        with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
-            _add_rows(found, f"meetings.{ranks}", launch_ranks(__name__, ranks, folder, settings))
+    for ranks, told in launch_each(found, "meetings", __name__, RANKS, settings):
+        _add_rows(found, f"meetings.{ranks}", told)
     missing = why_not()
     _add_rows(found, "meetings.latency5ms", missing if missing is not None else _launch_delayed(settings))
     return found

@@ -80,6 +80,4 @@ def _missing(error: ImportError) -> str:
         return f"{name} is needed for this and is not installed: pip install transformers rich"
     if name == "torch":
         return "torch is not installed: pip install 'torch>=2.10'"
-    if name == "infinity":
-        return f"{error}. The native core is not built for this Python: pip install . in the project's folder (a C++17 compiler is needed)"
-    return f"{error}" + (f": pip install {name}" if name else "")
+    return f"{error}" + (f": pip install {name}" if name not in ("", "infinity") else "")

@@ -75,6 +75,39 @@ def violations(sources: dict[str, str]) -> list[str]:
     return found
 
 
+def absent(sources: dict[str, str]) -> list[str]:
+    """Names that a module imports from another one of the package, which has none such."""
+    modules, found = modules_of(sources), []
+    names = {".".join(Path(path).with_suffix("").parts): names_of(source) for path, source in sources.items()}
+    for path, source in sorted(sources.items()):
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            package = list(Path(path).parts[:-1])
+            target = ".".join(package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else []))
+            of_target = names.get(target, names.get(f"{target}.__init__".lstrip("."), set()))
+            for alias in node.names:
+                full = f"{target}.{alias.name}".lstrip(".")
+                if alias.name not in of_target and full not in CORES and full not in modules and f"{full}.__init__" not in modules:
+                    found.append(
+                        f"{path}:{node.lineno} imports {alias.name} from {target or 'the package'}, which has no such name"
+                    )
+    return found
+
+
+def names_of(source: str) -> set[str]:
+    """What is bound in a module when it has been run."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    return found
+
+
 def cycles(sources: dict[str, str]) -> list[str]:
     """Modules that import each other while they are imported."""
     modules, graph = modules_of(sources), {}
@@ -200,3 +233,11 @@ def test_no_submodule_takes_the_place_of_a_public_name():
     for path in lazy:
         package = importlib.import_module(".".join(path.relative_to(PACKAGE.parent).parent.parts))
         assert not set(package.__all__) & {other.stem for other in path.parent.glob("*.py")}, path
+
+
+def test_what_modules_import_from_each_other_is_there():
+    """Also where an import waits for its use: in the command line, benchmarks, integrations. The twin misspells one."""
+    found_here = sources()
+    assert absent(found_here) == []
+    found_here["bench/meetings.py"] += "\n\ndef later():\n    from .launch import launch_ranks\n"
+    assert len(found := absent(found_here)) == 1 and "imports launch_ranks from bench.launch" in found[0]
