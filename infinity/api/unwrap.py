@@ -64,8 +64,10 @@ def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable
     values: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for unit in engine.units:
         for shard in unit.shards:
-            for index, param in enumerate(shard.params):
-                value, grad, place = shard.read_value(engine.store, index), param.grad, record.came_from[param]
+            with shard.assembling_values(engine.store):
+                read = [shard.read_value(engine.store, index) for index in range(len(shard.params))]
+            for param, value in zip(shard.params, read):
+                grad, place = param.grad, record.came_from[param]
                 values[param] = value.to(place), None if grad is None else grad.clone().to(place, shard.spec.wrapped_dtype)
     engine.prefetcher.release_all(engine.units)
 

@@ -11,6 +11,7 @@ from .. import native
 from ..errors import UsageError
 from ..state.dtensors import like, local_of, part_of
 from ..state.handle import handle_of
+from ..state.shard import ParamShard
 from .rules import saved_step
 from .step_target import StepTarget
 
@@ -32,21 +33,27 @@ class OptimizerState:
                 indices.setdefault(param, len(indices))
             packed = {key: value for key, value in group.items() if key != "params"}
             groups.append(packed | {"params": [indices[param] for param in group["params"]]})
-        state = {}
-        for param, index in indices.items():
-            handle = handle_of(param)
-            with_master = masters and handle.step and handle.shard.hides_bits
-            master = {"master": like(param, handle.shard.read_master(store, handle.index))} if with_master else {}
-            if master:
-                state[index] = master
-            if handle.step and self.moments:
-                moments = {
-                    name: like(param, handle.shard.read_moment(store, array, handle.index)) for name, array in self.moments.items()
-                }
-                counted = self._rule in (native.Rule.ADAMW, native.Rule.ADAM)
-                step = {} if not counted else {"step": torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")}
-                state[index] = step | moments | master
-        return {"state": state, "param_groups": groups}
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        of_shards: dict[ParamShard, list[torch.Tensor]] = {}
+        for param in indices:
+            if handle_of(param).step:
+                of_shards.setdefault(handle_of(param).shard, []).append(param)
+        for shard, params in of_shards.items():
+            with_masters = masters and shard.hides_bits
+            with shard.assembling_state(store, self.moments.values(), masters=with_masters):
+                state |= {indices[param]: self._read_one(param, with_master=with_masters) for param in params}
+        return {"state": {index: state[index] for index in sorted(state) if state[index]}, "param_groups": groups}
+
+    def _read_one(self, param: torch.Tensor, *, with_master: bool) -> dict[str, torch.Tensor]:
+        handle, store = handle_of(param), self._target.store
+        found = {}
+        if self.moments and self._rule in (native.Rule.ADAMW, native.Rule.ADAM):
+            found["step"] = torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")
+        for name, array in self.moments.items():
+            found[name] = like(param, handle.shard.read_moment(store, array, handle.index))
+        if with_master:
+            found["master"] = like(param, handle.shard.read_master(store, handle.index))
+        return found
 
     def check(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the groups that loading ``state_dict`` gives. Raises UsageError where it does not fit; changes nothing."""

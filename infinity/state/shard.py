@@ -10,6 +10,9 @@ stepped     whether the optimizer updates these parameters; a shard that is not 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
 import torch
 
 from .. import native
@@ -38,6 +41,19 @@ class ParamShard(ShardArrays):
             master = self.read_part(store, "master", index)
             weight = native.join_master(weight, master) if self.spec.master == native.Master.SPLIT else master
         return self._shaped(weight.to(dtype), index)
+
+    def assembling_values(self, store: ArrayIO) -> AbstractContextManager[None]:
+        """Has :meth:`read_value` in the block read of whole arrays: see :meth:`assembling`."""
+        with store.guarding():
+            self.wait()
+        return self.assembling(store, ("weight", *(["master"] if self.spec.wrapped_dtype != self.spec.dtype else [])))
+
+    def assembling_state(self, store: ArrayIO, moments: Iterable[str], *, masters: bool) -> AbstractContextManager[None]:
+        """Has :meth:`read_moment` of ``moments`` and, with ``masters``, :meth:`read_master` in the block read of whole arrays."""
+        self.wait()
+        coded = self.spec.moment_dtype == torch.uint8
+        scales = [SCALES[name] for name in moments if coded and name in MOMENTS]
+        return self.assembling(store, (*moments, *scales, *(["weight", "master"] if masters else [])))
 
     def write_value(self, store: ArrayIO, index: int, value: torch.Tensor, *, version: int, fresh: bool = False) -> None:
         """Sets parameter ``index``: master and weight become ``value``. ``fresh``: nothing but a value has been here yet."""

@@ -11,7 +11,8 @@ last read   when no copy to the device reads the weights at home any more
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -87,6 +88,7 @@ class ShardArrays:
         self._beside: dict[str, StateArray] = {}  # room for a shadow; empty where none are made
         self._shadow: Shadow | None = None
         self._last_read: Event = PAST
+        self._assembled: dict[str, torch.Tensor] = {}  # whole arrays, while they are read part by part
 
     @property
     def weight(self) -> StateArray:
@@ -276,10 +278,29 @@ class ShardArrays:
 
     # --- parts of arrays ---
 
+    @contextmanager
+    def assembling(self, store: ArrayIO, names: Iterable[str]) -> Iterator[None]:
+        """Has :meth:`read_part` in the block read of whole arrays ``names``, which are in memory as long: the ranks meet once for each
+        array and not for each part. All ranks do so together."""
+        wanted = [name for name in names if name in self.arrays] if self.ranks.size > 1 else []
+        try:
+            for name in wanted:
+                pieces = [self.own(name, rank) for rank in range(self.ranks.size)]
+                out = torch.empty(pieces[-1][1], dtype=self.arrays[name].dtype, device="cpu")
+                first, last = self.own(name)
+                out[first:last] = store.read(self.arrays[name], 0, last - first)
+                self.collectives.assemble(out, pieces, f"reading {name} of {self.names[0]} and its unit")
+                self._assembled[name] = out
+            yield
+        finally:
+            self._assembled.clear()
+
     def read_part(self, store: ArrayIO, name: str, index: int, *, array: StateArray | None = None) -> torch.Tensor:
         """Reads parameter ``index``'s part of array ``name`` as it lies there. ``array``: another one that is laid out as that is."""
-        array = array or self.arrays[name]
         begin, end = self.part(name, index)
+        if name in self._assembled and array is None:
+            return self._assembled[name][begin:end].clone()
+        array = array or self.arrays[name]
         low, high = self.own_part(name, index)
         first = self.own(name)[0]
         if (low, high) == (begin, end) and self.ranks.size == 1:

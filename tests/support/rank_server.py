@@ -40,6 +40,7 @@ def main(port: int) -> None:
 def end_groups() -> None:
     """Ends the process groups that a job has made, for its meshes say: each has threads that never sleep for long."""
     gc.collect()  # engines end their own
+    gc.freeze()  # what a job has imported: the next ones collect often
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
