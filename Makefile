@@ -22,11 +22,11 @@ train: setup
 
 test: setup $(VENV)/.test-ready
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --durations=10 --basetemp=build/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 3 --dist loadfile -m "not slow" --durations=10 --basetemp=build/pytest $(ARGS)
 
 test-all: setup $(VENV)/.test-ready
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --basetemp=build/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 3 --dist loadfile --basetemp=build/pytest $(ARGS)
 
 # The form of the code: ruff's formatter and checks over everything, mypy over the configuration, the planning and the files that pyproject.toml names.
 lint: setup $(VENV)/.lint-ready

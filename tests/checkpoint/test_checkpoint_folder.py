@@ -17,42 +17,53 @@ from infinity.checkpoint import folder as folders
 from infinity.checkpoint.folder import DATA_NAME, OF_READERS, hold, reading, remove_data, writing
 from infinity.checkpoint.manifest import read_manifest
 
-JOB = """
-import sys, time, torch
+JOBS = """
+import os, sys, time, torch
 from torch import nn
 import infinity
 from infinity.checkpoint.export import export
 from pathlib import Path
-what, folder, seconds, seed = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
-torch.manual_seed(seed)
-model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-for param in model.parameters():
-    nn.init.constant_(param, float(seed))
-model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), {"params": "host", "optimizer": "host"})
-done, refused, ends = 0, 0, time.monotonic() + seconds
-while time.monotonic() < ends:
+
+def run(what, folder, seconds, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    for param in model.parameters():
+        nn.init.constant_(param, float(seed))
+    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), {"params": "host", "optimizer": "host"})
+    done, refused, ends = 0, 0, time.monotonic() + seconds
+    while time.monotonic() < ends:
+        try:
+            if what == "save":
+                infinity.save_checkpoint(folder, model, optimizer, extra=seed)
+            elif what == "load":
+                found = infinity.load_checkpoint(folder, model, optimizer)
+                values = torch.cat([value.flatten() for value in model.state_dict().values()])
+                assert bool((values == found).all()), (found, values.unique())
+            else:
+                export(folder, folder.parent / f"exported-{seed}")
+            done += 1
+        except infinity.UsageError as error:
+            assert "another process is saving" in str(error), error
+            refused += 1
+    print(seed, done, refused, flush=True)
+
+def start(*job):
+    if child := os.fork():
+        return child
     try:
-        if what == "save":
-            infinity.save_checkpoint(folder, model, optimizer, extra=seed)
-        elif what == "load":
-            found = infinity.load_checkpoint(folder, model, optimizer)
-            values = torch.cat([value.flatten() for value in model.state_dict().values()])
-            assert bool((values == found).all()), (found, values.unique())
-        else:
-            export(folder, folder.parent / f"exported-{seed}")
-        done += 1
-    except infinity.UsageError as error:
-        assert "another process is saving" in str(error), error
-        refused += 1
-print(done, refused)
+        run(*job)
+        sys.stderr.flush()
+        os._exit(0)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stderr.flush()
+        os._exit(1)
+
+folder = Path(sys.argv[1])
+assert os.waitpid(start("save", folder, 0.2, 0), 0)[1] == 0
+children = [start(what, folder, float(sys.argv[2]), seed) for seed, what in enumerate(sys.argv[3:], start=1)]
+sys.exit(max([os.waitpid(child, 0)[1] != 0 for child in children]))
 """
-
-
-def start(what: str, folder: Path, seconds: float, seed: int) -> subprocess.Popen:
-    command = [sys.executable, "-c", JOB, what, str(folder), str(seconds), str(seed)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
 
 
 def one(seed: int = 0):
@@ -65,15 +76,11 @@ def test_jobs_that_save_load_and_export_at_one_time_all_get_whole_checkpoints(tm
     """Method: two jobs save to one folder as fast as they can, a third loads, a fourth exports. Each save is done or refused by
     name, each load has the values of one of the savers, whole, and the folder holds one whole checkpoint in the end."""
     folder = tmp_path / "checkpoint"
-    first = start("save", folder, 0.5, 1)
-    assert first.wait(120) == 0, first.stderr.read()
-    seconds = 3
-    jobs = [start(what, folder, seconds, seed) for seed, what in enumerate(("save", "save", "load", "export"), start=1)]
-    counts = []
-    for job in jobs:
-        out, err = job.communicate(timeout=200)
-        assert job.returncode == 0, err
-        counts.append(list(map(int, out.split())))
+    command = [sys.executable, "-c", JOBS, str(folder), "2", "save", "save", "load", "export"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert found.returncode == 0, found.stderr
+    counts = [tuple(map(int, line.split()[1:])) for line in sorted(found.stdout.splitlines())[1:]]
+    assert len(counts) == 4
     assert all(done > 0 for done, _ in counts) and all(refused == 0 for _, refused in counts[2:]), counts
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
