@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from .delayed_network import DelayedNetwork, why_not
 from .results import Measured
 from .settings import Settings
 
 RUN_SECONDS = 1800
+PORT = 29411  # in a namespace of its own
 
 
 def launch_each(found: Measured, theme: str, module: str, counts: Sequence[int], settings: Settings) -> Iterator[tuple[int, dict]]:
@@ -42,6 +45,29 @@ def _launch(module: str, ranks: int, folder: str, settings: Settings) -> dict | 
         return f"no end within {RUN_SECONDS} s"
     except (IndexError, ValueError):
         return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]
+
+
+def launch_delayed(module: str, ranks: int, seconds: float, settings: Settings) -> dict | str:
+    """Runs ``module`` as a script in ``ranks`` processes whose messages to each other take ``seconds``. Returns what the first one told, or
+    why it told nothing."""
+    if (missing := why_not()) is not None:
+        return missing
+    with DelayedNetwork(ranks, seconds) as network, tempfile.TemporaryDirectory(dir=settings.folder) as folder:
+        shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(ranks)}
+        shared |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        command = [sys.executable, "-P", "-m", module, folder, str(settings.rounds), str(settings.scale)]
+        started = [network.start(place, command, shared | {"RANK": str(place)}) for place in range(ranks)]
+        try:
+            out, err = started[0].communicate(timeout=RUN_SECONDS)
+            return json.loads(out.strip().splitlines()[-1])
+        except (ValueError, IndexError):
+            return (err.strip().splitlines() or ["no word"])[-1][:200]
+        finally:
+            for rank in started:
+                with contextlib.ExitStack() as last:
+                    last.callback(rank.communicate)
+                    if rank.poll() is None:
+                        os.killpg(rank.pid, signal.SIGKILL)
 
 
 def run_as_rank(measure: Callable[[str, int, float], dict[str, Any]]) -> None:

@@ -7,11 +7,6 @@ and not by arithmetic. Processes outnumber the cores, so that the processor seco
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .delayed_network import DelayedNetwork, why_not
-from .launch import RUN_SECONDS, launch_each, run_as_rank
+from .launch import launch_delayed, launch_each, run_as_rank
 from .results import Measured, row
 from .rounds import Times, alternate, paired
 from .settings import Settings
@@ -31,7 +25,6 @@ RANKS = (8, 16, 32)
 LATENCY_SECONDS, LATENCY_RANKS = 5e-3, 8
 WIDTH, BATCH, STEPS = 128, 4, 1
 BLOCKS, FEW_BLOCKS = 12, 6  # the second for 32 processes, or a small scale: then meetings weigh more
-PORT = 29411  # in a namespace of its own
 
 
 def measure(settings: Settings) -> Measured:
@@ -40,8 +33,7 @@ def measure(settings: Settings) -> Measured:
     found = Measured([])
     for ranks, told in launch_each(found, "meetings", __name__, RANKS, settings):
         _add_rows(found, f"meetings.{ranks}", told)
-    missing = why_not()
-    _add_rows(found, "meetings.latency5ms", missing if missing is not None else _launch_delayed(settings))
+    _add_rows(found, "meetings.latency5ms", launch_delayed(__name__, LATENCY_RANKS, LATENCY_SECONDS, settings))
     return found
 
 
@@ -55,25 +47,6 @@ def _add_rows(found: Measured, name: str, told: dict[str, Any] | str) -> None:
     ratios = {way: paired(cpu["ours"], cpu[way]) for way in ("none", "each")}
     found.rows.append(row(f"{name}.cpu", "ms", [1e3 * each for each in cpu["ours"]], ratios=ratios))
     found.rows.append(row(f"{name}.count", "meetings", [told["meetings"]]))
-
-
-def _launch_delayed(settings: Settings) -> dict[str, Any] | str:
-    with DelayedNetwork(LATENCY_RANKS, LATENCY_SECONDS) as network, tempfile.TemporaryDirectory(dir=settings.folder) as folder:
-        shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(LATENCY_RANKS)}
-        shared |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        command = [sys.executable, "-P", "-m", __name__, folder, str(settings.rounds), str(settings.scale)]
-        ranks = [network.start(place, command, shared | {"RANK": str(place)}) for place in range(LATENCY_RANKS)]
-        try:
-            out, err = ranks[0].communicate(timeout=RUN_SECONDS)
-            return json.loads(out.strip().splitlines()[-1])
-        except (ValueError, IndexError):
-            return (err.strip().splitlines() or ["no word"])[-1][:200]
-        finally:
-            for rank in ranks:
-                with ExitStack() as last:
-                    last.callback(rank.communicate)
-                    if rank.poll() is None:
-                        os.killpg(rank.pid, signal.SIGKILL)
 
 
 # --- one rank ---

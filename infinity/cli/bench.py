@@ -29,6 +29,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "tiling": "infinity.bench.tiling",
     "startup": "infinity.bench.startup",
     "disks": "infinity.bench.disks",
+    "cluster": "infinity.bench.cluster",
     "checkpoint": "infinity.bench.checkpoint",
     "ranks": "infinity.bench.ranks",
     "meetings": "infinity.bench.meetings",
