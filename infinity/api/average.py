@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -140,10 +141,18 @@ class Average:
             if name not in state_dict or state_dict[name].shape != handle.param.shape:
                 there = tuple(state_dict[name].shape) if name in state_dict else "missing"
                 raise UsageError(f"the average of {name} is {there} in the state dict, and has shape {tuple(handle.param.shape)}")
-        with self._average.engine.using(), self._average.engine.store.guarding():
-            for name, handle in handles.items():
-                shard, index = handle.shard, handle.index
-                flat = shard.flattened(part_of(handle.param, state_dict[name], f"the average of {name}"), index)
-                begin, end = (at - shard.layout.placements[index].offset for at in shard.own_part("weight", index))
-                self._average.write_own(handle, flat[begin:end].to(self._average.dtype_of(handle)))
-            self._average.resume(updates)
+        parts = {
+            handle: part_of(handle.param, state_dict[name], f"the average of {name}").detach() for name, handle in handles.items()
+        }
+        engine = self._average.engine
+        with engine.using(), engine.store.guarding():
+            engine.journal.carry_out(partial(self._take, parts, updates))
+
+    def _take(self, parts: Mapping[ParamHandle, torch.Tensor], updates: int) -> None:
+        """Makes ``parts`` the average, from the start however far it came before."""
+        for handle, part in parts.items():
+            shard, index = handle.shard, handle.index
+            begin, end = (at - shard.layout.placements[index].offset for at in shard.own_part("weight", index))
+            flat = shard.flattened(part, index)[begin:end]
+            self._average.write_own(handle, flat.to(self._average.dtype_of(handle)))
+        self._average.resume(updates)

@@ -126,6 +126,35 @@ def test_a_state_dict_goes_round(tmp_path):
     plain.load_state_dict(average.state_dict())
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_load_that_is_cut_short_is_carried_to_its_end(when, tmp_path, monkeypatch):
+    """Method: Ctrl-C comes before or after the third parameter's write; the next use has all of what was loaded, and its count."""
+    from infinity.runtime.weight_average import WeightAverage
+
+    model, optimizer = pair("nvme", tmp_path)
+    average = infinity.ema(model, 0.9)
+    step(model, optimizer, 0)
+    average.update()
+    saved = {name: value + 1 for name, value in average.state_dict().items()}
+    write, calls = WeightAverage.write_own, []
+
+    def interrupted(self, handle, values):
+        calls.append(handle)
+        if len(calls) == 3 and when == "before":
+            raise KeyboardInterrupt
+        write(self, handle, values)
+        if len(calls) == 3 and when == "after":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightAverage, "write_own", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            average.load_state_dict(saved, updates=7)
+    found = average.state_dict()
+    averaged = average._handles()
+    assert all(torch.equal(found[name], saved[name]) for name in averaged) and len(averaged) > 5 and average.updates == 7
+
+
 @pytest.mark.parametrize("change", ["update", "exchange"])
 def test_a_change_that_is_cut_short_is_carried_to_its_end(change, tmp_path, monkeypatch):
     """Method: the write of the fifth piece raises, once before and once after the bytes went out; going on gives the bits of a run in
