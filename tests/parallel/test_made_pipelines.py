@@ -188,14 +188,14 @@ BOUNDARY = 2 * 12 * 64 * 4  # bytes of a micro-batch of two sequences of 12, 64 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "axes"),
-    [(4, {"tp": 2}), (4, {}), (8, {"tp": 2}), (4, {"ep": 2}), (8, {"replicas": 2})],
-    ids=["pp2 x tp2", "pp2 x dp2", "2 x 2 x 2", "pp2 x ep2", "pp2 x hybrid"],
+    [(4, {"tp": 2}), (4, {}), (8, {"tp": 2}), (4, {"ep": 2}), (8, {"replicas": 2}), (4, {"ep": 2, "exchange": "tokens"})],
+    ids=["pp2 x tp2", "pp2 x dp2", "2 x 2 x 2", "pp2 x ep2", "pp2 x hybrid", "pp2 x ep2 of tokens"],
 )
 def test_stages_data_ranks_and_parts_together(tmp_path, world, axes):
     """Norms of one process that is given every data rank's batch, on every rank; a boundary carries b s h / t."""
     swap = tmp_path / "swap"
     swap.mkdir()
-    parts = axes.get("tp", 1) * axes.get("ep", 1)
+    parts = 1 if "exchange" in axes else axes.get("tp", 1) * axes.get("ep", 1)  # that a batch is divided among
     names = ("mixtral",) if "ep" in axes else ("llama", "qwen3")
     jobs: dict[str, dict] = {f"alone:{name}": {"name": name, "data_ranks": world // 2 // parts} for name in names}
     for name in names:
@@ -211,6 +211,18 @@ def test_stages_data_ranks_and_parts_together(tmp_path, world, axes):
         for mine, theirs in zip(found[f"piped:{name}-nvme"], ranks):
             assert (mine["losses"], mine["norms"]) == (theirs["losses"], theirs["norms"])
             assert not models.differing(mine["weights"], theirs["weights"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axes", "divided"), [({"tp": 2}, 2), ({}, 2)], ids=["pp2 x tp2", "pp2 x dp2"])
+def test_a_tie_sends_each_rank_its_part_of_the_gradient(axes, divided, tmp_path):
+    """Of a table that t ranks have parts of, and d ranks average: 1 / (t d) of its bytes from each to the one at its place in the other stage."""
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    jobs = {"tied:parts": {"config": models.at_home("nvme", "host", swap), "axes": axes}}
+    ranks = run_all(tmp_path / "jobs", 4, jobs, script="made_pipeline_jobs.py")["tied:parts"]
+    assert [rank["sent"] for rank in ranks] == [TABLE // divided] * 4
+    assert all(torch.equal(rank["copy"], ranks[0]["copy"]) for rank in ranks)
 
 
 @pytest.mark.slow

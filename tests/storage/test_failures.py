@@ -373,7 +373,7 @@ def test_a_file_system_without_direct_io_gives_the_same_bits(right, swap):
 # One process imports torch once and forks a child for every end; the child runs its lines at the top of the main module
 # and then ends as any interpreter does.
 SCRIPT = """
-import os, signal, sys, threading, time
+import gc, os, signal, sys, threading, time
 sys.path[:0] = [{root!r}, {tests!r}]
 import torch
 torch.set_num_threads(1)
@@ -384,6 +384,8 @@ from pathlib import Path
 
 first = transformer(1, blocks=1)  # what torch imports when it is first used
 infinity.unwrap_model(*infinity.wrap_model(first, adamw(first, 1e-2), at_home("host", "host", Path("."))))
+gc.collect()
+gc.freeze()  # else each child's end goes through all that is imported, several times
 for name, lines in {ends!r}.items():
     child = os.fork()
     if not child:
