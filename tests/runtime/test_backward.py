@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from models import seeded
 from torch import nn
@@ -9,30 +11,69 @@ from torch import nn
 import infinity
 from infinity.runtime.registry import wrapped
 
+CONFIG = {"params": "host", "optimizer": "host", "device_memory": "1MiB"}  # a window for all units: none has to make room
+
 
 class Block(nn.Module):
-    """A layer, and a parameter that never gets a gradient."""
+    """A layer, a parameter that never gets a gradient, and an argument that needs none."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.spare = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.look: Callable[[], object] = lambda: None  # called when the backward is behind the output, and not yet at the layer
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x).tanh()
+        x.register_hook(lambda _: self.look() and None)
+        return x * mask
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).tanh()
+        for block in self.blocks:
+            x = block(x, torch.ones(8))
+        return x
 
 
-def test_a_unit_is_held_until_what_gets_gradients_has_landed():
-    """Method: when a backward comes to the input, which units but the first are held. Once it has been seen that a parameter gets no
-    gradient nothing waits for it. Twin: in the first backward all wait for theirs."""
-    model = seeded(3, lambda: nn.Sequential(*(Block() for _ in range(4))))
-    config = {"params": "host", "optimizer": "host", "device_memory": "1MiB"}  # a window for all: none has to make room
-    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
-    engine, seen = wrapped(model).engine, []
-    for _ in range(2):
+def held_at_the_input(*, frozen: tuple[int, ...] = (), steps: int) -> list[list[bool]]:
+    """Which units but the first are held when the backward of each step comes to the input."""
+    model, seen = seeded(3, Stack), []
+    for block in frozen:
+        model.blocks[block].requires_grad_(False)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    model, optimizer = infinity.wrap_model(model, optimizer, CONFIG)
+    engine = wrapped(model).engine
+    for _ in range(steps):
         x = torch.ones(2, 8, requires_grad=True)
         x.register_hook(lambda _: seen.append([engine.prefetcher.is_held(unit) for unit in engine.units[1:]]))
         model(x).sum().backward()
         assert not any(map(engine.prefetcher.is_held, engine.units))
         optimizer.step()
         optimizer.zero_grad()
-    assert seen == [[True] * 3, [False] * 3]
+    return seen
+
+
+def test_a_unit_is_held_until_what_gets_gradients_has_landed():
+    """Once it has been seen that a parameter gets no gradient nothing waits for it. Twin: the first backward waits for all."""
+    assert held_at_the_input(steps=2) == [[True] * 3, [False] * 3]
+
+
+def test_a_frozen_unit_is_held_until_the_backward_leaves_it():
+    """It has no gradient that could land: those of its inputs tell, but for the ones that need none. Twin: the units beside it, which
+    wait for theirs."""
+    assert held_at_the_input(frozen=(2,), steps=1) == [[True, False, True]]
+
+
+def test_a_unit_is_held_from_the_gradient_of_its_output_on():
+    """A checkpoint inside its owner could ask for weights that autograd did not save in our sight. Twin: the unit before it, to which no
+    gradient has come yet."""
+    model, seen = seeded(3, Stack), []
+    model, _ = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), CONFIG)
+    prefetcher, units = wrapped(model).engine.prefetcher, [block.linear.weight._infinity.unit for block in model.blocks]
+    model.blocks[2].look = lambda: seen.append([prefetcher.is_held(unit) for unit in units])
+    model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    assert [held[1:3] for held in seen] == [[False, True]]
