@@ -39,14 +39,18 @@ class Stack(nn.Module):
         return x
 
 
-def held_at_the_input(*, frozen: tuple[int, ...] = (), steps: int) -> list[list[bool]]:
-    """Which units but the first are held when the backward of each step comes to the input."""
-    model, seen = seeded(3, Stack), []
+def made(*, frozen: tuple[int, ...] = ()) -> tuple[Stack, torch.optim.Optimizer]:
+    model = seeded(3, Stack)
     for block in frozen:
         model.blocks[block].requires_grad_(False)
-    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
-    model, optimizer = infinity.wrap_model(model, optimizer, CONFIG)
-    engine = wrapped(model).engine
+    params = [param for param in model.parameters() if param.requires_grad]
+    return infinity.wrap_model(model, torch.optim.SGD(params, lr=0.1), CONFIG)
+
+
+def held_at_the_input(*, frozen: tuple[int, ...] = (), steps: int) -> list[list[bool]]:
+    """Which units but the first are held when the backward of each step comes to the input."""
+    model, optimizer = made(frozen=frozen)
+    engine, seen = wrapped(model).engine, []
     for _ in range(steps):
         x = torch.ones(2, 8, requires_grad=True)
         x.register_hook(lambda _: seen.append([engine.prefetcher.is_held(unit) for unit in engine.units[1:]]))
@@ -71,9 +75,23 @@ def test_a_frozen_unit_is_held_until_the_backward_leaves_it():
 def test_a_unit_is_held_from_the_gradient_of_its_output_on():
     """A checkpoint inside its owner could ask for weights that autograd did not save in our sight. Twin: the unit before it, to which no
     gradient has come yet."""
-    model, seen = seeded(3, Stack), []
-    model, _ = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), CONFIG)
-    prefetcher, units = wrapped(model).engine.prefetcher, [block.linear.weight._infinity.unit for block in model.blocks]
+    model, _ = made()
+    prefetcher, units, seen = wrapped(model).engine.prefetcher, wrapped(model).engine.units, []
     model.blocks[2].look = lambda: seen.append([prefetcher.is_held(unit) for unit in units])
     model(torch.ones(2, 8, requires_grad=True)).sum().backward()
     assert [held[1:3] for held in seen] == [[False, True]]
+
+
+def test_the_end_of_a_joined_pass_tells_which_units_got_gradients():
+    """Two backwards in one pass; the third unit is frozen. Twin: outside of a pass each backward tells."""
+    model, _ = made(frozen=(2,))
+    told: list[int] = []
+    forget = wrapped(model).engine.listen_to_landed(lambda unit: told.append(unit.index))
+    with infinity.accumulate(model):
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            assert told == []
+    assert told == [3, 1, 0]
+    model(torch.ones(2, 8)).sum().backward()
+    assert told == [3, 1, 0] * 2
+    forget()
