@@ -9,6 +9,7 @@ from models import seeded
 from torch import nn
 
 import infinity
+from infinity.runtime.backward import Backward
 from infinity.runtime.registry import wrapped
 
 CONFIG = {"params": "host", "optimizer": "host", "device_memory": "1MiB"}  # a window for all units: none has to make room
@@ -64,6 +65,12 @@ def held_at_the_input(*, frozen: tuple[int, ...] = (), steps: int) -> list[list[
 def test_a_unit_is_held_until_what_gets_gradients_has_landed():
     """Once it has been seen that a parameter gets no gradient nothing waits for it. Twin: the first backward waits for all."""
     assert held_at_the_input(steps=2) == [[True] * 3, [False] * 3]
+
+
+def test_in_lockstep_a_unit_is_held_until_the_backward_has_come_two_further(monkeypatch):
+    """As if other ranks gathered too, which may get other gradients: whether a parameter gets one changes nothing. Twin: above."""
+    monkeypatch.setattr(Backward, "in_lockstep", True)
+    assert held_at_the_input(steps=2) == [[True, False, False]] * 2
 
 
 def test_a_frozen_unit_is_held_until_the_backward_leaves_it():
