@@ -74,7 +74,6 @@ class OpenedGrads:
             array = shard.arrays["grad"]
             # The disk keeps the slot until it has written it. Interrupted before the next line, it is written again.
             self._store.start_write(array, 0, opened.slot, array.nbytes)
-            opened.dirty = False
         del self._opened[shard]
         opened.slot.release()
 

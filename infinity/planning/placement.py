@@ -13,6 +13,7 @@ from ..state.shard_spec import ARRAYS, SCALES
 from .budgets import SHARED, Budgets
 from .device_slots import DEVICE_SLOTS
 from .memory_plan import MemoryPlan, term_of
+from .memory_terms import CHECKSUM_ENTRY_NBYTES
 from .slots import needed_device_slot_nbytes
 from .unit_sizes import CHECKSUMMED, STATE, UnitSize
 
@@ -145,7 +146,9 @@ class Placement:
                 needed[tier] = needed.get(tier, 0) + nbytes
             needed = {tier: nbytes for tier, nbytes in needed.items() if nbytes}
             on_disk = needed.get(Tier.NVME, 0)
-            checksums = 4 * (on_disk // native.CHECKSUM_NBYTES + CHECKSUMMED * len(unit.shards)) if on_disk else 0
+            checksums = (
+                CHECKSUM_ENTRY_NBYTES * (on_disk // native.CHECKSUM_NBYTES + CHECKSUMMED * len(unit.shards)) if on_disk else 0
+            )
             stays = tiers["weight"] is Tier.DEVICE and not unit.is_sliced
             if not needed or stays or (Tier.DEVICE in needed and not device.is_host):
                 continue

@@ -8,6 +8,7 @@ Words used here:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -185,6 +186,20 @@ def test_every_rank_lands_its_slice_of_the_average_whatever_order_gradients_come
 def test_units_that_several_modules_share_come_last():
     ranks = run(backward, shared=(3,))
     assert ranks[0].reduced == ranks[1].reduced == [2, 1, 0, 3]
+
+
+def test_the_last_unit_of_a_long_order_lets_all_start(monkeypatch):
+    """Of 300 units only the last one of the order gets a gradient: the turns of those before it are over, and none comes behind it."""
+    monkeypatch.setattr(sys.modules[__name__], "UNITS", 300)
+
+    def work(rank: Rank) -> None:
+        rank.gets(0, 4.0 + 2 * rank.rank)
+        rank.ready(0)  # agrees on the order
+        assert rank.reducer.count_ready() == 300
+        rank.reducer.end_backward()
+
+    for rank in run(work):
+        assert rank.averages(0) == [5.0] and rank.account.charged_nbytes == 0
 
 
 def test_what_one_rank_lacks_counts_as_nothing_and_what_all_lack_stays_absent():

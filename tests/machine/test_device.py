@@ -430,6 +430,24 @@ def test_what_the_device_is_planned_to_hold_is_charged(compute_on, kernels):
     infinity.unwrap_model(model, optimizer)
 
 
+def test_a_gradient_that_is_set_goes_home_from_the_device(compute_on):
+    """What p.grad reads is a copy on the device: what is assigned, or done to it in place, is what is read then, and stepped."""
+    compute_on(Elsewhere)
+    model = nn.Linear(8, 8, bias=False)
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), {"params": "host", "optimizer": "host"}
+    )
+    before = model.state_dict()["weight"].clone()
+    model(torch.ones(1, 8)).sum().backward()
+    model.weight.grad = torch.full((8, 8), 2.0)
+    assert bool((model.weight.grad.clone() == 2).all())
+    model.weight.grad.add_(1)
+    assert bool((model.weight.grad.clone() == 3).all())
+    optimizer.step()
+    assert torch.equal(model.state_dict()["weight"], before - 3)
+    infinity.unwrap_model(model, optimizer)
+
+
 def test_a_split_step_is_in_order(kernels, monkeypatch):
     monkeypatch.setattr(
         "infinity.optim.device_step.DeviceStepper.choose_share", lambda stepper, *rates: setattr(stepper, "share", 0.5)

@@ -11,7 +11,9 @@ from lion import Lion as PlainLion
 from torch import nn
 
 import infinity
+from infinity import native
 from infinity.errors import ConfigError, UsageError
+from infinity.optim.rules import recognise
 
 CPU = {"params": "host", "optimizer": "host"}
 
@@ -120,6 +122,21 @@ def test_what_would_not_run_is_refused(what):
         infinity.wrap_model(model, build(model), CPU)
     assert said in str(error.value), str(error.value)
     assert all(map(torch.equal, before, weights(model))) and type(next(model.parameters())) is nn.Parameter
+
+
+def test_a_lion_that_does_nothing_is_known_by_its_name_and_settings():
+    """As one without a step is. Twin: one that changes the weight, but keeps no moment."""
+
+    class Lion(PlainLion):
+        def step(self, closure=None):
+            for param in self.param_groups[0]["params"]:
+                param.data.add_(change)
+
+    change = 0.0
+    assert recognise(Lion(make().parameters())) == native.Rule.LION
+    change = 1e-3
+    with pytest.raises(ConfigError, match="does not step as Lion does"):
+        recognise(Lion(make().parameters()))
 
 
 def test_a_step_patched_on_torchs_class_is_refused(monkeypatch):

@@ -9,6 +9,7 @@ Words used here:
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 
@@ -24,12 +25,20 @@ from infinity import native
 from infinity.api.lay_out import lay_out
 from infinity.config.config import Config
 from infinity.errors import CapacityError
+from infinity.machine.device import Device
 from infinity.machine.rates import Rates
 from infinity.machine.tiers import BUDGETS, Tier
+from infinity.machine.traffic import Traffic
+from infinity.planning.budgets import Budgets
+from infinity.planning.device_slots import DEVICE_SLOTS
+from infinity.planning.memory_plan import LADDER
+from infinity.planning.memory_terms import MemoryTerms
+from infinity.planning.placement import Placement
 from infinity.planning.plan import make_plan
 from infinity.planning.predict import predict
+from infinity.planning.slots import needed_device_slot_nbytes
 from infinity.planning.step_traffic import traffic
-from infinity.planning.unit_sizes import ShardSize, UnitSize
+from infinity.planning.unit_sizes import CHECKSUMMED, ShardSize, UnitSize
 from infinity.runtime.registry import wrapped
 from infinity.state.shard_spec import ShardSpec
 
@@ -229,6 +238,100 @@ def test_a_model_that_does_not_fit_says_which_budget_and_how_much(tmp_path, budg
     plan(least)
     with pytest.raises(CapacityError):
         plan(least - PAGE)
+
+
+# --- what is left is spent to the byte ---
+
+
+class Elsewhere(Device):
+    """A device with memory of its own."""
+
+    is_host = False
+
+
+def equal_units(count: int) -> list[UnitSize]:
+    """Units with 2 MiB of weights, 2 of gradients and 10 of the optimizer's."""
+    return [UnitSize(f"b{i}", (ShardSize(SPECS[0], MIB),)) for i in range(count)]
+
+
+def spending(
+    units, home: Tier, device: type[Device], folder, *, more: dict[Tier, int], shares: bool = False
+) -> tuple[Budgets, Placement]:
+    """The least plan with everything at ``home``, and budgets of ``more`` than that. ``shares``: device and host are one memory."""
+    computes = device(torch.device("cpu"), Traffic())
+    config = Config(params=home, optimizer=home, nvme_paths=[str(folder)])
+    plan = MemoryTerms(units, config, (home, home, home), LADDER[-1], units[0].weight_nbytes, computes).plan()
+    free = {tier: plan.planned_nbytes(tier) + more.get(tier, 0) for tier in Tier}
+    given = {BUDGETS[tier]: free[tier] for tier in Tier}
+    if shares:
+        given |= {BUDGETS[tier]: None for tier in (Tier.DEVICE, Tier.HOST)}
+        free[Tier.HOST] = plan.planned_nbytes(Tier.DEVICE) + free[Tier.HOST]
+    budgets = Budgets(dataclasses.replace(config, **given), free, computes)
+    return budgets, Placement(plan, units, budgets)
+
+
+def test_a_wider_window_is_charged_for_what_it_is_wider(tmp_path):
+    """Of 3 MiB that are left the window of 4 gets all. Where device and host are one memory it gets the 4 MiB that hold all weights, and
+    as many more as the weights have give them a home on the host."""
+    budgets, placement = spending(equal_units(4), Tier.HOST, Elsewhere, tmp_path, more={Tier.DEVICE: 3 * MIB})
+    placement.widen_window()
+    plan = placement.result()
+    assert plan.device_window_nbytes == plan.terms[Tier.DEVICE]["gathered weights"] == 7 * MIB
+    assert plan.planned_nbytes(Tier.DEVICE) == budgets[Tier.DEVICE]
+
+    budgets, placement = spending(equal_units(4), Tier.NVME, Device, tmp_path, more={Tier.HOST: 4 * MIB + 8 * MIB}, shares=True)
+    placement.widen_window()
+    placement.place("weights", Tier.HOST)
+    plan = placement.result()
+    assert plan.device_window_nbytes == 8 * MIB and all(plan.tiers_of(index)["weight"] is Tier.HOST for index in range(4))
+    assert plan.planned_nbytes(Tier.DEVICE) + plan.planned_nbytes(Tier.HOST) == budgets.shared
+
+
+def test_weights_that_stay_on_the_device_need_no_window(tmp_path):
+    """Three of four units get a home there: what was gathered of two at once is now the fourth's 2 MiB."""
+    _, placement = spending(equal_units(4), Tier.HOST, Elsewhere, tmp_path, more={Tier.DEVICE: 3 * 14 * MIB})
+    placement.place_whole(Tier.DEVICE)
+    placement.widen_window()
+    plan = placement.result()
+    assert [plan.tiers_of(index)["weight"] is Tier.DEVICE for index in range(4)] == [True, True, True, False]
+    assert plan.device_window_nbytes == plan.terms[Tier.DEVICE]["gathered weights"] == 2 * MIB
+
+
+def test_a_unit_that_does_not_fit_keeps_no_other_away(tmp_path):
+    """The first has less weights, but state besides: there is room for the frozen one only."""
+    units = [*equal_units(1), UnitSize("frozen", (ShardSize(SPECS[4], MIB + MIB // 2),))]
+    _, placement = spending(units, Tier.HOST, Elsewhere, tmp_path, more={Tier.DEVICE: 3 * MIB})
+    placement.place_whole(Tier.DEVICE)
+    plan = placement.result()
+    assert [plan.tiers_of(index)["weight"] for index in range(2)] == [Tier.HOST, Tier.DEVICE]
+
+
+def test_slots_on_the_device_come_before_a_wider_window(tmp_path):
+    slots = DEVICE_SLOTS * needed_device_slot_nbytes(equal_units(4))
+    budgets, placement = spending(equal_units(4), Tier.HOST, Elsewhere, tmp_path, more={Tier.DEVICE: slots + MIB})
+    placement.add_device_slots()
+    placement.widen_window()
+    plan = placement.result()
+    assert plan.terms[Tier.DEVICE]["optimizer slots"] == slots == DEVICE_SLOTS * plan.device_slot_nbytes
+    assert plan.device_window_nbytes == 5 * MIB and plan.planned_nbytes(Tier.DEVICE) == budgets[Tier.DEVICE]
+
+
+def test_shadows_are_charged_with_their_checksums(tmp_path):
+    """A shadow is 12 MiB on disk, with 4 bytes in memory for each block of each array. Room for two of three units is filled to the byte;
+    twin: with one byte less of either tier there is one."""
+    state, checksums = 12 * MIB, 4 * (12 * MIB // native.CHECKSUM_NBYTES + CHECKSUMMED)
+    for less in ({}, {Tier.HOST: 1}, {Tier.NVME: 1}):
+        more = {Tier.HOST: 2 * checksums, Tier.NVME: 2 * state}
+        more = {tier: nbytes - less.get(tier, 0) for tier, nbytes in more.items()}
+        budgets, placement = spending(equal_units(3), Tier.NVME, Device, tmp_path, more=more)
+        before = placement.result().terms[Tier.HOST]["checksums"]
+        placement.add_shadows(Device(torch.device("cpu"), Traffic()))
+        plan = placement.result()
+        made = 1 if less else 2
+        assert plan.shadowed == frozenset(range(3 - made, 3))  # the last ones, whose gradients land first
+        assert plan.terms[Tier.NVME]["state of updates made ahead"] == made * state
+        assert plan.terms[Tier.HOST]["checksums"] - before == made * checksums
+        assert less or all(plan.planned_nbytes(tier) == budgets[tier] for tier in Tier)
 
 
 # --- bits ---

@@ -50,6 +50,14 @@ def test_a_repeated_pass_is_predicted_at_every_place(trace):
         assert upcoming(schedule) == each_once(trace[place + 1 :], skip=unit)
 
 
+def test_a_unit_is_known_by_its_number():
+    """Large numbers, of which Python has an object for each time: used again in a row it is one use all the same."""
+    schedule = Schedule()
+    run(schedule, [int("1000"), int("1000"), 1001])
+    schedule.begin("train")
+    assert schedule.expected() == [1000, 1001]
+
+
 def test_the_first_forward_predicts_nothing():
     """Nothing was recorded yet: whatever it said would be made up."""
     schedule = Schedule()

@@ -75,6 +75,12 @@ class Gathered(Unit):
     def expose(self) -> None:
         pass
 
+    def write_edits(self, store, journal) -> None:
+        pass
+
+    def conceal(self) -> None:
+        pass
+
     def note_use(self, event) -> None:
         pass
 
@@ -87,26 +93,41 @@ class Gathered(Unit):
         self.residency = Residency.STORED
 
 
+def of_two_ranks(units: list[Gathered], schedule: Schedule, *, agree: bool, window_nbytes: int) -> Prefetcher:
+    ranks = SimpleNamespace(size=2, keeps_weights=False)
+    collectives = SimpleNamespace(ranks=ranks, traces_agree=agree, begin_pass=lambda *given, **more: None)
+    return Prefetcher(
+        units, SimpleNamespace(), Ledger(), schedule, window_nbytes=window_nbytes, units_ahead=1, give_way=lambda: False,
+        before_gather=lambda: None, collectives=collectives, device=Device(torch.device("cpu"), Traffic()), journal=Journal(),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("backward", "agree", "on_disk", "window", "expected"), [
     (True, True, False, 40, [3, 2, 1]), (False, True, False, 40, [3, 4]), (True, False, False, 40, [3]), (True, True, True, 40, [3, 2]),
-    (True, True, False, 16, [3, 2]),
-], ids=["backward", "forward", "traces that differ", "disk", "window"])  # fmt: skip
+    (True, True, False, 16, [3, 2]), (True, True, False, 12, [3]),
+], ids=["backward", "forward", "traces that differ", "disk", "window", "window of one and a half"])  # fmt: skip
 def test_ranks_gather_two_units_ahead_where_nothing_holds_that_up(backward, agree, on_disk, window, expected):
     """Claim: with several ranks the next two units are on their way in a backward; one in a forward, whose units may still be stepped, and
     of units that come from a disk; none where the ranks expect different ones, and no more than the window holds. Method: unit 3 of a
     trace of five, with a ring of two ranks that is made up."""
     asked: list[tuple[str, int]] = []
-    units = [Gathered(index, asked, on_disk=on_disk) for index in range(5)]
-    ranks = SimpleNamespace(size=2, keeps_weights=False)
-    collectives = SimpleNamespace(ranks=ranks, traces_agree=agree, begin_pass=lambda *given, **more: None)
-    schedule = Schedule()
-    prefetcher = Prefetcher(
-        units, SimpleNamespace(), Ledger(), schedule, window_nbytes=window, units_ahead=1, give_way=lambda: False, before_gather=lambda: None,
-        collectives=collectives, device=Device(torch.device("cpu"), Traffic()), journal=Journal(),
-    )  # fmt: skip
+    units, schedule = [Gathered(index, asked, on_disk=on_disk) for index in range(5)], Schedule()
+    prefetcher = of_two_ranks(units, schedule, agree=agree, window_nbytes=window)
     schedule.upcoming = lambda *, backward: iter((2, 1, 0) if backward else (4,))
     assert prefetcher.hold(units[3], backward=backward, offered=2) == 2
     assert [index for what, index in asked if what == "gather"] == expected
+
+
+def test_idle_units_make_room_before_another_comes():
+    """Method: three units of 8 bytes, one after the other, in a window of 20; the one that was used first goes. Twin: in one of 24 it stays."""
+    for window, evicted in ((20, [("evict", 0)]), (24, [])):
+        asked: list[tuple[str, int]] = []
+        units = [Gathered(index, asked) for index in range(3)]
+        prefetcher = of_two_ranks(units, Schedule(), agree=False, window_nbytes=window)
+        for unit in units:
+            prefetcher.hold(unit)
+            prefetcher.unhold(unit)
+        assert asked == [("gather", 0), ("gather", 1), *evicted, ("gather", 2)]
 
 
 class ReturnsViews(nn.Module):

@@ -1,0 +1,104 @@
+"""Backward: holds a unit for as long as a backward needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from models import seeded
+from torch import nn
+
+import infinity
+from infinity.runtime.backward import Backward
+from infinity.runtime.registry import wrapped
+
+CONFIG = {"params": "host", "optimizer": "host", "device_memory": "1MiB"}  # a window for all units: none has to make room
+
+
+class Block(nn.Module):
+    """A layer, a parameter that never gets a gradient, and an argument that needs none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.spare = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.look: Callable[[], object] = lambda: None  # called when the backward is behind the output, and not yet at the layer
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x).tanh()
+        x.register_hook(lambda _: self.look() and None)
+        return x * mask
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, torch.ones(8))
+        return x
+
+
+def made(*, frozen: tuple[int, ...] = ()) -> tuple[Stack, torch.optim.Optimizer]:
+    model = seeded(3, Stack)
+    for block in frozen:
+        model.blocks[block].requires_grad_(False)
+    params = [param for param in model.parameters() if param.requires_grad]
+    return infinity.wrap_model(model, torch.optim.SGD(params, lr=0.1), CONFIG)
+
+
+def held_at_the_input(*, frozen: tuple[int, ...] = (), steps: int) -> list[list[bool]]:
+    """Which units but the first are held when the backward of each step comes to the input."""
+    model, optimizer = made(frozen=frozen)
+    engine, seen = wrapped(model).engine, []
+    for _ in range(steps):
+        x = torch.ones(2, 8, requires_grad=True)
+        x.register_hook(lambda _: seen.append([engine.prefetcher.is_held(unit) for unit in engine.units[1:]]))
+        model(x).sum().backward()
+        assert not any(map(engine.prefetcher.is_held, engine.units))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def test_a_unit_is_held_until_what_gets_gradients_has_landed():
+    """Once it has been seen that a parameter gets no gradient nothing waits for it. Twin: the first backward waits for all."""
+    assert held_at_the_input(steps=2) == [[True] * 3, [False] * 3]
+
+
+def test_in_lockstep_a_unit_is_held_until_the_backward_has_come_two_further(monkeypatch):
+    """As if other ranks gathered too, which may get other gradients: whether a parameter gets one changes nothing. Twin: above."""
+    monkeypatch.setattr(Backward, "in_lockstep", True)
+    assert held_at_the_input(steps=2) == [[True, False, False]] * 2
+
+
+def test_a_frozen_unit_is_held_until_the_backward_leaves_it():
+    """It has no gradient that could land: those of its inputs tell, but for the ones that need none. Twin: the units beside it, which
+    wait for theirs."""
+    assert held_at_the_input(frozen=(2,), steps=1) == [[True, False, True]]
+
+
+def test_a_unit_is_held_from_the_gradient_of_its_output_on():
+    """A checkpoint inside its owner could ask for weights that autograd did not save in our sight. Twin: the unit before it, to which no
+    gradient has come yet."""
+    model, _ = made()
+    prefetcher, units, seen = wrapped(model).engine.prefetcher, wrapped(model).engine.units, []
+    model.blocks[2].look = lambda: seen.append([prefetcher.is_held(unit) for unit in units])
+    model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    assert [held[1:3] for held in seen] == [[False, True]]
+
+
+def test_the_end_of_a_joined_pass_tells_which_units_got_gradients():
+    """Two backwards in one pass; the third unit is frozen. Twin: outside of a pass each backward tells."""
+    model, _ = made(frozen=(2,))
+    told: list[int] = []
+    forget = wrapped(model).engine.listen_to_landed(lambda unit: told.append(unit.index))
+    with infinity.accumulate(model):
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            assert told == []
+    assert told == [3, 1, 0]
+    model(torch.ones(2, 8)).sum().backward()
+    assert told == [3, 1, 0] * 2
+    forget()
