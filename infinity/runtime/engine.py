@@ -37,6 +37,7 @@ from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from .admission import admit
 from .joined_pass import JoinedPass
+from .older_weights import OlderWeights
 from .parking import Parking
 from .passes import Passes
 from .prefetch import Prefetcher
@@ -75,6 +76,7 @@ class Engine:
         self.group_of: dict[ParamHandle, int] = {}  # index of the optimizer's param group
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}  # the newest state-dict tensor of a tied parameter
         self.average: WeightAverage | None = None  # of the trained parameters
+        self.older: OlderWeights | None = None  # where a pipeline runs without flush
         self.storages: dict[int, tuple[ParamUnit, torch.Tensor]] = {}  # device buffers, by storage
         self.ledger = Ledger()
         for tier, budget in zip(Tier, (config.device_memory, config.host_memory, config.nvme_capacity)):
@@ -180,6 +182,19 @@ class Engine:
                 f"{what} is not to be had here: gradients of several micro-batches land together, when the `with infinity.accumulate(...)` block or the "
                 "pipeline schedule's step is over. Read, clip, step and zero gradients after it."
             )
+
+    def refuse_unflushed(self, what: str) -> None:
+        """Raises UsageError while a pipeline runs without flush: its stages are not after the same update."""
+        if self.keeps_older:
+            raise UsageError(
+                f"{what} is not to be had while a pipeline runs without flush: its stages are not all after the same update. Do it when run() has "
+                "returned, which flushes: between two calls there is one version of the weights."
+            )
+
+    @property
+    def keeps_older(self) -> bool:
+        """Whether an update leaves the weights that it begins with: micro-batches that began with them are under way."""
+        return self.older is not None and self.older.is_running
 
     def refuse_averaged(self, what: str) -> None:
         """Raises UsageError while the model has its averages for weights."""

@@ -3,6 +3,7 @@
 hold      a reason why a unit must stay resident: a forward that runs in it, a backward that will need it
 idle      resident without a hold; such units make room when the window is full: what is needed last goes first
 window    device bytes for gathered weights
+older     a unit's weights before the last update, where those are kept: a unit of their own here, which a hold of the unit may mean
 """
 
 from __future__ import annotations
@@ -63,10 +64,16 @@ class Prefetcher:
         self._holds: Counter[ParamUnit] = Counter()
         self.misses = 0  # units waited for that nobody had fetched ahead
 
+    def add(self, units: Sequence[ParamUnit]) -> None:
+        """Moves ``units``, too: those that come are numbered from the last one on."""
+        self.units = [*self.units, *units]
+        self._slots = StagingSlots(self.units, self._store)
+
     # --- holds ---
 
     def hold(self, unit: ParamUnit, *, backward: bool = False, offered: int = 0) -> int | None:
         """Makes ``unit`` resident and keeps it so until :meth:`unhold`. Returns what :meth:`ensure` does."""
+        unit = unit.in_use
         self._holds[unit] += 1
         try:
             least = self.ensure(unit, backward=backward, offered=offered)
@@ -79,6 +86,7 @@ class Prefetcher:
 
     def unhold(self, unit: ParamUnit) -> None:
         """Takes one hold off; without any the unit is idle."""
+        unit = unit.in_use
         self._holds[unit] -= 1
         if self._holds[unit] <= 0:
             del self._holds[unit]
@@ -97,18 +105,22 @@ class Prefetcher:
 
     def is_held(self, unit: ParamUnit) -> bool:
         """Tells whether something computes with ``unit``, or is about to."""
-        return unit in self._holds
+        return unit.in_use in self._holds
 
     def release_all(self, units: Iterable[ParamUnit]) -> None:
         """Sends ``units`` home, whatever stage they are in: their bytes there are about to change, or did."""
         for unit in units:
-            if unit.residency in (Residency.FETCHING, Residency.STAGED):
-                unit.drop(self._store)
-                continue
-            if unit.residency is Residency.GATHERING:
-                self._finish(unit)
-            if unit.residency is Residency.RESIDENT and not unit.stays:
-                self._evict(unit)
+            for each in (unit,) if unit.older is None else (unit, unit.older):
+                self._release(each)
+
+    def _release(self, unit: ParamUnit) -> None:
+        if unit.residency in (Residency.FETCHING, Residency.STAGED):
+            unit.drop(self._store)
+            return
+        if unit.residency is Residency.GATHERING:
+            self._finish(unit)
+        if unit.residency is Residency.RESIDENT and not unit.stays:
+            self._evict(unit)
 
     def release_idle(self) -> None:
         """Sends every idle unit home: the pass is over, and at rest a parameter holds no storage."""

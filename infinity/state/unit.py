@@ -45,6 +45,13 @@ class ParamUnit(UnitBuffers):
         self.arriving: Event = PAST  # the end of the copy to the device
         self._read_times: tuple[float, float] | None = None  # of the last read: when it was asked for, and when it was there
         self._least_offered: int | None = None  # reductions that every rank offered at the rendezvous of the last gather
+        self.older: ParamUnit | None = None  # the same weights before the last update, where those are kept, too
+        self.uses_older = False  # whether those are computed with just now
+
+    @property
+    def in_use(self) -> ParamUnit:
+        """What is gathered where the unit is held: itself, or its weights as they were before the last update."""
+        return self.older if self.uses_older and self.older is not None else self
 
     @property
     def copies_while_fetching(self) -> bool:
