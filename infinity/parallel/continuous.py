@@ -69,8 +69,8 @@ def without_flush(schedule: Any, optimizer: torch.optim.Optimizer, *, quiet: boo
     engine = engine_of(schedule._stage.submod)
     _check_engine(engine, schedule, optimizer)
     attach(schedule)
-    if engine.older is None:
-        with engine.using():
+    with engine.using(), engine.collectives.together("taking room for a second version of the weights"):
+        if engine.older is None:
             OlderWeights(engine)
     if optimizer.rule_name in ADAMS and not quiet:
         warnings.warn(
@@ -138,7 +138,7 @@ class WithoutFlush:
             return _Run(self._engine, self._schedule, self._optimizer, batches, self.on_batch, after_update).go()
 
     def _check(self, batches: list[Any]) -> None:
-        engine, what = self._engine, "a pipeline's run without flush"
+        engine, what = self._engine, "another run"
         engine.check_alive()
         engine.refuse_unflushed(what)
         engine.refuse_between(what)

@@ -65,8 +65,10 @@ class Prefetcher:
         self.misses = 0  # units waited for that nobody had fetched ahead
 
     def add(self, units: Sequence[ParamUnit]) -> None:
-        """Moves ``units``, too: those that come are numbered from the last one on."""
+        """Moves ``units``, too: those that come are numbered from the last one on. Where no budget limits the device they have room of their own."""
         self.units = [*self.units, *units]
+        if self._ledger.accounts[Tier.DEVICE].budget_nbytes is None:
+            self._window.widen(sum(unit.weight_nbytes for unit in units))
         self._slots = StagingSlots(self.units, self._store)
 
     # --- holds ---

@@ -11,15 +11,23 @@ from typing import Any
 import models
 import pytest
 import torch
+from gpu_stand_in import build_stand_in
 from idle_time import idle_share
 from parallel_jobs import off
-from ranks import Jobs
+from ranks import Jobs, near, run_all
 from unflushed_jobs import BATCHES, MICRO, RULES
 
 HOMES = ("device", "host", "nvme")
-NARROW = 200_000  # bytes of the device: about a block
+NARROW = 600_000  # bytes of the device: all blocks of a stage in one version, not in two
+ELSEWHERE = (  # what is on a device that is not the processor, and whether that makes updates
+    ("host", {}, False), ("host, with kernels", {}, True), ("optimizer", {"optimizer": "device"}, True),
+    ("all", {"params": "device", "optimizer": "device"}, True),
+)  # fmt: skip
 REFUSED = {
     "max_grad_norm": "ConfigError: without_flush with max_grad_norm=1.0",
+    "speculate": "ConfigError: without_flush with speculate=True",
+    "no room": "CapacityError: ",
+    "no room goes on": "True",
     "GPipe": "ConfigError: without_flush takes torch's Schedule1F1B, not a ScheduleGPipe",
     "no loss": "ConfigError: without_flush: this schedule has no loss_fn",
     "few": "ConfigError: without_flush: 1 micro-batches for 2 stages",
@@ -37,13 +45,13 @@ REFUSED = {
     "inside: optimizer's": "UsageError: optimizer.state_dict() is not to be had while a pipeline runs without flush",
     "inside: full_params": "UsageError: full_params is not to be had while a pipeline runs without flush",
     "inside: unwrap": "UsageError: unwrap_model is not to be had while a pipeline runs without flush",
-    "inside: run": "UsageError: a pipeline's run without flush is not to be had while a pipeline runs without flush",
+    "inside: run": "UsageError: another run is not to be had while a pipeline runs without flush",
     "goes on": "was taken",
 }
 
 
 @pytest.fixture(scope="module")
-def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
+def two(launch_folder, standing_ranks, tmp_path_factory) -> Mapping[str, Any]:
     """Everything that two ranks do."""
     config = {home: models.at_home(home, home, launch_folder / "swap") for home in HOMES}
     jobs: dict[str, dict] = {f"alone:{rule}-{by}": {"rule": rule, "by": by} for rule in RULES for by in ("engine", "torch")}
@@ -54,6 +62,12 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
     jobs["trained:AdamW-narrow"] = {"rule": "AdamW", "config": config["nvme"] | {"device_memory": NARROW}}
     halves = {"param_dtype": torch.bfloat16}
     jobs |= {f"trained:bf16-{home}": {"rule": "AdamW", "config": config[home] | halves} for home in HOMES}
+    kernels = build_stand_in(tmp_path_factory).__file__
+    jobs |= {
+        f"elsewhere:{where}": {"rule": "AdamW", "config": config["host"] | more, "kernels": by and kernels}
+        for where, more, by in ELSEWHERE
+    }
+    jobs |= {"made": {"config": config["host"]}, "made_refused": {}}
     jobs["executed:without"] = {"config": config["host"]}
     jobs["executed:with"] = {"config": config["host"], "flushes": True}
     jobs |= {f"room:{home}": {"config": config[home]} for home in HOMES}
@@ -107,6 +121,25 @@ def test_a_window_that_holds_one_version_of_a_block_changes_no_bit(two):
     assert not models.differing(merged(two["trained:AdamW-narrow"]), two["alone:AdamW-engine"][0]["weights"])
 
 
+@pytest.mark.parametrize("where", [where for where, _, _ in ELSEWHERE])
+def test_a_device_of_its_own_has_the_same_bits(two, where):
+    assert not models.differing(merged(two[f"elsewhere:{where}"]), two["alone:AdamW-engine"][0]["weights"])
+
+
+def test_a_made_pipeline_runs_batches_of_a_causal_model(two):
+    """Near one process with two versions of the weights, though micro-batches and batches have other numbers of labels."""
+    for rank in two["made"]:
+        assert near(rank["losses"], rank["expected"], 1e-5) and rank["updates"] == BATCHES and rank["evaluates"]
+        assert off(rank["weights"], {name: rank["expected weights"][name] for name in rank["weights"]}) < 1e-5
+
+
+def test_a_made_pipeline_says_what_does_not_run_without_flush(two):
+    for rank in two["made_refused"]:
+        assert rank["schedule"].startswith("ConfigError: run() without flush is for the schedule 1F1B, this pipeline has LoopedBFS")
+        assert rank["tied"].startswith("ConfigError: run() without flush: the first and the last stage share a table")
+        assert rank["schedule goes on"] == rank["tied goes on"] == "True"
+
+
 def test_ranks_do_not_stand_idle_between_batches(two):
     """From what was executed: with a flush (p - 1) / m of the time that they compute, without one only once for all batches. The last
     stage goes straight from a batch to the next."""
@@ -139,7 +172,7 @@ def test_a_micro_batch_has_one_version_and_two_are_there(two):
 def test_a_second_version_takes_the_bytes_of_the_weights_and_the_window_holds(two, home):
     for rank in two[f"room:{home}"]:
         assert rank["slices"] <= rank["taken"] <= rank["slices"] + 4096 * 100 if home != "nvme" else rank["slices"] <= rank["taken"]
-        assert rank["most"] <= rank["window"]
+        assert rank["most"] <= rank["window"] and (home != "narrow" or rank["window"] < NARROW < 2 * rank["slices"])
     if home == "host":
         assert two["room:host"][0]["most"] > two["room:host"][0]["slices"]  # both versions of the first stage were there at once
 
@@ -176,3 +209,21 @@ def test_a_run_that_is_cut_short_leaves_the_updates_that_were_made(two, home):
         assert "the user's own" in rank["raised"]
         assert rank["steps True"] == rank["steps False"] == 2
         assert not models.differing(rank["weights True"], rank["weights False"])
+
+
+@pytest.mark.slow
+def test_data_ranks_and_stages_together_follow_the_rule(tmp_path):
+    """Four ranks, pp2 x dp2: near one process with averaged gradients; the same bits from every home and way of sharding."""
+    (tmp_path / "swap").mkdir()
+    jobs: dict[str, dict] = {"alone:torch": {"rule": "AdamW", "by": "torch", "data_ranks": 2}}
+    jobs |= {f"trained:{home}": {"rule": "AdamW", "config": models.at_home(home, home, tmp_path / "swap")} for home in HOMES}
+    others = ("gradients", "optimizer")
+    jobs |= {
+        f"trained:{shard}": {"rule": "AdamW", "config": {"params": "host", "optimizer": "host", "shard": shard}} for shard in others
+    }
+    four = run_all(tmp_path / "jobs", 4, jobs, script="unflushed_jobs.py")
+    first = four["trained:device"]
+    assert off(merged(first), four["alone:torch"][0]["weights"]) < 1e-4
+    for how in (*HOMES, *others):
+        for mine, theirs in zip(four[f"trained:{how}"], first):
+            assert not models.differing(mine["weights"], theirs["weights"]), how

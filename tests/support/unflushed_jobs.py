@@ -21,11 +21,15 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 import pipeline_jobs
+import rank_jobs
+from gpu_stand_in import load_stand_in
+from made_pipeline_jobs import causal, labelled
 from parallel_jobs import whole
 from pipeline_jobs import LAYERS, batch, build, loss_of, mesh_of, schedule_of, seeded
 from ranks import serve, told
 
 import infinity
+from infinity.machine import accelerator, device
 from infinity.machine.tiers import Tier
 from infinity.runtime.registry import wrapped
 
@@ -83,7 +87,17 @@ def trained(rule: str, config: dict, runs: Sequence[Sequence[int]] = (range(BATC
     return found
 
 
-def alone(rule: str, *, delay: int = 1, count: int = BATCHES, by: str = "engine") -> dict[str, Any]:
+def elsewhere(kernels: str | None = None, **arguments: Any) -> dict[str, Any]:
+    """The same on a device whose memory the processor does not use, with late copies; with ``kernels`` (a file) it makes updates, too."""
+    accelerator.KINDS["cpu"] = rank_jobs._Elsewhere
+    rank_jobs._Elsewhere.loaded = load_stand_in(Path(kernels)) if kernels else None
+    try:
+        return trained(**arguments)
+    finally:
+        accelerator.KINDS["cpu"] = device.Device
+
+
+def alone(rule: str, *, delay: int = 1, count: int = BATCHES, by: str = "engine", data_ranks: int = 1) -> dict[str, Any]:
     """What one process makes of the batches: batch t is computed with the weights after max(t - delay, 0) updates. ``by``: whose formula
     makes the updates, the "engine"'s or "torch"'s."""
     newest, computing = seeded(LAYERS, 5), seeded(LAYERS, 5)
@@ -96,11 +110,12 @@ def alone(rule: str, *, delay: int = 1, count: int = BATCHES, by: str = "engine"
         computing.load_state_dict(versions[max(number - delay, 0)])
         computing.zero_grad()
         of_batch = []
-        for tokens in batch(number).tensor_split(MICRO):
-            of_batch.append(loss_of(computing(tokens), tokens))
-            of_batch[-1].backward()
+        for data_rank in range(data_ranks):
+            for tokens in batch(number, data_rank).tensor_split(MICRO):
+                of_batch.append(loss_of(computing(tokens), tokens))
+                of_batch[-1].backward()
         for param, computed in zip(newest.parameters(), computing.parameters()):
-            param.grad = computed.grad.div(MICRO)
+            param.grad = computed.grad.div(data_ranks).div(MICRO)
         optimizer.step()
         optimizer.zero_grad()
         versions.append(whole(newest.state_dict()))
@@ -137,10 +152,10 @@ def executed(config: dict, *, flushes: bool = False, batches: int = 3) -> dict[s
     return {"done": done, "versions": versions, "chunks": stage.num_stages}
 
 
-def room(config: dict) -> dict[str, int]:
+def room(config: dict, rule: str = "AdamW") -> dict[str, int]:
     """Bytes that a second version takes at home, and those of the weights; in a wide window and a narrow one, the most of weights on the device."""
     chunks, optimizer = build("1F1B", mesh_of(2))[0], None
-    chunks, optimizer = infinity.wrap_model(chunks, RULES["AdamW"]([*chunks[0].parameters()]), config, mesh=mesh_of(2))
+    chunks, optimizer = infinity.wrap_model(chunks, RULES[rule]([*chunks[0].parameters()]), config, mesh=mesh_of(2))
     engine = wrapped(chunks).engine
     before = {tier: engine.ledger.accounts[tier].charged_nbytes for tier in Tier}
     schedule = schedule_of("1F1B", chunks, [dist.get_rank()], 2, mesh_of(2), MICRO)
@@ -158,14 +173,14 @@ def room(config: dict) -> dict[str, int]:
     type(engine.prefetcher)._bring = counting
     unflushed.run(pairs(range(3)))
     type(engine.prefetcher)._bring = start
-    weights = weights_of(chunks)
+    weights, window = weights_of(chunks), engine.prefetcher._window.nbytes
     slices = sum(shard.slice_nbytes for unit in engine.units for shard in unit.shards)
     infinity.unwrap_model(chunks, optimizer)
     return {
         "taken": sum(taken.values()),
         "slices": slices,
         "most": most,
-        "window": engine.plan.device_window_nbytes,
+        "window": window,
         "weights": weights,
     }
 
@@ -186,6 +201,50 @@ def resumed(path: str, config: dict) -> dict[str, Any]:
     return {"after": after, "again": again}
 
 
+def made(config: dict) -> dict[str, Any]:
+    """What ``pipeline`` makes of a causal model, whose batches have other numbers of labels; against one process by torch."""
+    mesh, batches = mesh_of(2), [labelled(number) for number in range(BATCHES)]
+    for batch_of in batches[1::2]:
+        batch_of["labels"][1, 3:] = -100
+    model = causal("llama")
+    pipe, optimizer = infinity.parallel.pipeline(
+        model, mesh, RULES["SGD"](model.parameters()), config, schedule="1F1B", micro_batches=MICRO, quiet=True
+    )
+    updates: list[int] = []
+    losses = pipe.run(batches, optimizer, after_update=lambda: updates.append(1))
+    found = {"losses": [loss.item() for loss in losses], "weights": weights_of(pipe.chunks), "updates": len(updates)}
+    found["evaluates"] = pipe.eval(**batches[0]).item() < losses[0].item()
+    infinity.unwrap_model(pipe.chunks, optimizer)
+    newest, computing = causal("llama"), causal("llama")
+    plain = RULES["SGD"](newest.parameters())
+    versions, expected = [whole(newest.state_dict())], []
+    for number, batch_of in enumerate(batches):
+        computing.load_state_dict(versions[max(number - 1, 0)])
+        computing.zero_grad()
+        expected.append(computing(**batch_of).loss)
+        expected[-1].backward()
+        for param, computed in zip(newest.parameters(), computing.parameters()):
+            param.grad = computed.grad
+        plain.step()
+        versions.append(whole(newest.state_dict()))
+    return found | {"expected": [loss.item() for loss in expected], "expected weights": versions[-1]}
+
+
+def made_refused() -> dict[str, str]:
+    """Made pipelines that do not run without flush."""
+    found = {}
+    for what, name, options in (("schedule", "llama", {"schedule": "LoopedBFS"}), ("tied", "gpt2", {"schedule": "1F1B"})):
+        model = causal(name)
+        optimizer: Any = RULES["SGD"](model.parameters())
+        host = {"params": "host", "optimizer": "host"}
+        pipe, optimizer = infinity.parallel.pipeline(model, mesh_of(2), optimizer, host, micro_batches=MICRO, quiet=True, **options)
+        found[what] = told(lambda pipe=pipe, optimizer=optimizer: pipe.run([labelled(0)], optimizer))
+        found[f"{what} goes on"] = str(pipe.step(**labelled(0)).item() > 0)
+        optimizer.zero_grad()
+        infinity.unwrap_model(pipe.chunks, optimizer)
+    return found
+
+
 def refused(path: str) -> dict[str, str]:
     """What cannot be run without flush, and then what can."""
     mesh, host, found = mesh_of(2), {"params": "host", "optimizer": "host"}, {}
@@ -196,6 +255,24 @@ def refused(path: str) -> dict[str, str]:
     clipped, managed = infinity.wrap_model(chunks, plain, host | {"max_grad_norm": 1.0}, mesh=mesh)
     found["max_grad_norm"] = told(lambda: without_flush(schedule_of("1F1B", clipped, numbers, count, mesh, MICRO), managed))
     infinity.unwrap_model(clipped, managed)
+    whole_model = build("1F1B", mesh_of(1))[0]
+    of_all = RULES["SGD"]([*whole_model[0].parameters()])
+    whole_model, managed = infinity.wrap_model(whole_model, of_all, host | {"speculate": True}, mesh=mesh_of(1))
+    found["speculate"] = told(lambda: without_flush(schedule_of("1F1B", whole_model, [0], 1, mesh_of(1), MICRO), managed))
+    infinity.unwrap_model(whole_model, managed)
+    chunks, optimizer = infinity.wrap_model(chunks, plain, host, mesh=mesh)
+    planned = wrapped(chunks).engine.ledger.accounts[Tier.HOST].planned_nbytes
+    infinity.unwrap_model(chunks, optimizer)
+    least = [0, 0]
+    dist.all_gather_object(least, planned)  # which both ranks divide
+    chunks, optimizer = infinity.wrap_model(chunks, plain, host | {"host_memory": sum(least) + 300_000}, mesh=mesh)
+    schedule = schedule_of("1F1B", chunks, numbers, count, mesh, MICRO)
+    found["no room"] = told(lambda: without_flush(schedule, optimizer))
+    pipeline_jobs.step(infinity.parallel.attach(schedule), numbers, count, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    found["no room goes on"] = str(wrapped(chunks).engine.older is None)
+    infinity.unwrap_model(chunks, optimizer)
     chunks, optimizer = infinity.wrap_model(chunks, plain, host, mesh=mesh)
     group = mesh["pp"].get_group()
     stage = PipelineStage(chunks[0], numbers[0], count, torch.device("cpu"), group=group)
