@@ -57,7 +57,7 @@ class Stepper:
         target, beside = self._target, self._target.keeps_older
         # Of what is made beside the old weights all is: what has no gradient is copied there.
         planned = [shard for shard in unit.shards if shard.spec.stepped and (beside or self._has_landed(unit, shard))]
-        if planned:
+        if planned and not beside:  # else they are not what is gathered any more
             target.release([unit])
         steps = []
         for shard in planned:

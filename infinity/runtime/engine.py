@@ -290,7 +290,7 @@ class Engine:
     def release_idle(self) -> None:
         """Sends idle units home where the pass is over."""
         if not self.joined.is_open:
-            self.prefetcher.release_idle()
+            self.prefetcher.release_idle(keeps=self.keeps_older)
 
     def admit(self, params: Iterable[torch.Tensor], *, group: int, moment_count: int, then: Callable[[], None]) -> None:
         """Steps ``params``, frozen until now, as the optimizer's ``group``. Raises UsageError or CapacityError with nothing changed."""

@@ -95,11 +95,11 @@ class OlderWeights:
 
     def update(self, step: Callable[[], object]) -> None:
         """Makes an update by ``step``, between two uses of the engine: the weights that it begins with become the older ones."""
-        for versions in self._versions:
-            versions.begin_update()
+        engine = self.engine
+        with engine.using():
+            for versions in self._versions:
+                engine.prefetcher.pass_on(versions.unit, versions.older, versions.begin_update)
         step()
-        for versions in self._versions:
-            versions.end_update()
 
     def rebuild(self) -> None:
         """Goes back to the newest weights alone, whatever an exception left. Only while nothing is running."""

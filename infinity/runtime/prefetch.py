@@ -124,10 +124,22 @@ class Prefetcher:
         if unit.residency is Residency.RESIDENT and not unit.stays:
             self._evict(unit)
 
-    def release_idle(self) -> None:
-        """Sends every idle unit home: the pass is over, and at rest a parameter holds no storage."""
+    def pass_on(self, unit: ParamUnit, older: ParamUnit, change: Callable[[], None]) -> None:
+        """Makes what is gathered of ``unit`` that of ``older``, by ``change``: an update is about to make new weights of it. Those that were
+        older until now are gone."""
+        self._release(older)
+        if unit.residency is not Residency.RESIDENT:
+            self._release(unit)
+        change()
+        if unit in self._resident:
+            del self._resident[unit]
+            self._resident[older] = None
+
+    def release_idle(self, *, keeps: bool = False) -> None:
+        """Sends every idle unit home: the pass is over, and at rest a parameter holds no storage. ``keeps``: another one is about to begin
+        with them."""
         self._collectives.end_pass()
-        if self._ranks.keeps_weights:
+        if self._ranks.keeps_weights or keeps:
             return
         for unit in [unit for unit in self._resident if unit not in self._holds]:
             self._evict(unit)

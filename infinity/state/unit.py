@@ -221,6 +221,17 @@ class ParamUnit(UnitBuffers):
         self._move(Residency.STORED)
         self._empty(self._charge)
 
+    def change_places(self, other: ParamUnit) -> None:
+        """Gives ``other``, of the same parameters, its buffers with what is in them, and takes its. Both are STORED or RESIDENT, and nothing
+        computes with either."""
+        for unit in (self, other):
+            if unit.residency not in (Residency.STORED, Residency.RESIDENT):
+                raise unit._illegal("change places")
+        for name in ("flats", "residency", "arriving", "_charge", "_last_use"):
+            mine, its = getattr(self, name), getattr(other, name)
+            setattr(self, name, its)
+            setattr(other, name, mine)
+
     def rebuild(self) -> None:
         """Takes the unit home, whatever it was doing when an exception struck. Only while nothing is in flight; the charges of what
         is given up are the ledger's to forget."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InternalError, UsageError
+from ..errors import UsageError
 from ..storage.arrays import StateArray
 from ..storage.store import ShardStore
 from .dtensors import set_bytes
@@ -81,7 +81,6 @@ class UnitVersions:
         self.unit, self.older = unit, OlderUnit(unit, index)
         self.older.allocate()
         self._views = [[own_bytes(param) for param in shard.params] for shard in unit.shards], self.older.views
-        self._before = unit.version
         unit.older = self.older
 
     @staticmethod
@@ -103,25 +102,19 @@ class UnitVersions:
                     set_bytes(param, view)
 
     def begin_update(self) -> None:
-        """Notes which weights an update begins with."""
-        self._before = self.unit.version
-
-    def end_update(self) -> None:
-        """Makes those that the update began with the older ones. A graph that has saved them goes on with them: their buffers go along."""
-        self.older.version, self.unit.version = self._before, self.unit.version + 1
+        """Makes the newest weights the older ones, with what of them is on the device; the newest are the ones that an update is about to make. A
+        graph that has saved them goes on with them: their buffers go along."""
+        self.older.version, self.unit.version = self.unit.version, self.unit.version + 1
         self._swap()
 
     def settle(self) -> None:
-        """Puts right what an exception left between an update and :meth:`end_update`, and computes with the newest weights."""
+        """Puts right what an exception left of :meth:`begin_update` and the update behind it, and computes with the newest weights."""
         if self.unit.stays and any(flat is not shard.weight.flat for flat, shard in zip(self.unit.flats, self.unit.shards)):
             self._swap()
         self.unit.uses_older = False
         self._show()
 
     def _swap(self) -> None:
-        unit, older = self.unit, self.older
-        if not unit.stays and any(flat.untyped_storage().nbytes() for flat in (*unit.flats, *older.flats)):
-            raise InternalError(f"unit {unit.name} is on the device, and its versions are about to change places")
-        unit.flats, older.flats = older.flats, unit.flats
+        self.unit.change_places(self.older)
         self._views = self._views[1], self._views[0]
         self._show()

@@ -32,6 +32,8 @@ import infinity
 from infinity.machine import accelerator, device
 from infinity.machine.tiers import Tier
 from infinity.runtime.registry import wrapped
+from infinity.state.residency import Residency
+from infinity.state.unit import ParamUnit
 
 MICRO, BATCHES = 4, 4
 
@@ -161,18 +163,21 @@ def room(config: dict, rule: str = "AdamW") -> dict[str, int]:
     schedule = schedule_of("1F1B", chunks, [dist.get_rank()], 2, mesh_of(2), MICRO)
     unflushed = infinity.parallel.without_flush(schedule, optimizer, quiet=True)
     taken = {tier: engine.ledger.accounts[tier].charged_nbytes - before[tier] for tier in Tier}
-    most = 0
-    start = type(engine.prefetcher)._bring
+    most, loads = 0, 0
+    start = ParamUnit.start_gather
 
-    def counting(self: Any, unit: Any, offered: int) -> Any:
-        nonlocal most
-        found = start(self, unit, offered)
-        most = max(most, self._resident_nbytes())
+    def counting(self: ParamUnit, *arguments: Any, **options: Any) -> Any:
+        nonlocal most, loads
+        found = start(self, *arguments, **options)
+        loads += 1
+        most = max(
+            most, sum(u.weight_nbytes for u in engine.prefetcher.units if u.residency is not Residency.STORED and not u.stays)
+        )
         return found
 
-    type(engine.prefetcher)._bring = counting
+    ParamUnit.start_gather = counting
     unflushed.run(pairs(range(3)))
-    type(engine.prefetcher)._bring = start
+    ParamUnit.start_gather = start
     weights, window = weights_of(chunks), engine.prefetcher._window.nbytes
     slices = sum(shard.slice_nbytes for unit in engine.units for shard in unit.shards)
     infinity.unwrap_model(chunks, optimizer)
@@ -180,6 +185,7 @@ def room(config: dict, rule: str = "AdamW") -> dict[str, int]:
         "taken": sum(taken.values()),
         "slices": slices,
         "most": most,
+        "loads": loads / len(engine.units),
         "window": window,
         "weights": weights,
     }
