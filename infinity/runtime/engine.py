@@ -42,13 +42,14 @@ from .parking import Parking
 from .passes import Passes
 from .prefetch import Prefetcher
 from .recovery import recover
+from .refusals import Refusals
 from .resources import Resources, make_store, trace_path
 from .shut_down import shut_down
 from .value_edits import ValueEdits
 from .weight_average import WeightAverage
 
 
-class Engine:
+class Engine(Refusals):
     """One wrapped model's store, units, schedule, gradients and updater."""
 
     def __init__(
@@ -173,33 +174,6 @@ class Engine:
     def is_open(self) -> bool:
         """Whether the homes are there: until unwrap_model, or the end."""
         return self._finalizer.alive
-
-    def refuse_between(self, what: str) -> None:
-        """Raises UsageError between the backwards of a joined pass, where gradients are not whole. Before a use of the engine: it changes
-        nothing, so that the pass goes on."""
-        if self.joined.is_open and not self.scopes.interrupted and not self.passes.is_cut_short:
-            raise UsageError(
-                f"{what} is not to be had here: gradients of several micro-batches land together, when the `with infinity.accumulate(...)` block or the "
-                "pipeline schedule's step is over. Read, clip, step and zero gradients after it."
-            )
-
-    def refuse_unflushed(self, what: str) -> None:
-        """Raises UsageError while a pipeline runs without flush: its stages are not after the same update."""
-        if self.keeps_older:
-            raise UsageError(
-                f"{what} is not to be had while a pipeline runs without flush: its stages are not all after the same update. Do it when run() has "
-                "returned, which flushes: between two calls there is one version of the weights."
-            )
-
-    @property
-    def keeps_older(self) -> bool:
-        """Whether an update leaves the weights that it begins with: micro-batches that began with them are under way."""
-        return self.older is not None and self.older.is_running
-
-    def refuse_averaged(self, what: str) -> None:
-        """Raises UsageError while the model has its averages for weights."""
-        if self.average is not None and self.average.is_exchanged:
-            raise UsageError(f"{what} is not to be had inside `with average.applied()`: the model has its average for weights")
 
     def recover(self, *, finishing: bool = True) -> None:
         """Puts right what an exception left, if there was one. Asked while no other use is running. ``finishing``: what had to be whole
