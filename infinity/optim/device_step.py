@@ -112,13 +112,14 @@ class DeviceStepper:
 
     def _copy_weights(self, shard: ParamShard, newer: StateArray, behind: list[Event]) -> Event:
         """Makes ``newer`` what the weights are: there they are stepped."""
+        weight = shard.weight.flat  # as it is now: soon the shard's is the newer one
         if shard.weight.tier is Tier.HOST:
             shard.last_read.wait()
-            native.copy_flat(newer.flat, shard.weight.flat)
+            native.copy_flat(newer.flat, weight)
             return PAST
 
         def copy() -> None:
-            newer.flat.copy_(shard.weight.flat, non_blocking=True)
+            newer.flat.copy_(weight, non_blocking=True)
 
         return self._device.put("step", copy, behind=[*behind, shard.last_read])
 
