@@ -71,6 +71,9 @@ class OlderWeights:
                 self.engine.release(
                     [versions.unit for versions in self._versions]
                 )  # what was fetched ahead for a batch that does not come
+        except BaseException:
+            self.engine.mark_interrupted()  # in an update, perhaps, that has not been made: the next use puts right which weights are which
+            raise
         finally:
             self.is_running = False
             for versions in self._versions:
