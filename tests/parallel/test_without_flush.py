@@ -74,7 +74,7 @@ def two(launch_folder, standing_ranks, tmp_path_factory) -> Mapping[str, Any]:
     jobs["room:narrow"] = {"config": config["host"] | {"device_memory": NARROW}}
     jobs["resumed"] = {"path": str(launch_folder / "checkpoint"), "config": config["nvme"]}
     jobs["refused"] = {"path": str(launch_folder / "never")}
-    jobs |= {"forward_inside": {}, "warned": {}}
+    jobs |= {"forward_inside": {}, "warned": {}, "forgotten": {"config": config["host"]}}
     jobs |= {f"cut_short:{home}": {"config": config[home], "at": 2} for home in HOMES}
     return Jobs(standing_ranks(2), "unflushed_jobs", jobs)
 
@@ -195,6 +195,10 @@ def test_a_forward_between_two_batches_is_refused_and_ends_the_run(two):
         assert rank["forward"].startswith("UsageError: a forward of its own is not to be had while a pipeline runs without flush")
         assert rank["run"].startswith("UsageError: this run without flush was cut short") and rank["steps"] == 1
     assert two["forward_inside"][1]["loss"] > 0
+
+
+def test_an_unwrapped_pipeline_leaves_no_engine(two):
+    assert two["forgotten"] == [0, 0]
 
 
 def test_rules_of_adam_are_warned_of(two):

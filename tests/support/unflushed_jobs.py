@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from ranks import serve, told
 import infinity
 from infinity.machine import accelerator, device
 from infinity.machine.tiers import Tier
+from infinity.runtime.engine import Engine
 from infinity.runtime.registry import wrapped
 from infinity.state.residency import Residency
 from infinity.state.unit import ParamUnit
@@ -338,6 +340,13 @@ def forward_inside() -> dict[str, Any]:
     optimizer.zero_grad()
     infinity.unwrap_model(chunks, optimizer)
     return found | {"loss": loss}
+
+
+def forgotten(config: dict) -> int:
+    """How many engines there are of pipelines that have gone."""
+    trained(rule="SGD", config=config)
+    gc.collect()
+    return sum(isinstance(found, Engine) for found in gc.get_objects())
 
 
 def warned() -> dict[str, list[str]]:
