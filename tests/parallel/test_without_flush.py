@@ -17,6 +17,8 @@ from parallel_jobs import off
 from ranks import Jobs, near, run_all
 from unflushed_jobs import BATCHES, MICRO, RULES
 
+from infinity.parallel.continuous import order_of
+
 HOMES = ("device", "host", "nvme")
 NARROW = 600_000  # bytes of the device: all blocks of a stage in one version, not in two
 ELSEWHERE = (  # what is on a device that is not the processor, and whether that makes updates
@@ -146,13 +148,20 @@ def test_ranks_do_not_stand_idle_between_batches(two):
     batches, p = 3, 2
     without, flushing = (idle_share(two[f"executed:{how}"], batches * MICRO) for how in ("without", "with"))
     assert without == pytest.approx((p - 1) / (batches * MICRO))
-    assert idle_share([{**rank, "done": rank["done"][: 2 * MICRO]} for rank in two["executed:with"]], MICRO) == pytest.approx(
-        (p - 1) / MICRO
-    )
+    assert flushing == pytest.approx((p - 1) / MICRO)
     done = [(what, number) for what, _, number in two["executed:without"][0]["done"]]
     for batch in range(1, batches):
         assert done.index(("forward", batch * MICRO)) < done.index(("backward", batch * MICRO - 1))  # what a flush forbids
-    assert without <= flushing
+
+
+@pytest.mark.parametrize("runs", [1, 3])
+def test_four_ranks_stand_idle_once_a_run(runs):
+    """In the order in which they go on, for which no rank need be there: 12 micro-batches in one run, or in three with a flush between them."""
+    p, each = 4, 12 // runs
+    ranks = [{"chunks": p, "done": [("forward" if is_forward else "backward", stage, run * each + number)
+                                    for run in range(runs) for is_forward, number in order_of(stage, p, each)]}
+             for stage in range(p)]  # fmt: skip
+    assert idle_share(ranks, 12) == pytest.approx((p - 1) / each)
 
 
 def test_a_micro_batch_has_one_version_and_two_are_there(two):
@@ -232,3 +241,14 @@ def test_data_ranks_and_stages_together_follow_the_rule(tmp_path):
     for how in (*HOMES, *others):
         for mine, theirs in zip(four[f"trained:{how}"], first):
             assert not models.differing(mine["weights"], theirs["weights"]), how
+
+
+@pytest.mark.slow
+def test_four_stages_follow_the_rule_bit_for_bit(tmp_path):
+    """The first stage begins three micro-batches of a batch before the one before is over."""
+    config = {"params": "host", "optimizer": "host"}
+    jobs = {"alone": {"rule": "AdamW"}} | {f"trained:{how}": {"rule": "AdamW", "config": config | more, "pp": 4}
+                                           for how, more in (("wide", {}), ("device", {"params": "device", "optimizer": "device"}))}  # fmt: skip
+    four = run_all(tmp_path, 4, jobs, script="unflushed_jobs.py")
+    for how in ("wide", "device"):
+        assert not models.differing(merged(four[f"trained:{how}"]), four["alone"][0]["weights"]), how

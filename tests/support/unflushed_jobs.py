@@ -63,9 +63,11 @@ def weights_of(chunks: list[nn.Module]) -> dict[str, torch.Tensor]:
     return {name: value for chunk in chunks for name, value in whole(chunk.state_dict()).items()}
 
 
-def trained(rule: str, config: dict, runs: Sequence[Sequence[int]] = (range(BATCHES),), *, flushes: bool = False) -> dict[str, Any]:
+def trained(
+    rule: str, config: dict, runs: Sequence[Sequence[int]] = (range(BATCHES),), *, flushes: bool = False, pp: int = 2
+) -> dict[str, Any]:
     """Weights, moments and losses after ``runs``, each the numbers of its batches. ``flushes``: the twin, a step for each batch."""
-    mesh = mesh_of(2)
+    mesh = mesh_of(pp)
     chunks, optimizer, unflushed = built(rule, config, mesh)
     losses: list[torch.Tensor] = []
     for numbers in runs:
