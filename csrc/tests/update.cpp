@@ -294,6 +294,33 @@ TEST_OF_BACKENDS(update, a_shadow_has_the_steps_bits_and_leaves_what_it_was_made
       }
 }
 
+TEST_OF_BACKENDS(update, a_shadow_of_the_weights_alone_leaves_the_old_ones_and_steps_the_rest_in_place) {
+  // Two such steps that change places, at home in the file, in memory or both, against two steps in place; the twin: the weights
+  // that the second one left are those of the first.
+  std::uint64_t seed = 150;
+  for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam})
+    for (const unsigned in_file : {0x00u, 0x1Fu, 0x16u}) {
+      const Disk disk(kind, nullptr, 16 * kBlockNbytes, 8, 8 * kMib);
+      Unit once(layout, ++seed), twice(layout, seed), source(layout, seed), beside(layout, seed + 1000);
+      source.move_to(disk, 0, in_file);
+      beside.move_to(disk, 4 * kMib, in_file);
+      Steps steps(disk, 3, 2, std::max<std::size_t>(1, source.element_nbytes_in_file()), layout.moments == DType::kInt8 ? 2 : 1);
+      wait(steps.updater.submit(once.update(hyper_of(1))));
+      for (int step = 1; step <= 2; ++step) wait(steps.updater.submit(twice.update(hyper_of(step))));
+      const auto weights = [&](const Unit& unit) { return unit.contents(disk.engine.get())[0]; };
+      UnitUpdate update = source.update(hyper_of(1), 1);
+      update.shadow.weight = beside.shadow().weight;
+      wait(steps.updater.submit(update));
+      CHECK(weights(beside) == weights(once) && weights(source) != weights(once), "rule ", int(layout.rule), " in file ", in_file);
+      std::swap(update.weight, update.shadow.weight);
+      update.runs = {{0, kCount, hyper_of(2)}};
+      wait(steps.updater.submit(update));
+      auto found = source.contents(disk.engine.get());
+      CHECK(found == twice.contents(nullptr), "rule ", int(layout.rule), " in file ", in_file);
+      CHECK(weights(beside) == weights(once), "the second step changed the weights it was made from");
+    }
+}
+
 TEST_OF_BACKENDS(update, a_shadow_and_what_shares_its_extents_run_one_after_the_other) {
   // A shadow, a step in place of the state that it was made from, and another shadow over the first, without waiting.
   FaultPlan plan = fault_plan(140);
@@ -325,6 +352,8 @@ TEST_OF_BACKENDS(update, a_shadow_that_cannot_hold_its_update_is_refused) {
   submit();
   update.shadow.master = nullptr;
   CHECK(said_by<UsageError>(submit).find("a place for every array") != std::string::npos);
+  update.shadow = Shadow{source.shadow().weight};
+  CHECK(said_by<UsageError>(submit).find("another kind or size") != std::string::npos);
   for (const Unit* wrong : {&other, &in_file, &source}) {
     update.shadow = target.shadow();
     update.shadow.exp_avg = wrong->shadow().exp_avg;

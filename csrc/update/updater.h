@@ -4,7 +4,8 @@
 //   chunk         as many elements of a unit update as fit one slot; loaded, stepped and saved as one
 //   slot          fixed staging memory for the arrays of a chunk whose home is a file; arrays at home in memory are
 //                 stepped where they lie and take no slot
-//   shadow         an update whose results go beside the state it started from, which stays as it was
+//   shadow         an update whose results go beside the state it started from, which stays as it was: all of it, or the
+//                 weights alone, and the rest is stepped where it lies
 //
 // While one chunk is stepped, the next are loading and the last ones saving. Slots are the only staging memory, so
 // memory does not depend on the size of a unit.
@@ -30,7 +31,8 @@
 
 namespace infinity {
 
-// Where an update's results go instead of the arrays they are made from: an extent of the same kind and size for each.
+// Where an update's results go instead of the arrays they are made from: an extent of the same kind and size for each, or
+// for the weights alone.
 struct Shadow {
   std::shared_ptr<Extent> weight, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale;
 };

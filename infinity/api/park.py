@@ -27,6 +27,7 @@ def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
     """
     engine = engine_of(model)
     engine.refuse_between("park")
+    engine.refuse_unflushed("park")
     if folder is None and not engine.config.nvme_paths:
         raise ConfigError("park needs a folder on a disk: infinity.park(model, '/path/on/the/disk'), or Config(nvme_paths=[...])")
     with engine.using():

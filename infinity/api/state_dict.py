@@ -19,6 +19,7 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
     removers = []
 
     def fill(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+        engine.refuse_unflushed("state_dict()")
         with engine.using():
             for name, param in module._parameters.items():
                 value = state.get(prefix + name)
@@ -27,6 +28,7 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
                     state[prefix + name] = _full_value(engine, handle, state)
 
     def before_load(module, state, prefix, metadata, strict, missing, unexpected, errors) -> None:
+        engine.refuse_unflushed("load_state_dict()")
         with engine.using():
             pass  # what an exception left of the last use is put right
         if metadata.get("assign_to_params_buffers"):

@@ -36,6 +36,7 @@ def unwrap_model(
         raise UsageError("this optimizer is not the one that wrap_model returned with this model")
     plain = managed.wrapped if managed is not None else None
     if record.unwrapping is None:
+        engine.refuse_unflushed("unwrap_model")
         with engine.using():
             engine.refuse_averaged("unwrap_model")  # the weights are where the averages were, and would go with them
             change = _plan_unwrap(record, managed)

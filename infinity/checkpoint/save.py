@@ -67,6 +67,7 @@ def save_checkpoint(
     checkpoint as it was, UsageError while another process saves to that folder.
     """
     engine = engine_of_pair(model, optimizer)
+    engine.refuse_unflushed("save_checkpoint")
     with engine.using(), engine.collectives.together("save_checkpoint"):
         _save_all(Path(path), engine, whole_of(model), optimizer, extra)
 

@@ -97,10 +97,12 @@ class Collectives(Exchanges):
             self._traces_agree = all(same[:DIGEST_NBYTES])
             self.ranks.data.lockstep.begin(key, agreed=agreed, foreseen=foreseen)
 
-    def meet_for_step(self, what: str, *, over_stages: str, trace: Iterable[int]) -> None:
-        """Waits until every rank is at the step ``what``, of which other stages are told ``over_stages``. With it goes how a forward after a step
+    def meet_for_step(self, what: str, *, over_stages: str | None, trace: Iterable[int]) -> None:
+        """Waits until every rank is at the step ``what``, of which other stages are told ``over_stages``; None: they do not meet. With it goes how a forward after a step
         went last time, of which the units of ``trace`` are expected: where all say the same of that, it has begun, and does not meet."""
         for place in self.ranks.places:
+            if place is self.ranks.stages and over_stages is None:
+                continue
             said = f"{over_stages if place is self.ranks.stages else what} {self._progress_on(place)}"
             if place is not self.ranks.data:
                 place.rendezvous(said)

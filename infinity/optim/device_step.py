@@ -22,6 +22,7 @@ from ..planning.device_slots import DEVICE_SLOTS, SLOT_ALIGNMENT
 from ..state.flat_layout import SHARD_ALIGNMENT
 from ..state.shard import ParamShard
 from ..state.shard_spec import elements_each
+from ..storage.arrays import StateArray
 
 Span = tuple[int, int, native.Hyperparameters]  # first element, the one behind the last, how they are stepped
 
@@ -86,17 +87,41 @@ class DeviceStepper:
         return round(shard.slice_numel * (1 - self.share)) // SHARD_ALIGNMENT * SHARD_ALIGNMENT
 
     def step(
-        self, shard: ParamShard, layout: native.Layout, spans: Sequence[Span], *, version: int, behind: Sequence[Event]
+        self,
+        shard: ParamShard,
+        layout: native.Layout,
+        spans: Sequence[Span],
+        *,
+        version: int,
+        behind: Sequence[Event],
+        newer: StateArray | None = None,
     ) -> DeviceUpdate:
-        """Steps ``spans`` of a shard, after what has been computed and ``behind``."""
-        names = passing(shard)
+        """Steps ``spans`` of a shard, after what has been computed and ``behind``. ``newer``: where the new weights go; None: in their place."""
+        names, arrays = passing(shard), shard.arrays
         behind = [self._device.now(), *behind]
         event: Event = PAST
+        if newer is not None:
+            arrays = arrays | {"weight": newer}
+            event = self._copy_weights(shard, newer, behind)
+            behind.append(event)
         for begin, end, part in _chunks(spans, self._chunk(shard, names) if names else shard.slice_numel):
-            event = self._step_chunk(shard, layout, names, begin, end, part, behind)
-        for array in shard.arrays.values():
+            event = self._step_chunk(shard, arrays, layout, names, begin, end, part, behind)
+        for array in arrays.values():
             array.extent.version = version
         return DeviceUpdate(event, on_device=not names)
+
+    def _copy_weights(self, shard: ParamShard, newer: StateArray, behind: list[Event]) -> Event:
+        """Makes ``newer`` what the weights are: there they are stepped."""
+        weight = shard.weight.flat  # as it is now: soon the shard's is the newer one
+        if shard.weight.tier is Tier.HOST:
+            shard.last_read.wait()
+            native.copy_flat(newer.flat, weight)
+            return PAST
+
+        def copy() -> None:
+            newer.flat.copy_(weight, non_blocking=True)
+
+        return self._device.put("step", copy, behind=[*behind, shard.last_read])
 
     def _chunk(self, shard: ParamShard, names: list[str]) -> int:
         """Elements that fit a slot."""
@@ -105,22 +130,22 @@ class DeviceStepper:
         return fitting // SHARD_ALIGNMENT * SHARD_ALIGNMENT
 
     def _step_chunk(
-        self, shard: ParamShard, layout: native.Layout, names: list[str], begin: int, end: int, spans: list[Span],
-        behind: list[Event],
+        self, shard: ParamShard, arrays: dict[str, StateArray], layout: native.Layout, names: list[str], begin: int, end: int,
+        spans: list[Span], behind: list[Event],
     ) -> Event:  # fmt: skip
         def part(name: str) -> torch.Tensor:
             each = elements_each(name)
             before = shard.own_slice[0] - shard.own(name)[0] if name == "grad" else 0  # of the whole gradient (ZeRO-1)
-            return shard.arrays[name].flat[before + begin // each : before - (-end // each)]
+            return arrays[name].flat[before + begin // each : before - (-end // each)]
 
         runs = [native.Run(*span) for span in spans]
         if not names:
-            parts = {name: part(name) for name in shard.arrays}
+            parts = {name: part(name) for name in arrays}
             return self._device.put("step", partial(self._kernel, layout, parts, begin, runs), behind=behind)
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
         there = dict(zip(names, _lay_out(slot.memory, [part(name) for name in names])))
-        parts = {name: there[name] if name in there else part(name) for name in shard.arrays}
+        parts = {name: there[name] if name in there else part(name) for name in arrays}
         label = f"state of {shard.names[0]}"
 
         def come() -> None:

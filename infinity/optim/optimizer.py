@@ -147,12 +147,13 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
         clip = self._clip_factor() if engine.config.max_grad_norm is not None else 1.0
         if not engine.collectives.ranks.alone:
-            over_stages, trace = self._digest(clip, of_parameters=False), engine.schedule.expected_after_step()
-            engine.collectives.meet_for_step(self._digest(clip), over_stages=over_stages, trace=trace)
+            # Without flush other stages are at other batches, and nobody waits for them.
+            stages = None if engine.keeps_older else self._digest(clip, of_parameters=False)
+            engine.collectives.meet_for_step(self._digest(clip), over_stages=stages, trace=engine.schedule.expected_after_step())
         if not begun:
             engine.begin_step()
         version = engine.steps.index if begun else engine.steps.index + 1
-        order = list(engine.schedule.first())
+        order = [index for index in engine.schedule.first() if index < len(engine.units)]  # what follows are older weights
         order += [unit.index for unit in engine.units if unit.index not in set(order)]
         steps: list[ShardStep] = []
         stepper, backwards = self._stepper, engine.steps.backwards
@@ -282,6 +283,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns a state dict that plain torch loads, too. Moments are full tensors, in fp32 or their dtype at rest. The entry of a
         16-bit parameter with an fp32 master has that too, as ``master``: the model's state dict shows its upper half only."""
+        self._engine.refuse_unflushed("optimizer.state_dict()")
         with self._engine.using():
             return self._state.read(masters=True)
 
@@ -291,6 +293,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state dict of this or of the plain optimizer. Raises UsageError before anything is changed."""
+        self._engine.refuse_unflushed("optimizer.load_state_dict()")
         with self._engine.using():
             groups = self._state.check(state_dict)
             self.check_groups(groups, "load_state_dict()")

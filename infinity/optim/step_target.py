@@ -43,6 +43,10 @@ class StepTarget(Protocol):
     def is_cut_short(self) -> bool:
         """Whether a forward or backward was left by an exception."""
 
+    @property
+    def keeps_older(self) -> bool:
+        """Whether an update leaves the weights that it begins with, and makes the new ones beside them."""
+
     def using(self, *, repairing: bool = False) -> native.Scope:
         """Opens the scope that every use of the engine runs in."""
 
@@ -51,6 +55,9 @@ class StepTarget(Protocol):
 
     def refuse_averaged(self, what: str) -> None:
         """Raises UsageError while the model has its averages for weights."""
+
+    def refuse_unflushed(self, what: str) -> None:
+        """Raises UsageError while a pipeline runs without flush."""
 
     def check_alive(self) -> None:
         """Raises UsageError where the engine is gone, or its process forked."""

@@ -17,8 +17,9 @@ from .. import native
 from ..gradients.record import GradState, has_landed
 from ..state.handle import ParamHandle, handle_of
 from ..state.shard import ParamShard
-from ..state.shard_arrays import Shadow
+from ..state.shard_arrays import Shadow, Update
 from ..state.unit import ParamUnit
+from ..storage.arrays import StateArray
 from .device_step import DeviceUpdate, Span, steps_on_device
 from .step_target import StepTarget
 
@@ -30,6 +31,7 @@ class ShardStep:
     shard: ParamShard
     landed: list[tuple[ParamHandle, int]]  # whose gradients it applies, and the number of that step of theirs
     shadow: Shadow | None = None  # that is the update already
+    newer: StateArray | None = None  # where the update makes new weights, beside those it begins with; None: in their place
     update: native.UnitUpdate | None = None  # of the processor's part
     device_step: Callable[[], DeviceUpdate] | None = None  # of the device's
     device_update: DeviceUpdate | None = None
@@ -52,12 +54,13 @@ class Stepper:
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[ShardStep]:
         """Plans what a step does with ``unit``. Gradients that have landed go home; nothing else is changed."""
-        target = self._target
-        landed = [shard for shard in unit.shards if shard.spec.stepped and self._has_landed(unit, shard)]
-        if landed:
+        target, beside = self._target, self._target.keeps_older
+        # Of what is made beside the old weights all is: what has no gradient is copied there.
+        planned = [shard for shard in unit.shards if shard.spec.stepped and (beside or self._has_landed(unit, shard))]
+        if planned and not beside:  # else they are not what is gathered any more
             target.release([unit])
         steps = []
-        for shard in landed:
+        for shard in planned:
             handles = [handle_of(param) for param in shard.params]
             shard.wait()
             for handle in handles if clip != 1.0 else ():
@@ -69,6 +72,9 @@ class Stepper:
             shadow = shard.shadow
             if shadow is not None and shadow.ticket is not None and shadow.inputs == _inputs_of(spans):
                 step.shadow = shadow
+            elif beside:
+                step.newer = shard.older
+                self._plan_beside(step, spans, after, label=unit.index, version=version)
             elif spans:  # else other ranks have these parameters in their slices
                 self._plan_update(step, spans, after, label=unit.index, version=version)
             steps.append(step)
@@ -91,13 +97,21 @@ class Stepper:
                     shard.keep_shadow()
             elif step.device_update is not None:
                 step.device_update.ticket = step.update.ticket if step.update is not None else None
-                shard.submit(step.device_update)
+                self._enter(step, step.device_update)
             elif step.update is not None:
-                shard.submit(step.update.ticket)
+                self._enter(step, step.update.ticket)
             for handle, number in step.landed:
                 handle.step = number
                 handle.changed()
                 handle.grad.move(GradState.CONSUMED)
+
+    @staticmethod
+    def _enter(step: ShardStep, update: Update) -> None:
+        """Enters a submitted update into its shard's books."""
+        if step.newer is None:
+            step.shard.submit(update)
+        else:
+            step.shard.advance(update, step.newer)
 
     @torch.no_grad()
     def shadow(self, unit: ParamUnit) -> int:
@@ -143,6 +157,17 @@ class Stepper:
             behind = target.gradients.homes.landing_of(shard)
             step.device_step = partial(stepper.step, shard, shard.native_layout(self._rule), own, version=version, behind=behind)
 
+    def _plan_beside(self, step: ShardStep, spans: list[Span], after: list[native.Ticket], *, label: int, version: int) -> None:
+        """The same, with the new weights beside the old ones: all of it by whoever reaches the state."""
+        target, shard = self._target, step.shard
+        stepper = target.updates.stepper
+        if stepper is None or not steps_on_device(shard):
+            step.update = self._processor_update(shard, spans, after, label=label, version=version, ahead=True)
+            return
+        behind = target.gradients.homes.landing_of(shard)
+        layout = shard.native_layout(self._rule)
+        step.device_step = partial(stepper.step, shard, layout, spans, version=version, behind=behind, newer=step.newer)
+
     def _processor_update(
         self,
         shard: ParamShard,
@@ -153,7 +178,7 @@ class Stepper:
         version: int,
         ahead: bool = False,
     ) -> native.UnitUpdate:
-        """The processor's update of ``spans`` of a shard; ``ahead``: beside its state, as a shadow."""
+        """The processor's update of ``spans`` of a shard; ``ahead``: beside its state, as far as there is room for a shadow."""
         extents = {name: array.extent for name, array in shard.arrays.items()}
         if shard.ranks.keeps_gradients:
             extents["grad"] = shard.slice_of_grad()

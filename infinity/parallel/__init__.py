@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .continuous import WithoutFlush, without_flush
     from .costs import measure_costs
     from .experts import expert_parallel
     from .pipelines import Pipeline, pipeline
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from .schedules import attach
     from .tensors import tensor_parallel
 
-__all__ = ["Pipeline", "attach", "expert_parallel", "find_plan", "measure_costs", "pipeline", "tensor_parallel"]
+__all__ = [
+    "Pipeline", "WithoutFlush", "attach", "expert_parallel", "find_plan", "measure_costs", "pipeline", "tensor_parallel", "without_flush",
+]  # fmt: skip
 
 _HOMES = {  # no submodule may have a public name: its import would take that name's place
     "Pipeline": "pipelines",
@@ -27,6 +30,8 @@ _HOMES = {  # no submodule may have a public name: its import would take that na
     "pipeline": "pipelines",
     "find_plan": "plans",
     "tensor_parallel": "tensors",
+    "WithoutFlush": "continuous",
+    "without_flush": "continuous",
 }
 
 

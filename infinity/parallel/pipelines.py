@@ -23,6 +23,7 @@ from ..runtime.registry import engine_of, is_wrapped
 from ..state.tensors import digest_of
 from .boundaries import Boundaries, axis_that_shares
 from .choice import Choice, choose
+from .continuous import without_flush
 from .schedules import attach, empty
 from .stages import Chain, chain_of
 from .ties import Ties
@@ -228,6 +229,61 @@ class Pipeline:
         with self._in_parts(), self._ties.adding_up(self._engine) if self._ties is not None else nullcontext():
             schedule.step(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
         return self._tell(losses)
+
+    def run(
+        self,
+        batches: Sequence[Mapping[str, Any]],
+        optimizer: torch.optim.Optimizer,
+        *,
+        after_update: Callable[[], Any] | None = None,
+        quiet: bool = False,
+    ) -> list[torch.Tensor]:
+        """Runs ``batches`` without a flush between them (:func:`without_flush`) and makes an update for each, with gradients of weights that are
+        one update old. Returns the loss of each, on every rank. When it returns, there is one version of the weights.
+
+        batches
+            What :meth:`step` takes by name: ``{"input_ids": ..., "labels": ...}``, for others ``{"inputs": ..., "target": ...}``; all of one shape.
+
+        For the schedule 1F1B. Raises ConfigError for another, and for a table that is the head, too, if it is trained; else as :meth:`step` and
+        :meth:`WithoutFlush.run` do.
+        """
+        self._check_run()
+        counts, schedules, runs = [], {}, []
+        for batch in batches:
+            schedule, inputs, target, rest = self._agree_on(
+                batch.get("inputs"),
+                batch.get("target"),
+                {k: v for k, v in batch.items() if k not in ("inputs", "target")},
+                trains=True,
+            )
+            schedules[id(schedule)] = schedule
+            runs.append((inputs, target, rest))
+            counts.append(self._counted)
+        if not runs:
+            return []
+        if len(schedules) > 1:
+            raise UsageError("run() takes batches of one shape: run those of each shape by themselves")
+        run = without_flush(schedule, optimizer, quiet=quiet)
+
+        def begin(number: int) -> None:
+            self._counted = counts[number]
+
+        run.on_batch = begin
+        with self._in_parts():
+            losses = run.run(runs, after_update=after_update)
+        return [self._tell(list(losses[number]) if losses is not None else []) for number in range(len(runs))]
+
+    def _check_run(self) -> None:
+        if self._choice.name != "1F1B":
+            raise ConfigError(
+                f"run() without flush is for the schedule 1F1B, this pipeline has {self._choice.name}: build it with pipeline(..., schedule='1F1B'), or call "
+                "step() for each batch"
+            )
+        if self._ties is not None and self._ties.are_trained:
+            raise ConfigError(
+                "run() without flush: the first and the last stage share a table that is trained, and would have to wait for each other after every batch. "
+                "Untie it (tie_word_embeddings=False), freeze it, or call step() for each batch."
+            )
 
     @torch.no_grad()
     def eval(self, inputs: torch.Tensor | None = None, target: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:

@@ -51,7 +51,7 @@ def attach(schedule: Any) -> Any:
             f"the {len(stages)} stages of this rank were wrapped apart: give wrap_model the list of their modules in one call, so that they share a window"
         )
     engine = engines.pop()
-    in_flight = _in_flight_of(engine)
+    in_flight = in_flight_of(engine)
     in_flight.add(stages)
     for stage in stages:
         if not hasattr(stage, ATTACHED):  # by another schedule over the same stages
@@ -86,31 +86,46 @@ def _stages_of(schedule: Any) -> list[Any]:
     return stages
 
 
-def _in_flight_of(engine: Engine) -> InFlight:
+def in_flight_of(engine: Engine) -> InFlight:
+    """Returns what charges the buffers between the stages of ``engine``."""
     return IN_FLIGHT.setdefault(engine, InFlight(engine))
 
 
 def _joined(run: Callable, engine: Engine, stages: list[Any], in_flight: InFlight) -> Callable:
     @wraps(run)
     def joined(*args: Any, **kwargs: Any) -> Any:
-        for stage in stages:
-            getattr(stage, ATTACHED).clear()
-        try:
-            with engine.joined.opened(engine, finish=partial(_scale_all, stages)):
+        with naming_causes(stages):
+            with one_pass(engine, stages):
                 found = run(*args, **kwargs)
             with engine.using():
                 in_flight.charge()
             return found
-        except RuntimeError as error:
-            if (cause := _typed_cause(error)) is not None:
-                raise cause from cause.__cause__  # from the error above it would close a circle; notes say in which stage
-            if farewell.LOST.search(str(error)):
-                raise ranks_lost(
-                    f"a step of the pipeline, stages {', '.join(str(s.stage_index) for s in stages)} here", error
-                ) from error
-            raise
 
     return joined
+
+
+@contextmanager
+def one_pass(engine: Engine, stages: list[Any]) -> Iterator[None]:
+    """Makes what attached ``stages`` run inside the block one pass, whose gradients are scaled when they have landed."""
+    for stage in stages:
+        getattr(stage, ATTACHED).clear()
+    with engine.joined.opened(engine, finish=partial(_scale_all, stages)):
+        yield
+
+
+@contextmanager
+def naming_causes(stages: list[Any]) -> Iterator[None]:
+    """Raises what of ours is below an error of torch's runtime, and what the other ranks are known to have failed of."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (cause := _typed_cause(error)) is not None:
+            raise cause from cause.__cause__  # from the error above it would close a circle; notes say in which stage
+        if farewell.LOST.search(str(error)):
+            raise ranks_lost(
+                f"a step of the pipeline, stages {', '.join(str(s.stage_index) for s in stages)} here", error
+            ) from error
+        raise
 
 
 def _scale_all(stages: list[Any]) -> None:

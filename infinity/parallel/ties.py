@@ -27,6 +27,11 @@ class Ties:
     def __init__(self, params: list[nn.Parameter], *, counts: bool):
         self._params, self._counts = params, counts
 
+    @property
+    def are_trained(self) -> bool:
+        """Whether an optimizer steps any of them."""
+        return any(handle_of(param).grad is not None for param in self._params)
+
     @contextmanager
     def marked(self) -> Iterator[None]:
         """Has a wrap inside know the parameters as shared."""

@@ -27,7 +27,7 @@ class Schedule:
         self._uses: dict[int, list[int]] = {}  # of each unit: its places in the expected trace
 
     def begin(self, kind: str) -> None:
-        """Begins a new pass of ``kind`` ("train" or "infer"); the one before becomes its kind's trace."""
+        """Begins a new pass of ``kind`` ("train", "infer", or "unflushed"); the one before becomes its kind's trace."""
         if self._current:
             self._traces[self._kind] = self._current
         self._kind, self._current, self._position = kind, [], 0
@@ -65,7 +65,8 @@ class Schedule:
 
     def expected_after_step(self) -> list[int]:
         """Returns the trace that the first training pass after a step is expected to follow."""
-        return self._current if self._kind == "train" and self._current else self._traces.get("train", [])
+        kind = self._kind if self._kind == "unflushed" else "train"
+        return self._current if self._kind == kind and self._current else self._traces.get(kind, [])
 
     def next_use(self, unit: int) -> float:
         """Returns how many uses of units from now on ``unit`` is expected next: infinity where it is not, in this pass."""

@@ -37,17 +37,19 @@ from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from .admission import admit
 from .joined_pass import JoinedPass
+from .older_weights import OlderWeights
 from .parking import Parking
 from .passes import Passes
 from .prefetch import Prefetcher
 from .recovery import recover
+from .refusals import Refusals
 from .resources import Resources, make_store, trace_path
 from .shut_down import shut_down
 from .value_edits import ValueEdits
 from .weight_average import WeightAverage
 
 
-class Engine:
+class Engine(Refusals):
     """One wrapped model's store, units, schedule, gradients and updater."""
 
     def __init__(
@@ -75,6 +77,7 @@ class Engine:
         self.group_of: dict[ParamHandle, int] = {}  # index of the optimizer's param group
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}  # the newest state-dict tensor of a tied parameter
         self.average: WeightAverage | None = None  # of the trained parameters
+        self.older: OlderWeights | None = None  # where a pipeline runs without flush
         self.storages: dict[int, tuple[ParamUnit, torch.Tensor]] = {}  # device buffers, by storage
         self.ledger = Ledger()
         for tier, budget in zip(Tier, (config.device_memory, config.host_memory, config.nvme_capacity)):
@@ -172,20 +175,6 @@ class Engine:
         """Whether the homes are there: until unwrap_model, or the end."""
         return self._finalizer.alive
 
-    def refuse_between(self, what: str) -> None:
-        """Raises UsageError between the backwards of a joined pass, where gradients are not whole. Before a use of the engine: it changes
-        nothing, so that the pass goes on."""
-        if self.joined.is_open and not self.scopes.interrupted and not self.passes.is_cut_short:
-            raise UsageError(
-                f"{what} is not to be had here: gradients of several micro-batches land together, when the `with infinity.accumulate(...)` block or the "
-                "pipeline schedule's step is over. Read, clip, step and zero gradients after it."
-            )
-
-    def refuse_averaged(self, what: str) -> None:
-        """Raises UsageError while the model has its averages for weights."""
-        if self.average is not None and self.average.is_exchanged:
-            raise UsageError(f"{what} is not to be had inside `with average.applied()`: the model has its average for weights")
-
     def recover(self, *, finishing: bool = True) -> None:
         """Puts right what an exception left, if there was one. Asked while no other use is running. ``finishing``: what had to be whole
         is carried to its end; else that waits for the next use, unless all state is set anew meanwhile."""
@@ -275,7 +264,7 @@ class Engine:
     def release_idle(self) -> None:
         """Sends idle units home where the pass is over."""
         if not self.joined.is_open:
-            self.prefetcher.release_idle()
+            self.prefetcher.release_idle(keeps=self.keeps_older)
 
     def admit(self, params: Iterable[torch.Tensor], *, group: int, moment_count: int, then: Callable[[], None]) -> None:
         """Steps ``params``, frozen until now, as the optimizer's ``group``. Raises UsageError or CapacityError with nothing changed."""

@@ -3,6 +3,7 @@
 hold      a reason why a unit must stay resident: a forward that runs in it, a backward that will need it
 idle      resident without a hold; such units make room when the window is full: what is needed last goes first
 window    device bytes for gathered weights
+older     a unit's weights before the last update, where those are kept: a unit of their own here, which a hold of the unit may mean
 """
 
 from __future__ import annotations
@@ -63,10 +64,18 @@ class Prefetcher:
         self._holds: Counter[ParamUnit] = Counter()
         self.misses = 0  # units waited for that nobody had fetched ahead
 
+    def add(self, units: Sequence[ParamUnit]) -> None:
+        """Moves ``units``, too: those that come are numbered from the last one on. Where no budget limits the device they have room of their own."""
+        self.units = [*self.units, *units]
+        if self._ledger.accounts[Tier.DEVICE].budget_nbytes is None:
+            self._window.widen(sum(unit.weight_nbytes for unit in units))
+        self._slots = StagingSlots(self.units, self._store)
+
     # --- holds ---
 
     def hold(self, unit: ParamUnit, *, backward: bool = False, offered: int = 0) -> int | None:
         """Makes ``unit`` resident and keeps it so until :meth:`unhold`. Returns what :meth:`ensure` does."""
+        unit = unit.in_use
         self._holds[unit] += 1
         try:
             least = self.ensure(unit, backward=backward, offered=offered)
@@ -79,6 +88,7 @@ class Prefetcher:
 
     def unhold(self, unit: ParamUnit) -> None:
         """Takes one hold off; without any the unit is idle."""
+        unit = unit.in_use
         self._holds[unit] -= 1
         if self._holds[unit] <= 0:
             del self._holds[unit]
@@ -97,23 +107,39 @@ class Prefetcher:
 
     def is_held(self, unit: ParamUnit) -> bool:
         """Tells whether something computes with ``unit``, or is about to."""
-        return unit in self._holds
+        return unit.in_use in self._holds
 
     def release_all(self, units: Iterable[ParamUnit]) -> None:
         """Sends ``units`` home, whatever stage they are in: their bytes there are about to change, or did."""
         for unit in units:
-            if unit.residency in (Residency.FETCHING, Residency.STAGED):
-                unit.drop(self._store)
-                continue
-            if unit.residency is Residency.GATHERING:
-                self._finish(unit)
-            if unit.residency is Residency.RESIDENT and not unit.stays:
-                self._evict(unit)
+            for each in (unit,) if unit.older is None else (unit, unit.older):
+                self._release(each)
 
-    def release_idle(self) -> None:
-        """Sends every idle unit home: the pass is over, and at rest a parameter holds no storage."""
+    def _release(self, unit: ParamUnit) -> None:
+        if unit.residency in (Residency.FETCHING, Residency.STAGED):
+            unit.drop(self._store)
+            return
+        if unit.residency is Residency.GATHERING:
+            self._finish(unit)
+        if unit.residency is Residency.RESIDENT and not unit.stays:
+            self._evict(unit)
+
+    def pass_on(self, unit: ParamUnit, older: ParamUnit, change: Callable[[], None]) -> None:
+        """Makes what is gathered of ``unit`` that of ``older``, by ``change``: an update is about to make new weights of it. Those that were
+        older until now are gone."""
+        self._release(older)
+        if unit.residency is not Residency.RESIDENT:
+            self._release(unit)
+        change()
+        if unit in self._resident:
+            del self._resident[unit]
+            self._resident[older] = None
+
+    def release_idle(self, *, keeps: bool = False) -> None:
+        """Sends every idle unit home: the pass is over, and at rest a parameter holds no storage. ``keeps``: another one is about to begin
+        with them."""
         self._collectives.end_pass()
-        if self._ranks.keeps_weights:
+        if self._ranks.keeps_weights or keeps:
             return
         for unit in [unit for unit in self._resident if unit not in self._holds]:
             self._evict(unit)

@@ -26,6 +26,8 @@ def recover(engine: Running, *, finishing: bool) -> None:
         set_raw_grad(handle.param, None)
     if engine.store.failure is None:  # else nothing more goes to or comes from the disk
         _rebuild_homes(engine, finishing=finishing)
+    if engine.older is not None:
+        engine.older.rebuild()  # behind the journal: an update may have changed their places
     if not finishing:
         return  # still marked: the next use does the rest
     if engine.steps.streaming:

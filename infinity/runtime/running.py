@@ -85,6 +85,13 @@ class JoinedBackwards(Protocol):
         """Forgets the pass, which an exception cut short. Only while nothing is running."""
 
 
+class Versions(Protocol):
+    """The weights of an engine before the last update."""
+
+    def rebuild(self) -> None:
+        """Goes back to the newest weights alone, whatever an exception left. Only while nothing is running."""
+
+
 class Running(ScopeOpener, Protocol):
     """The engine, as its parts see it. Each has it by a weak reference: the engine holds them."""
 
@@ -104,6 +111,10 @@ class Running(ScopeOpener, Protocol):
     group_of: dict[ParamHandle, int]  # the parameters that are stepped
 
     storages: dict[int, tuple[ParamUnit, torch.Tensor]]  # device buffers, by storage
+
+    @property
+    def older(self) -> Versions | None:
+        """The weights before the last update, where those are kept, too."""
 
     @property
     def activations(self) -> ActivationStore | None:
@@ -133,6 +144,13 @@ class Running(ScopeOpener, Protocol):
 
     def refuse_between(self, what: str) -> None:
         """Raises UsageError between the backwards of a joined pass."""
+
+    @property
+    def keeps_older(self) -> bool:
+        """Whether a pipeline runs without flush."""
+
+    def refuse_unflushed(self, what: str) -> None:
+        """Raises UsageError while a pipeline runs without flush."""
 
     def recover(self, *, finishing: bool = True) -> None:
         """Puts right what an exception left, if there was one."""

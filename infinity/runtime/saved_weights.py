@@ -36,11 +36,11 @@ class SavedWeight:
     def of(cls, tensor: torch.Tensor, unit: ParamUnit, flat: torch.Tensor) -> SavedWeight:
         """Refers to ``tensor``, which lies in ``flat``, a device buffer of ``unit``."""
         view = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-        return cls(unit, unit.version, flat, *view)
+        return cls(unit, unit.in_use.version, flat, *view)
 
     def check(self) -> None:
         """Raises UsageError where the running backward cannot have the bytes that its forward computed with."""
-        if self.version != self.unit.version:
+        if self.version != self.unit.in_use.version:
             raise UsageError(
                 f"this backward needs weights of unit {self.unit.name} as they were in its forward, but they were "
                 "changed since (by optimizer.step() or load_state_dict()). Run backward before the step."

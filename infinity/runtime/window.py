@@ -12,6 +12,11 @@ class Window:
     def __init__(self, planned_nbytes: int):
         self.planned_nbytes = self.nbytes = planned_nbytes
 
+    def widen(self, nbytes: int) -> None:
+        """Plans for ``nbytes`` more."""
+        self.planned_nbytes += nbytes
+        self.nbytes += nbytes
+
     def narrow(self, nbytes: int, *, largest_nbytes: int) -> None:
         """Leaves ``nbytes`` of what is planned to something else. Raises CapacityError, with nothing changed, where the largest unit would not fit."""
         planned = self.planned_nbytes

@@ -6,6 +6,7 @@
 
 slice       what of every array this rank has: an equal part of the flat elements, of one rank all of them
 shadow      room for the results of an update made ahead; when the step turns out to be that one, it and the state change places
+older       the weights as they were before the last update, where both are kept: it makes the new ones beside them, and they change places
 last read   when no copy to the device reads the weights at home any more
 """
 
@@ -168,6 +169,24 @@ class ShardArrays:
         """Makes this a shard of ``spec``, which has ``arrays`` besides (AT_HOME only). A second call does nothing."""
         self.spec, self.arrays = spec, self.arrays | arrays
 
+    def keep_older(self, store: ShardStore, what: str) -> None:
+        """Takes room for the weights as they were before the last update (AT_HOME only). Raises CapacityError where there is none."""
+        if self._beside:
+            raise InternalError(f"the shard of {self.names[0]} has room for a shadow, which cannot be an older version's")
+        weight = self.weight
+        array = store.allocate_later(weight.tier, weight.dtype, weight.numel, f"older weight of {what}")
+        self._beside = {"weight": array}
+
+    def drop_older(self, store: ShardStore) -> None:
+        """Gives the room of :meth:`keep_older` back, before any update has used it."""
+        if self._beside:
+            store.free_more(self._beside.pop("weight"))
+
+    @property
+    def older(self) -> StateArray:
+        """The weights as they were before the last update; those of now where only they are kept."""
+        return self._beside.get("weight", self.weight)
+
     # --- what is under way ---
 
     @property
@@ -215,6 +234,15 @@ class ShardArrays:
         if self._update is not update:
             self._check_move(Activity.STEPPING)
             self._update, self._shadow = update, None
+
+    def advance(self, update: Update, weight: StateArray) -> None:
+        """Records ``update``, which is under way and makes new weights in the room beside the old ones (AT_HOME -> STEPPING): ``weight``, which
+        are the weights from now on; those before are the older ones. A second call with it does nothing."""
+        if self.weight is not weight:
+            self._check_move(Activity.STEPPING)
+            before = {"weight": self.weight}
+            # In one statement, as in keep_shadow().
+            self.arrays, self._beside, self._update = self.arrays | {"weight": weight}, before, update
 
     def wait(self) -> None:
         """Waits until the last step's bytes are at home (STEPPING -> AT_HOME). Raises what went wrong with it."""

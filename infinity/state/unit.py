@@ -45,6 +45,13 @@ class ParamUnit(UnitBuffers):
         self.arriving: Event = PAST  # the end of the copy to the device
         self._read_times: tuple[float, float] | None = None  # of the last read: when it was asked for, and when it was there
         self._least_offered: int | None = None  # reductions that every rank offered at the rendezvous of the last gather
+        self.older: ParamUnit | None = None  # the same weights before the last update, where those are kept, too
+        self.uses_older = False  # whether those are computed with just now
+
+    @property
+    def in_use(self) -> ParamUnit:
+        """What is gathered where the unit is held: itself, or its weights as they were before the last update."""
+        return self.older if self.uses_older and self.older is not None else self
 
     @property
     def copies_while_fetching(self) -> bool:
@@ -213,6 +220,17 @@ class ParamUnit(UnitBuffers):
             raise self._illegal("be released")
         self._move(Residency.STORED)
         self._empty(self._charge)
+
+    def change_places(self, other: ParamUnit) -> None:
+        """Gives ``other``, of the same parameters, its buffers with what is in them, and takes its. Both are STORED or RESIDENT, and nothing
+        computes with either."""
+        for unit in (self, other):
+            if unit.residency not in (Residency.STORED, Residency.RESIDENT):
+                raise unit._illegal("change places")
+        for name in ("flats", "residency", "arriving", "_charge", "_last_use"):
+            mine, its = getattr(self, name), getattr(other, name)
+            setattr(self, name, its)
+            setattr(other, name, mine)
 
     def rebuild(self) -> None:
         """Takes the unit home, whatever it was doing when an exception struck. Only while nothing is in flight; the charges of what

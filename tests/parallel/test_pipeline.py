@@ -14,6 +14,7 @@ import models
 import pipeline_jobs
 import pytest
 import torch
+from idle_time import idle_share
 from parallel_jobs import off
 from ranks import Jobs, fall, near, run_all, what_was_saved
 
@@ -126,45 +127,13 @@ def test_checkpoints_pass_between_stages_data_ranks_and_parts(two, what, onto):
         assert what != onto or not models.differing(rank["after"], saved["after"])
 
 
-SECONDS = {"forward": 1.0, "backward": 2.0, "inputs": 1.0, "weights": 1.0}  # of a rank's whole part, in any unit
-
-
-def idle_share(ranks: list[dict]) -> float:
-    """Time that a rank stands idle in what was executed, in parts of the time that it computes; the ranks take turns at one clock."""
-    chunks, pending = ranks[0]["chunks"], [list(rank["done"]) for rank in ranks]
-    each = chunks // len(ranks)
-    ended: dict[tuple[str, int, int], float] = {}
-    clocks = [0.0] * len(ranks)
-
-    def needs(what: str, chunk: int, micro: int) -> list[tuple]:
-        if what == "forward":
-            return [("forward", chunk - 1, micro)] if chunk else []
-        if what == "weights":
-            return [("gradient", chunk, micro)]
-        return [("forward", chunk, micro), *([("gradient", chunk + 1, micro)] if chunk + 1 < chunks else [])]
-
-    while any(pending):
-        moved = False
-        for rank, waiting in enumerate(pending):
-            while waiting and all(need in ended for need in needs(*waiting[0])):
-                what, chunk, micro = waiting.pop(0)
-                begin = max([clocks[rank], *(ended[need] for need in needs(what, chunk, micro))])
-                clocks[rank] = begin + SECONDS[what] / each
-                # A first chunk's gradients of inputs are nobody's: torch does all of it with the weights.
-                ended["gradient" if what in ("backward", "inputs") else what, chunk, micro] = clocks[rank]
-                moved = True
-        assert moved, "what was executed waits for itself"
-    work = 3.0 * pipeline_jobs.MICRO
-    return (max(clocks) - work) / work
-
-
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_ranks_stand_idle_as_long_as_the_papers_say(two, kind):
     """With F = 1 and B = 2, p ranks, m micro-batches, v chunks: (p - 1) / m, and (p - 1) / (v m) where chunks are interleaved. Less where
     gradients of weights fill the gaps."""
     ranks, p, m = two[f"executed:{kind}"], 2, pipeline_jobs.MICRO
     v = ranks[0]["chunks"] // p
-    share = idle_share(ranks)
+    share = idle_share(ranks, pipeline_jobs.MICRO)
     if kind in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"):
         assert share == pytest.approx((p - 1) / (v * m))
     else:
@@ -178,11 +147,11 @@ IDLE_OF_FOUR = {"Interleaved1F1B": 0.1875, "InterleavedZeroBubble": 0.0625, "Loo
 def test_four_ranks_stand_idle_as_long_as_the_papers_say(kind):
     """In the order of torch's schedule, for which no rank need be there."""
     ranks = pipeline_jobs.ordered(kind, 4)
-    assert idle_share(ranks) == pytest.approx(IDLE_OF_FOUR[kind])
+    assert idle_share(ranks, pipeline_jobs.MICRO) == pytest.approx(IDLE_OF_FOUR[kind])
     if kind == "InterleavedZeroBubble":
         for rank in ranks:
             rank["done"].sort(key=lambda each: each[0] == "weights")  # the failing twin: nothing fills the gaps
-        assert idle_share(ranks) > IDLE_OF_FOUR[kind] + 0.01
+        assert idle_share(ranks, pipeline_jobs.MICRO) > IDLE_OF_FOUR[kind] + 0.01
 
 
 @pytest.mark.slow
@@ -192,7 +161,7 @@ def test_four_ranks_execute_what_their_schedules_order(tmp_path):
     four = run_all(tmp_path, 4, {f"executed:{kind}": {"kind": kind, "ranks": 4} for kind in kinds}, script="pipeline_jobs.py")
     for kind in kinds:
         ranks = four[f"executed:{kind}"]
-        assert idle_share(ranks) == pytest.approx(IDLE_OF_FOUR.get(kind, 3 / 8)), kind
+        assert idle_share(ranks, pipeline_jobs.MICRO) == pytest.approx(IDLE_OF_FOUR.get(kind, 3 / 8)), kind
         if kind in IDLE_OF_FOUR:
             assert [rank["done"] for rank in ranks] == [rank["done"] for rank in pipeline_jobs.ordered(kind, 4)], kind
 

@@ -28,7 +28,11 @@ class Unit:
     index, name, weight_nbytes, stays = 0, "a unit", 8, False
 
     def __init__(self, residency: Residency):
-        self.residency, self.asked = residency, []
+        self.residency, self.asked, self.older = residency, [], None
+
+    @property
+    def in_use(self) -> Unit:
+        return self
 
     def drop(self, store) -> None:
         self.asked.append("drop")
@@ -44,14 +48,15 @@ class Unit:
 
 @pytest.mark.parametrize("residency", Residency, ids=lambda residency: residency.name)
 def test_a_unit_goes_home_from_every_stage(residency):
-    """What is under way is finished, or dropped, before its memory goes."""
+    """What is under way is finished, or dropped, before its memory goes; of weights before the last update, too."""
     unit, device = Unit(residency), Device(torch.device("cpu"), Traffic())
+    unit.older = Unit(residency)
     prefetcher = Prefetcher(
         [unit], SimpleNamespace(), Ledger(), Schedule(), window_nbytes=8, units_ahead=1, give_way=lambda: False, before_gather=lambda: None,
         collectives=Collectives(), device=device, journal=Journal(),
     )  # fmt: skip
     prefetcher.release_all([unit])
-    assert unit.asked == FLEETING[residency]
+    assert unit.asked == unit.older.asked == FLEETING[residency]
 
 
 class Gathered(Unit):

@@ -1,0 +1,111 @@
+"""OlderWeights: runs an engine on two versions of its weights, where updates are made while what began before them goes on.
+
+One update late: batch t computes with the weights that update t - 1 began with, max(t - 1, 0) updates after the first ones, and its gradients
+are applied to those of now. Arrays of the older weights lie beside the home, two bytes a parameter in bf16.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from ..errors import InternalError, UsageError
+from ..state.versions import UnitVersions
+from .running import Running
+
+
+class Versioned(Running, Protocol):
+    """The engine, as what keeps two versions of its weights sees it."""
+
+    older: OlderWeights | None
+
+    @property
+    def step_index(self) -> int:
+        """Optimizer steps that were made."""
+
+
+class OlderWeights:
+    """The older weights of one engine. Used from the thread that runs the model, between forwards and backwards."""
+
+    def __init__(self, engine: Versioned):
+        """Takes room for them, and has the engine know of it. Raises CapacityError, with nothing changed, where there is none."""
+        self._engine = weakref.ref(engine)  # the engine holds this object
+        self.is_running = False
+        self._first = 0  # the engine's step when the run began
+        self._versions: list[UnitVersions] = []
+        units = [unit for unit in engine.units if UnitVersions.has(unit)]
+        shards = [(unit, shard) for unit in units for shard in unit.shards if shard.spec.stepped]
+        taken = []
+        try:
+            for unit, shard in shards:
+                shard.wait_idle()
+                shard.keep_older(engine.store, f"unit {unit.name}")
+                taken.append(shard)
+            engine.release(units)
+            self._versions = [UnitVersions(unit, len(engine.units) + number) for number, unit in enumerate(units)]
+        except BaseException:
+            for unit in units:
+                unit.older = None
+            for shard in taken:
+                shard.drop_older(engine.store)
+            raise
+        for versions in self._versions:
+            for flat in versions.older.flats:
+                engine.storages[flat.untyped_storage()._cdata] = (versions.unit, flat)
+        engine.prefetcher.add([versions.older for versions in self._versions])
+        engine.older = self
+
+    @property
+    def engine(self) -> Versioned:
+        return self._engine()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Keeps both versions inside the block. It begins with one, and ends with the newest alone."""
+        self._first, self.is_running = self.engine.step_index, True
+        try:
+            yield
+            with self.engine.using():
+                self.engine.release(
+                    [versions.unit for versions in self._versions]
+                )  # what was fetched ahead for a batch that does not come
+        except BaseException:
+            self.engine.mark_interrupted()  # in an update, perhaps, that has not been made: the next use puts right which weights are which
+            raise
+        finally:
+            self.is_running = False
+            for versions in self._versions:
+                versions.compute_with(older=False)
+
+    def compute_for(self, batch: int) -> None:
+        """Has what runs from now on have the weights of ``batch``, counted from the beginning of the run.
+
+        Raises UsageError where an exception has ended the run, though somebody caught it.
+        """
+        if not self.is_running:
+            raise UsageError(
+                "this run without flush was cut short by an exception that something inside it has caught: its stages are not all after the same "
+                "update. Go on from a checkpoint."
+            )
+        made = self.engine.step_index - self._first
+        wanted = max(batch - 1, 0)
+        if made - wanted not in (0, 1):
+            raise InternalError(f"batch {batch} wants the weights after {wanted} updates of this run, of which {made} are made")
+        for versions in self._versions:
+            versions.compute_with(older=wanted < made)
+
+    def update(self, step: Callable[[], object]) -> None:
+        """Makes an update by ``step``, between two uses of the engine: the weights that it begins with become the older ones."""
+        engine = self.engine
+        with engine.using():
+            for versions in self._versions:
+                engine.prefetcher.pass_on(versions.unit, versions.older, versions.begin_update)
+        step()
+
+    def rebuild(self) -> None:
+        """Goes back to the newest weights alone, whatever an exception left. Only while nothing is running."""
+        self.is_running = False
+        for versions in self._versions:
+            versions.settle()

@@ -1,0 +1,145 @@
+"""Two versions of the weights in one process: what is under way goes on with those that it began with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from models import at_home, differing
+from torch import nn
+
+import infinity
+from infinity.runtime.older_weights import OlderWeights
+from infinity.runtime.registry import wrapped
+from infinity.state.shard_arrays import ShardArrays
+
+HOMES = ("device", "host", "nvme")
+
+
+class Clamping(nn.Linear):
+    """Changes its weight in every forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.05, 0.05)
+        return super().forward(x)
+
+
+def model_of(kind: type = nn.Linear) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Sequential(kind(32, 32), nn.ReLU()), nn.Linear(32, 8))
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
+
+
+def wrap(home: str, folder: Any, kind: type = nn.Linear) -> tuple:
+    model = model_of(kind)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = infinity.wrap_model(model, optimizer, at_home(home, home, folder))
+    engine = wrapped(model).engine
+    with engine.using():
+        OlderWeights(engine)
+    return model, optimizer, engine
+
+
+def gradients_of(model: nn.Module, number: int) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(batch(number)).square().mean().backward()
+    return {name: param.grad.clone() for name, param in model.named_parameters()}
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_graph_goes_on_with_the_weights_that_it_began_with(home, tmp_path):
+    """Two forwards, the first one's backward, an update, the other's backward and a forward of the third: gradients of the first weights. The
+    failing twins: after the update the newest weights give others, and an ordinary step refuses the second backward."""
+    model, optimizer, engine = wrap(home, tmp_path)
+    plain = model_of()
+    with engine.older.running():
+        with engine.joined.opened(engine):
+            losses = [model(batch(number)).square().mean() for number in range(2)]
+            losses[0].backward()
+        engine.older.update(optimizer.step)
+        optimizer.zero_grad()
+        with engine.joined.opened(engine):
+            engine.older.compute_for(1)
+            losses[1].backward()
+            late = model(batch(1)).square().mean()
+            assert torch.equal(late, losses[1])
+            engine.older.compute_for(2)
+            assert not torch.equal(model(batch(1)).square().mean(), losses[1])
+        found = {name: param.grad.clone() for name, param in model.named_parameters()}
+    optimizer.zero_grad()
+    assert not differing(found, gradients_of(plain, 1))
+    plain.load_state_dict(values(model))
+    assert len(differing(found, gradients_of(plain, 1))) == len(found)
+    loss = model(batch(2)).square().mean()
+    model(batch(3)).square().mean().backward()
+    optimizer.step()
+    with pytest.raises(infinity.UsageError, match="as they were in its forward"):
+        loss.backward()
+    infinity.unwrap_model(model, optimizer)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_an_update_that_fails_leaves_one_version(home, tmp_path):
+    """Before it has begun: the weights of before, and the same gradient is applied by a step. Between two of its shards: it is carried to its
+    end, by which the weights are those of an undisturbed one."""
+    expected: dict[str, torch.Tensor] = {}
+    for fails in ("never", "before", "between"):
+        model, optimizer, engine = wrap(home, tmp_path)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt), engine.older.running():
+            with engine.joined.opened(engine):
+                model(batch(0)).square().mean().backward()
+            calls: list[int] = []
+            advance = ShardArrays.advance
+
+            def interrupted(*arguments: Any, calls: list = calls, advance: Any = advance) -> None:
+                calls.append(1)
+                if len(calls) == 2:
+                    raise KeyboardInterrupt
+                advance(*arguments)
+
+            def raises() -> None:
+                raise KeyboardInterrupt
+
+            if fails == "between":
+                patch.setattr(ShardArrays, "advance", interrupted)
+            engine.older.update(raises if fails == "before" else optimizer.step)
+            assert fails == "never"
+            raise KeyboardInterrupt
+        if fails == "before":
+            assert not differing(values(model), values(model_of()))
+            optimizer.step()
+        optimizer.zero_grad()
+        for number in (1, 2):  # and so do what follows, in place
+            model(batch(number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = copy.deepcopy(values(model))
+        expected = expected or found
+        assert not differing(found, expected), fails
+        infinity.unwrap_model(model, optimizer)
+
+
+def test_a_forward_that_changes_its_weights_is_refused_with_older_ones(tmp_path):
+    model, optimizer, engine = wrap("host", tmp_path, Clamping)
+    with pytest.raises(infinity.UsageError, match="changed parameters of unit .* in place"), engine.older.running():
+        with engine.joined.opened(engine):
+            model(batch(0)).square().mean().backward()
+        engine.older.update(optimizer.step)
+        optimizer.zero_grad()
+        with engine.joined.opened(engine):
+            engine.older.compute_for(1)
+            model(batch(1))
+    model(batch(1)).square().mean().backward()  # which it may do again
+    optimizer.step()
+    optimizer.zero_grad()
+    infinity.unwrap_model(model, optimizer)
