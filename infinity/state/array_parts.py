@@ -1,0 +1,120 @@
+"""ArrayParts: where each parameter lies in one shard's flat arrays, what of them this rank has at home, and reading it.
+
+slice   what of every array this rank has: an equal part of the flat elements, of one rank all of them
+part    what of an array is one parameter's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ..distributed.collectives import Collectives
+from ..storage.arrays import ArrayIO, StateArray
+from .flat_layout import FlatLayout
+from .shard_spec import ShardSpec, elements_each
+
+
+class ArrayParts:
+    """One shard's flat arrays, as parameters lie in them. With other ranks, reading a part needs all of them."""
+
+    def __init__(self, spec: ShardSpec, params: Sequence[torch.nn.Parameter], collectives: Collectives | None = None):
+        self.spec, self.params = spec, tuple(params)
+        self.collectives = collectives or Collectives()
+        self.ranks = self.collectives.ranks
+        self.names = [f"parameter {i} of a shard" for i in range(len(params))]  # until they are known
+        self.layout = FlatLayout.of(params, self.ranks.size)
+        self.slice_numel = self.layout.numel // self.ranks.size
+        self.arrays: dict[str, StateArray] = {}
+        self._assembled: dict[str, torch.Tensor] = {}  # whole arrays, while they are read part by part
+
+    def own(self, name: str, rank: int | None = None) -> tuple[int, int]:
+        """Returns the elements of the whole array ``name`` that this rank (or ``rank``) has at home: first and behind the last."""
+        if name == "grad" and self.ranks.keeps_gradients:
+            return 0, self.layout.numel
+        each = self.slice_numel // elements_each(name)
+        rank = self.ranks.rank if rank is None else rank
+        return rank * each, (rank + 1) * each
+
+    @property
+    def own_slice(self) -> tuple[int, int]:
+        """Elements that the optimizer steps here: first and behind the last."""
+        return self.ranks.rank * self.slice_numel, (self.ranks.rank + 1) * self.slice_numel
+
+    def slice_part(self, index: int, rank: int | None = None) -> tuple[int, int]:
+        """Returns the elements of parameter ``index`` in this rank's slice (or ``rank``'s); none where begin = end."""
+        place = self.layout.placements[index]
+        first = (self.ranks.rank if rank is None else rank) * self.slice_numel
+        begin, end = max(place.offset, first), min(place.end, first + self.slice_numel)
+        return begin, max(begin, end)
+
+    def own_part(self, name: str, index: int) -> tuple[int, int]:
+        """Returns the elements of the whole array ``name`` that are parameter ``index``'s and at home; none where begin = end."""
+        (begin, end), (low, high) = self.part(name, index), self.own(name)
+        begin, end = max(begin, low), min(end, high)
+        return begin, max(begin, end)
+
+    def name(self, names: Sequence[str]) -> None:
+        """Sets the parameters' names, for messages."""
+        self.names = list(names)
+
+    def part(self, name: str, index: int) -> tuple[int, int]:
+        """Returns the elements of array ``name`` that are parameter ``index``'s: first and behind the last."""
+        place, each = self.layout.placements[index], elements_each(name)
+        return place.offset // each, -(-place.end // each)
+
+    @contextmanager
+    def assembling(self, store: ArrayIO, names: Iterable[str]) -> Iterator[None]:
+        """Has :meth:`read_part` in the block read of whole arrays ``names``, which are in memory as long: the ranks meet once for each
+        array and not for each part. All ranks do so together."""
+        wanted = [name for name in names if name in self.arrays] if self.ranks.size > 1 else []
+        try:
+            for name in wanted:
+                pieces = [self.own(name, rank) for rank in range(self.ranks.size)]
+                out = torch.empty(pieces[-1][1], dtype=self.arrays[name].dtype, device="cpu")
+                first, last = self.own(name)
+                out[first:last] = store.read(self.arrays[name], 0, last - first)
+                self.collectives.assemble(out, pieces, f"reading {name} of {self.names[0]} and its unit")
+                self._assembled[name] = out
+            yield
+        finally:
+            self._assembled.clear()
+
+    def read_part(self, store: ArrayIO, name: str, index: int, *, array: StateArray | None = None) -> torch.Tensor:
+        """Reads parameter ``index``'s part of array ``name`` as it lies there. ``array``: another one that is laid out as that is."""
+        begin, end = self.part(name, index)
+        if name in self._assembled and array is None:
+            return self._assembled[name][begin:end].clone()
+        array = array or self.arrays[name]
+        low, high = self.own_part(name, index)
+        first = self.own(name)[0]
+        if (low, high) == (begin, end) and self.ranks.size == 1:
+            return store.read(array, begin, end)
+        out = torch.empty(end - begin, dtype=array.dtype, device="cpu")
+        if low < high:
+            out[low - begin : high - begin] = store.read(array, low - first, high - first)
+        pieces = []
+        for rank in range(self.ranks.size):
+            low, high = self.own(name, rank)
+            low, high = max(begin, low), min(end, high)
+            pieces.append((low - begin, max(low, high) - begin))
+        self.collectives.assemble(out, pieces, f"reading {name} of {self.names[index]}")
+        return out
+
+    def read_own_part(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
+        """Reads what of :meth:`read_part` is at home here."""
+        begin, end = self.own_part(name, index)
+        if begin == end:
+            return torch.empty(0, dtype=self.arrays[name].dtype, device="cpu")
+        first = self.own(name)[0]
+        return store.read(self.arrays[name], begin - first, end - first)
+
+    def see_own_part(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
+        """Returns what :meth:`read_own_part` does, to look at: where the home is memory it is that, and changes with it."""
+        begin, end = self.own_part(name, index)
+        array, first = self.arrays[name], self.own(name)[0]
+        if begin < end and array.flat is not None and array.flat.is_cpu:
+            return array.flat[begin - first : end - first]
+        return self.read_own_part(store, name, index)
