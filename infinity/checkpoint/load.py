@@ -17,7 +17,7 @@ from .. import native
 from ..distributed.collectives import Collectives
 from ..errors import CorruptionError, InfinityError, UsageError
 from ..machine.kernel import running_kernel
-from ..optim.optimizer import InfinityOptimizer
+from ..optim.optimizer import OF_PARAMETERS, InfinityOptimizer
 from ..runtime.engine import Engine
 from ..runtime.registry import whole_of
 from ..state.handle import ParamHandle
@@ -91,7 +91,7 @@ def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module
     _load_average(manifest, data, engine)
     if optimizer is not None and checked.groups is not None:
         for group, saved in zip(optimizer.param_groups, checked.groups):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update({key: value for key, value in saved.items() if key not in OF_PARAMETERS})
     rank = _rank_in(manifest, engine)
     _load_rest(model, checked.other, _rank_in(manifest, engine, of_stage=True))
     engine.count_backwards(0)

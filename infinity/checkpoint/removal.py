@@ -29,13 +29,17 @@ def remove_folder(folder: Path) -> None:
     finally:
         thread = threading.Thread(target=_close, args=(held, folder), name="infinity-removal")
         _under_way.append(thread)
-        thread.start()
+        try:
+            thread.start()
+        except (
+            RuntimeError
+        ):  # the system refuses a thread, or the interpreter is about to end: a checkpoint that is written is not to fail of it
+            _close(held, folder)
 
 
 def wait_for_space() -> None:
     """Returns when all space is free that removed folders took."""
-    while _under_way:
-        thread = _under_way[0]
+    for thread in tuple(_under_way):  # another thread may wait, too, and take them off
         if thread is not threading.current_thread() and thread.ident is not None:
             thread.join()
         with suppress(ValueError):

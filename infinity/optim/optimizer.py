@@ -30,6 +30,8 @@ from .rules import moment_names, refuse_flags
 from .step_target import StepTarget
 from .stepper import ShardStep, Stepper
 
+OF_PARAMETERS = ("params", "param_names")  # keys of a group: other stages have others
+
 
 def _plainly(value: Any) -> Any:
     """``value`` as it reads the same on every rank: of what is not a number or text, its kind."""
@@ -67,6 +69,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
         return self._rule.name
 
     @property
+    def settings(self) -> list[dict[str, Any]]:
+        """The groups' settings, which read the same on every rank that has the same ones, whatever parameters it has."""
+        return [{key: _plainly(value) for key, value in group.items() if key not in OF_PARAMETERS} for group in self.param_groups]
+
+    @property
     def _stepper(self) -> Stepper:
         return Stepper(self._engine, self._rule, self.param_groups)
 
@@ -88,6 +95,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         engine.check_alive()
         engine.refuse_between("add_param_group()")
         engine.refuse_averaged("add_param_group()")
+        engine.refuse_unflushed("add_param_group()")
         with engine.using():
             if engine.steps.streaming:
                 raise UsageError(
@@ -128,6 +136,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         engine.check_alive()
         engine.refuse_between("optimizer.step()")
         engine.refuse_averaged("optimizer.step()")
+        engine.refuse_another_step()
         with engine.using():
             if engine.steps.untold == engine.steps.index and self._is_consumed():
                 engine.steps.tell()  # this very step was cut short, and has been carried to its end since
@@ -201,7 +210,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def _digest(self, clip: float, *, of_parameters: bool = True) -> str:
         """Digests the step's inputs: ranks that differ raise. Other stages have other parameters, with the same settings."""
         inputs: list = [clip]
-        inputs += [{key: _plainly(value) for key, value in group.items() if key != "params"} for group in self.param_groups]
+        inputs += self.settings
         for handle in self._engine.group_of if of_parameters else ():
             inputs.append((handle.step, handle.grad.state.name, handle.grad.factors))
         digest = hashlib.blake2b(repr(inputs).encode(), digest_size=8).hexdigest()

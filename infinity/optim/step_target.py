@@ -59,6 +59,9 @@ class StepTarget(Protocol):
     def refuse_unflushed(self, what: str) -> None:
         """Raises UsageError while a pipeline runs without flush."""
 
+    def refuse_another_step(self) -> None:
+        """Raises UsageError for a step that is not the one of a pipeline that runs without flush."""
+
     def check_alive(self) -> None:
         """Raises UsageError where the engine is gone, or its process forked."""
 

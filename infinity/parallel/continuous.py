@@ -69,7 +69,7 @@ def without_flush(schedule: Any, optimizer: torch.optim.Optimizer, *, quiet: boo
     engine = engine_of(schedule._stage.submod)
     _check_engine(engine, schedule, optimizer)
     attach(schedule)
-    with engine.using(), engine.collectives.together("taking room for a second version of the weights"):
+    with engine.using():
         if engine.older is None:
             OlderWeights(engine)
     if optimizer.rule_name in ADAMS and not quiet:
@@ -123,7 +123,8 @@ class WithoutFlush:
             Pairs (inputs, target), or triples with a dict of keyword arguments for all stages; inputs are a tensor or a tuple. As many on every
             rank, all of the same shapes. The first stage looks at inputs, the last at targets; both may be None elsewhere.
         after_update
-            Is called on each rank after each of its updates, a learning rate scheduler's ``step`` for example. It may not use the model.
+            Is called on each rank after each of its updates, a learning rate scheduler's ``step`` for example. It may not use the model, nor wait
+            for other stages, which are elsewhere.
 
         Returns the losses of the micro-batches of each batch on the rank of the last stage, None on others. Raises UsageError, before anything is
         changed, for batches that do not fit, gradients of an earlier backward, or inside ``step_in_backward``.
@@ -155,8 +156,11 @@ class WithoutFlush:
                     f"run() with gradients of an earlier backward ({held[0]}, ...), to which the first batch would be added: call optimizer.zero_grad() first"
                 )
             _check_batches(batches, self._schedule)
-        settings = [{key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups]
-        told = {"the number of batches": str(len(batches)), "the optimizer's settings": repr(settings)}
+        told = {
+            "the number of batches": str(len(batches)),
+            "the number of micro-batches": str(self._schedule._n_microbatches),
+            "the optimizer's settings": repr(self._optimizer.settings),
+        }
         with engine.using():
             engine.collectives.compare(told, "run()", over_stages=True)
 

@@ -313,6 +313,7 @@ class Pipeline:
         """Returns the schedule for batches of this shape, and what it is given. Raises UsageError on all ranks where one has no batch that
         divides, or where stages, or parts of tensors, were given other batches: outputs of one would be compared with labels of another."""
         collectives, ranks = self._engine.collectives, self._engine.ranks
+        self._engine.refuse_unflushed("another batch")
         with self._engine.using():
             with collectives.together("the batch of a pipeline"):
                 inputs, target, batch = self._parts(inputs, target, batch)

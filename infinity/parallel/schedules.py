@@ -94,6 +94,7 @@ def in_flight_of(engine: Engine) -> InFlight:
 def _joined(run: Callable, engine: Engine, stages: list[Any], in_flight: InFlight) -> Callable:
     @wraps(run)
     def joined(*args: Any, **kwargs: Any) -> Any:
+        engine.refuse_unflushed("a step of a schedule")
         with naming_causes(stages):
             with one_pass(engine, stages):
                 found = run(*args, **kwargs)

@@ -30,6 +30,7 @@ from ..state.shard import ParamShard
 from ..state.shard_spec import ShardSpec
 from ..state.unit import ParamUnit
 from ..storage.arrays import ArrayIO, StateArray
+from .older_weights import OlderWeights
 from .resources import Resources
 from .running import Running
 from .weight_average import WeightAverage
@@ -49,6 +50,7 @@ class Admitting(Running, Protocol):
     sizes: list[UnitSize]
     updates: Updates
     average: WeightAverage | None
+    older: OlderWeights | None
 
     @property
     def computing(self) -> bool:
@@ -144,6 +146,8 @@ def _latecomers(engine: Admitting, params: Iterable[torch.Tensor]) -> list[Param
         raise UsageError(
             "add_param_group: the average of this model does not have these parameters. Make infinity.ema or swa afterwards."
         )
+    if engine.older is not None:
+        raise UsageError(f"add_param_group after without_flush, which keeps no older weights of these parameters. {INSTEAD}")
     return handles
 
 

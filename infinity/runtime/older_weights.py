@@ -30,21 +30,23 @@ class OlderWeights:
     """The older weights of one engine. Used from the thread that runs the model, between forwards and backwards."""
 
     def __init__(self, engine: Versioned):
-        """Takes room for them, and has the engine know of it. Raises CapacityError, with nothing changed, where there is none."""
+        """Takes room for them on every rank, and has the engine know of it. Raises CapacityError where there is none, and PeerError where
+        another rank has none: nothing is changed then."""
         self._engine = weakref.ref(engine)  # the engine holds this object
-        self.is_running = False
+        self.is_running = self._is_updating = False
         self._first = 0  # the engine's step when the run began
         self._versions: list[UnitVersions] = []
         units = [unit for unit in engine.units if UnitVersions.has(unit)]
         shards = [(unit, shard) for unit in units for shard in unit.shards if shard.spec.stepped]
         taken = []
         try:
-            for unit, shard in shards:
-                shard.wait_idle()
-                shard.keep_older(engine.store, f"unit {unit.name}")
-                taken.append(shard)
-            engine.release(units)
-            self._versions = [UnitVersions(unit, len(engine.units) + number) for number, unit in enumerate(units)]
+            with engine.collectives.together("taking room for a second version of the weights"):
+                for unit, shard in shards:
+                    shard.wait_idle()
+                    taken.append(shard)
+                    shard.keep_older(engine.store, f"unit {unit.name}")
+                engine.release(units)
+                self._versions = [UnitVersions(unit, len(engine.units) + number) for number, unit in enumerate(units)]
         except BaseException:
             for unit in units:
                 unit.older = None
@@ -64,20 +66,20 @@ class OlderWeights:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Keeps both versions inside the block. It begins with one, and ends with the newest alone."""
-        self._first, self.is_running = self.engine.step_index, True
         try:
+            self._first, self.is_running, self._is_updating = self.engine.step_index, True, False
             yield
             with self.engine.using():
                 self.engine.release(
                     [versions.unit for versions in self._versions]
                 )  # what was fetched ahead for a batch that does not come
+                for versions in self._versions:
+                    versions.compute_with(older=False)
+            self.is_running = False
         except BaseException:
             self.engine.mark_interrupted()  # in an update, perhaps, that has not been made: the next use puts right which weights are which
-            raise
-        finally:
             self.is_running = False
-            for versions in self._versions:
-                versions.compute_with(older=False)
+            raise
 
     def compute_for(self, batch: int) -> None:
         """Has what runs from now on have the weights of ``batch``, counted from the beginning of the run.
@@ -102,7 +104,14 @@ class OlderWeights:
         with engine.using():
             for versions in self._versions:
                 engine.prefetcher.pass_on(versions.unit, versions.older, versions.begin_update)
+        self._is_updating = True
         step()
+        self._is_updating = False
+
+    @property
+    def is_between_updates(self) -> bool:
+        """Whether a run is under way, and makes no update just now."""
+        return self.is_running and not self._is_updating
 
     def rebuild(self) -> None:
         """Goes back to the newest weights alone, whatever an exception left. Only while nothing is running."""

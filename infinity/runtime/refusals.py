@@ -34,11 +34,16 @@ class Refusals:
 
     def refuse_unflushed(self, what: str) -> None:
         """Raises UsageError while a pipeline runs without flush: its stages are not after the same update."""
-        if self.keeps_older:
+        if self.keeps_older and not self.scopes.interrupted:
             raise UsageError(
                 f"{what} is not to be had while a pipeline runs without flush: its stages are not all after the same update. Do it when run() has "
                 "returned, which flushes: between two calls there is one version of the weights."
             )
+
+    def refuse_another_step(self) -> None:
+        """Raises UsageError for a step that is not the one of a pipeline that runs without flush."""
+        if self.older is not None and self.older.is_between_updates:
+            self.refuse_unflushed("optimizer.step()")
 
     def refuse_averaged(self, what: str) -> None:
         """Raises UsageError while the model has its averages for weights."""

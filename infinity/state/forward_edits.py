@@ -13,7 +13,7 @@ from ..storage.store import ShardStore
 from .dtensors import is_common, is_distributed, local_of
 from .handle import own_bytes
 from .journal import Journal
-from .shard import ParamShard
+from .shard import ParamShard, same_bits
 
 COMPARED_FIRST = 4  # times that a unit is resident: two forwards with their backwards
 
@@ -69,6 +69,19 @@ class ForwardEdits:
                 self._watched.setdefault(param, None)
         params = [param for shard in self._shards for param in shard.params]
         return any(_count(param) != counted or param in self._watched for param, counted in zip(params, self._versions))
+
+    def find(self) -> bool:
+        """Finds whether any parameter was changed. What was handed out is compared with its value before, and counts as changed without one."""
+        if not self.look():
+            return False
+        params = [param for shard in self._shards for param in shard.params]
+        return any(_count(param) != counted or self._differs(param) for param, counted in zip(params, self._versions))
+
+    def _differs(self, param: torch.nn.Parameter) -> bool:
+        before = self._watched.get(param)
+        if before is None:
+            return param in self._watched
+        return not same_bits(own_bytes(param), local_of(before)).all()
 
     def write(self, store: ShardStore, journal: Journal, collectives: Collectives, *, compresses: bool, stays: bool) -> None:
         """Sends every change home.

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from .. import native
 from ..distributed.pending import Pending
 from ..errors import CorruptionError, InfinityError, StorageError, UsageError
@@ -52,6 +54,10 @@ class ParamUnit(UnitBuffers):
     def in_use(self) -> ParamUnit:
         """What is gathered where the unit is held: itself, or its weights as they were before the last update."""
         return self.older if self.uses_older and self.older is not None else self
+
+    def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
+        """Watches for changes through ``param.data``, of what is in use."""
+        UnitBuffers.watch(self.in_use, param, data)
 
     @property
     def copies_while_fetching(self) -> bool:
@@ -227,7 +233,9 @@ class ParamUnit(UnitBuffers):
         for unit in (self, other):
             if unit.residency not in (Residency.STORED, Residency.RESIDENT):
                 raise unit._illegal("change places")
-        for name in ("flats", "residency", "arriving", "_charge", "_last_use"):
+        # In one statement, which nothing interrupts: no buffer may be lost. What follows is given up after an exception.
+        self.flats, other.flats = other.flats, self.flats
+        for name in ("residency", "arriving", "_charge", "_last_use"):
             mine, its = getattr(self, name), getattr(other, name)
             setattr(self, name, its)
             setattr(other, name, mine)

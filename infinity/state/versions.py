@@ -9,7 +9,6 @@ parameters, with buffers of its own, so that both can be on the device. With an 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,9 +64,14 @@ class OlderUnit(ParamUnit):
         """The parameters' views of the buffers, for each shard."""
         return self._views
 
+    @property
+    def _can_be_compared(self) -> bool:
+        """What is at home may be a part: each rank compares with a copy of the whole, and all find the same."""
+        return False
+
     def write_edits(self, store: ShardStore, journal: Journal) -> None:
         """Raises UsageError where a forward changed its own parameters: they are not what the next update begins with."""
-        if self._edits.look():
+        if self._edits.find():
             raise UsageError(
                 f"a forward changed parameters of unit {self.name} in place, which are one update old while a pipeline runs without flush: the "
                 "change would be lost. Run the pipeline with a flush between batches (schedule.step)."
@@ -80,7 +84,11 @@ class UnitVersions:
     def __init__(self, unit: ParamUnit, index: int):
         self.unit, self.older = unit, OlderUnit(unit, index)
         self.older.allocate()
-        self._views = [[own_bytes(param) for param in shard.params] for shard in unit.shards], self.older.views
+        views = [[own_bytes(param) for param in shard.params] for shard in unit.shards]
+        # By device buffer, as the units have it: an exception between a change of those and one of these cannot be.
+        self._views = {
+            _key(flat): of_shard for flat, of_shard in zip((*unit.flats, *self.older.flats), (*views, *self.older.views))
+        }
         unit.older = self.older
 
     @staticmethod
@@ -95,10 +103,11 @@ class UnitVersions:
             self._show()
 
     def _show(self) -> None:
-        views: Sequence[Sequence[torch.Tensor]] = self._views[self.unit.uses_older]
+        """Makes the parameters views of what computes from now on."""
+        torch.clear_autocast_cache()  # it has casts of the other values, by parameter
         with DisableTorchFunction():
-            for shard, of_shard in zip(self.unit.shards, views):
-                for param, view in zip(shard.params, of_shard):
+            for shard, flat in zip(self.unit.shards, self.unit.in_use.flats):
+                for param, view in zip(shard.params, self._views[_key(flat)]):
                     set_bytes(param, view)
 
     def begin_update(self) -> None:
@@ -116,5 +125,8 @@ class UnitVersions:
 
     def _swap(self) -> None:
         self.unit.change_places(self.older)
-        self._views = self._views[1], self._views[0]
         self._show()
+
+
+def _key(flat: torch.Tensor) -> int:
+    return flat.untyped_storage()._cdata

@@ -83,3 +83,17 @@ def test_a_child_has_none_of_the_descriptors(monkeypatch, tmp_path):
 def test_a_folder_that_is_not_there_is_none(tmp_path):
     removal.remove_folder(tmp_path / "none")
     removal.wait_for_space()
+
+
+def test_without_a_thread_the_space_is_free_on_return(monkeypatch, tmp_path):
+    """Method: the system refuses one, as a limit on processes does, or an interpreter that is about to end."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        removal.remove_folder(folder_of(tmp_path / "data", 3))
+    assert descriptors() == before and os.listdir(tmp_path) == []
+    removal.wait_for_space()

@@ -47,6 +47,11 @@ REFUSED = {
     "inside: optimizer's": "UsageError: optimizer.state_dict() is not to be had while a pipeline runs without flush",
     "inside: full_params": "UsageError: full_params is not to be had while a pipeline runs without flush",
     "inside: unwrap": "UsageError: unwrap_model is not to be had while a pipeline runs without flush",
+    "inside: step": "UsageError: a step of a schedule is not to be had while a pipeline runs without flush",
+    "inside: eval": "UsageError: a step of a schedule is not to be had while a pipeline runs without flush",
+    "inside: accumulate": "UsageError: infinity.accumulate is not to be had while a pipeline runs without flush",
+    "inside: optimizer's step": "UsageError: optimizer.step() is not to be had while a pipeline runs without flush",
+    "inside: add_param_group": "UsageError: add_param_group() is not to be had while a pipeline runs without flush",
     "inside: run": "UsageError: another run is not to be had while a pipeline runs without flush",
     "goes on": "was taken",
 }
@@ -76,7 +81,7 @@ def two(launch_folder, standing_ranks, tmp_path_factory) -> Mapping[str, Any]:
     jobs["room:narrow"] = {"config": config["host"] | {"device_memory": NARROW}}
     jobs["resumed"] = {"path": str(launch_folder / "checkpoint"), "config": config["nvme"]}
     jobs["refused"] = {"path": str(launch_folder / "never")}
-    jobs |= {"forward_inside": {}, "warned": {}, "forgotten": {"config": config["host"]}}
+    jobs |= {"one_lacks_room": {}, "forward_inside": {}, "warned": {}, "forgotten": {"config": config["host"]}}
     jobs |= {f"cut_short:{home}": {"config": config[home], "at": 2} for home in HOMES}
     return Jobs(standing_ranks(2), "unflushed_jobs", jobs)
 
@@ -188,8 +193,17 @@ def test_a_second_version_takes_the_bytes_of_the_weights_and_the_window_holds(tw
 
 
 def test_a_run_from_a_checkpoint_has_the_bits_of_the_one_that_went_on(two):
+    """By an optimizer that has the parameters' names, which are other ones on each stage."""
     for rank in two["resumed"]:
         assert not models.differing(rank["after"], rank["again"])
+        assert set(rank["names"]) == set(rank["after"])
+
+
+def test_a_rank_without_room_leaves_nothing_taken_on_another(two):
+    first, second = two["one_lacks_room"]
+    assert first["said"].startswith("PeerError: rank 1 failed: CapacityError") and second["said"].startswith("CapacityError: ")
+    for rank in (first, second):
+        assert rank["taken"] == 0 and not rank["keeps"] and rank["goes on"] == "was taken"
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import infinity
 from infinity.runtime.older_weights import OlderWeights
 from infinity.runtime.registry import wrapped
 from infinity.state.shard_arrays import ShardArrays
+from infinity.state.unit import ParamUnit
+from infinity.state.versions import UnitVersions
 
 HOMES = ("device", "host", "nvme")
 
@@ -25,6 +28,21 @@ class Clamping(nn.Linear):
         with torch.no_grad():
             self.weight.clamp_(-0.05, 0.05)
         return super().forward(x)
+
+
+class Shrinking(nn.Linear):
+    """Does so where torch does not count it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+class Looking(nn.Linear):
+    """Looks at its weight where it could change it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.weight.data.abs().max()
 
 
 def model_of(kind: type = nn.Linear) -> nn.Sequential:
@@ -129,8 +147,99 @@ def test_an_update_that_fails_leaves_one_version(home, tmp_path):
         infinity.unwrap_model(model, optimizer)
 
 
-def test_a_forward_that_changes_its_weights_is_refused_with_older_ones(tmp_path):
-    model, optimizer, engine = wrap("host", tmp_path, Clamping)
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_an_interruption_at_any_line_between_two_versions_leaves_one(home, tmp_path):
+    """In the exchange of a unit's versions, in the choice of one and at the end: afterwards a forward computes with the newest weights."""
+    model, optimizer, engine = wrap(home, tmp_path)
+    watched = {
+        function.__code__
+        for function in (
+            UnitVersions.begin_update, UnitVersions.compute_with, UnitVersions._swap, UnitVersions._show,
+            ParamUnit.change_places, OlderWeights.running.__wrapped__,
+        )
+    }  # fmt: skip
+    plain, struck = model_of(), 0
+    while True:
+        lines = 0
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal lines
+            if frame.f_code not in watched:
+                return None
+            if event == "line":
+                lines += 1
+                if lines == struck + 1:
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with engine.older.running():
+                for number in range(2):
+                    with engine.joined.opened(engine):
+                        engine.older.compute_for(number)
+                        model(batch(number)).square().mean().backward()
+                    engine.older.update(optimizer.step)
+                    optimizer.zero_grad()
+                engine.older.compute_for(2)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        if lines <= struck:
+            break
+        struck += 1
+        optimizer.zero_grad()
+        plain.load_state_dict(values(model))
+        assert torch.equal(model(batch(5)), plain(batch(5))), struck
+    assert struck > 50
+    infinity.unwrap_model(model, optimizer)
+
+
+def test_casts_by_autocast_are_of_the_weights_that_are_computed_with(tmp_path):
+    """Autocast keeps its casts by parameter. The failing twin: plain torch goes on with those of before a step."""
+    outputs = {}
+    model, optimizer, engine = wrap("host", tmp_path)
+    with torch.autocast("cpu", dtype=torch.bfloat16), engine.older.running():
+        with engine.joined.opened(engine):
+            outputs["before"] = model(batch(0))
+            outputs["before"].square().mean().backward()
+        engine.older.update(optimizer.step)
+        optimizer.zero_grad()
+        with engine.joined.opened(engine):
+            outputs["newest"] = model(batch(0))
+            engine.older.compute_for(1)
+            outputs["older"] = model(batch(0))
+    plain = model_of()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(outputs["before"], plain(batch(0))) and torch.equal(outputs["older"], outputs["before"])
+        plain.load_state_dict(values(model))
+        assert torch.equal(plain(batch(0)), outputs["before"])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(plain(batch(0)), outputs["newest"]) and not torch.equal(outputs["newest"], outputs["before"])
+    optimizer.zero_grad()
+    infinity.unwrap_model(model, optimizer)
+
+
+def test_a_group_that_has_no_older_weights_is_refused(tmp_path):
+    model = model_of()
+    model[0].weight.requires_grad_(False)
+    optimizer: Any = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    model, optimizer = infinity.wrap_model(model, optimizer, at_home("host", "host", tmp_path))
+    engine = wrapped(model).engine
+    with engine.using():
+        OlderWeights(engine)
+    with pytest.raises(infinity.UsageError, match="after without_flush"):
+        optimizer.add_param_group({"params": [model[0].weight]})
+    assert len(optimizer.param_groups) == 1
+    infinity.unwrap_model(model, optimizer)
+
+
+@pytest.mark.parametrize("home", ["host", "device"])
+@pytest.mark.parametrize("kind", [Clamping, Shrinking])
+def test_a_forward_that_changes_its_weights_is_refused_with_older_ones(home, kind, tmp_path):
+    model, optimizer, engine = wrap(home, tmp_path, kind)
     with pytest.raises(infinity.UsageError, match="changed parameters of unit .* in place"), engine.older.running():
         with engine.joined.opened(engine):
             model(batch(0)).square().mean().backward()
@@ -142,4 +251,18 @@ def test_a_forward_that_changes_its_weights_is_refused_with_older_ones(tmp_path)
     model(batch(1)).square().mean().backward()  # which it may do again
     optimizer.step()
     optimizer.zero_grad()
+    infinity.unwrap_model(model, optimizer)
+
+
+def test_a_forward_that_looks_at_its_weights_goes_on_with_older_ones(tmp_path):
+    """Through ``.data``, by which it could change them."""
+    model, optimizer, engine = wrap("host", tmp_path, Looking)
+    with engine.older.running():
+        for number in range(3):
+            with engine.joined.opened(engine):
+                engine.older.compute_for(number)
+                model(batch(number)).square().mean().backward()
+            engine.older.update(optimizer.step)
+            optimizer.zero_grad()
+    assert engine.step_index == 3
     infinity.unwrap_model(model, optimizer)

@@ -30,6 +30,7 @@ from pipeline_jobs import LAYERS, batch, build, loss_of, mesh_of, schedule_of, s
 from ranks import serve, told
 
 import infinity
+from infinity.errors import CapacityError
 from infinity.machine import accelerator, device
 from infinity.machine.tiers import Tier
 from infinity.runtime.engine import Engine
@@ -50,11 +51,12 @@ def pairs(numbers: Sequence[int], data_rank: int = 0) -> list[tuple[torch.Tensor
     return [(batch(number, data_rank), batch(number, data_rank)) for number in numbers]
 
 
-def built(rule: str, config: dict, mesh: Any = None, seed: int = 5, micro: int = MICRO) -> tuple:
-    """This rank's chunk of a Decoder, its optimizer, and what runs it without flush."""
+def built(rule: str, config: dict, mesh: Any = None, seed: int = 5, micro: int = MICRO, *, named: bool = False) -> tuple:
+    """This rank's chunk of a Decoder, its optimizer, which has the parameters' names if they are ``named``, and what runs it without flush."""
     mesh = mesh or mesh_of(2)
     chunks, numbers, count = build("1F1B", mesh, seed=seed)
-    chunks, optimizer = infinity.wrap_model(chunks, RULES[rule]([*chunks[0].parameters()]), config, mesh=mesh)
+    params = chunks[0].named_parameters() if named else chunks[0].parameters()
+    chunks, optimizer = infinity.wrap_model(chunks, RULES[rule]([*params]), config, mesh=mesh)
     schedule = schedule_of("1F1B", chunks, numbers, count, mesh, micro)
     return chunks, optimizer, infinity.parallel.without_flush(schedule, optimizer, quiet=True)
 
@@ -197,18 +199,19 @@ def room(config: dict, rule: str = "AdamW") -> dict[str, int]:
 
 def resumed(path: str, config: dict) -> dict[str, Any]:
     """Two runs with a checkpoint between them, and the second one again from the checkpoint."""
-    chunks, optimizer, unflushed = built("AdamW", config)
+    chunks, optimizer, unflushed = built("AdamW", config, named=True)
     unflushed.run(pairs(range(3)))
     infinity.save_checkpoint(path, chunks, optimizer, extra=3)
     unflushed.run(pairs(range(3, 6)))
     after = weights_of(chunks)
     infinity.unwrap_model(chunks, optimizer)
-    chunks, optimizer, unflushed = built("AdamW", config, seed=6)
+    chunks, optimizer, unflushed = built("AdamW", config, seed=6, named=True)
     assert infinity.load_checkpoint(path, chunks, optimizer) == 3
+    names = optimizer.param_groups[0]["param_names"]
     unflushed.run(pairs(range(3, 6)))
     again = weights_of(chunks)
     infinity.unwrap_model(chunks, optimizer)
-    return {"after": after, "again": again}
+    return {"after": after, "again": again, "names": names}
 
 
 def made(config: dict) -> dict[str, Any]:
@@ -314,6 +317,11 @@ def refused(path: str) -> dict[str, str]:
         "full_params": lambda: infinity.full_params(chunks).__enter__(),
         "unwrap": lambda: infinity.unwrap_model(chunks, optimizer),
         "run": lambda: run(pairs([0])),
+        "step": lambda: schedule.step(*step_of(9)[0], **step_of(9)[1]),
+        "eval": lambda: schedule.eval(*step_of(9)[0], **step_of(9)[1]),
+        "accumulate": lambda: infinity.accumulate(chunks).__enter__(),
+        "optimizer's step": optimizer.step,
+        "add_param_group": lambda: optimizer.add_param_group({"params": []}),
     }
 
     def ask() -> None:
@@ -321,6 +329,35 @@ def refused(path: str) -> dict[str, str]:
 
     run(pairs(range(2)), after_update=ask)
     found["goes on"] = told(lambda: run(pairs(range(2))))
+    infinity.unwrap_model(chunks, optimizer)
+    return found
+
+
+def step_of(number: int) -> tuple[tuple, dict[str, torch.Tensor]]:
+    """What this rank, one stage of two, gives its schedule for a batch."""
+    return ((batch(number),), {}) if dist.get_rank() == 0 else ((), {"target": batch(number)})
+
+
+def one_lacks_room() -> dict[str, Any]:
+    """What both ranks are told, and what is taken, where one has no room for a second version."""
+    mesh = mesh_of(2)
+    chunks, numbers, count = build("1F1B", mesh)
+    chunks, optimizer = infinity.wrap_model(chunks, RULES["SGD"]([*chunks[0].parameters()]), {"params": "host"}, mesh=mesh)
+    engine, schedule = wrapped(chunks).engine, schedule_of("1F1B", chunks, numbers, count, mesh, MICRO)
+    account, allocate = engine.ledger.accounts[Tier.HOST], engine.store.allocate_later
+    before, calls = account.charged_nbytes, []
+
+    def refusing(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2 and dist.get_rank() == 1:
+            raise CapacityError("nothing is left")
+        return allocate(*arguments)
+
+    engine.store.allocate_later = refusing
+    found: dict[str, Any] = {"said": told(lambda: infinity.parallel.without_flush(schedule, optimizer))}
+    del engine.store.allocate_later
+    found["taken"], found["keeps"] = account.charged_nbytes - before, engine.older is not None
+    found["goes on"] = told(lambda: infinity.parallel.without_flush(schedule, optimizer).run(pairs(range(2))))
     infinity.unwrap_model(chunks, optimizer)
     return found
 
