@@ -20,14 +20,14 @@ train: setup
 	$(BIN)/infinity train --params nvme --optimizer nvme --nvme-path build/nvme --host-memory 25% \
 	    --out build/trained --checkpoint build/checkpoint --overwrite --dtype auto $(ARGS)
 
-# Four workers on two cores: a third of the time tests wait, for ranks, disks and each other.
+# Three workers on two cores: a third of the time tests wait, for ranks, disks and each other. A fourth brings nothing.
 test: setup $(VENV)/.test-ready
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 4 --dist loadfile -m "not slow" --durations=10 --basetemp=build/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 3 --dist loadfile -m "not slow" --durations=10 --basetemp=build/pytest $(ARGS)
 
 test-all: setup $(VENV)/.test-ready
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 4 --dist loadfile --basetemp=build/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 3 --dist loadfile --basetemp=build/pytest $(ARGS)
 
 # The form of the code: ruff's formatter and checks over everything, mypy over the configuration, the planning and the files that pyproject.toml names.
 lint: setup $(VENV)/.lint-ready

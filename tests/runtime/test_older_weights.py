@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import linecache
 import sys
 from typing import Any
 
@@ -159,6 +160,12 @@ def test_an_interruption_at_any_line_between_two_versions_leaves_one(home, tmp_p
         )
     }  # fmt: skip
     plain, struck = model_of(), 0
+
+    def leaves(frame: Any) -> bool:
+        """Whether the block without torch functions is about to be left: no signal comes between it and what ends it."""
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        return "with DisableTorchFunction()" in line and not torch._C._is_torch_function_enabled()
+
     while True:
         lines = 0
 
@@ -168,7 +175,7 @@ def test_an_interruption_at_any_line_between_two_versions_leaves_one(home, tmp_p
                 return None
             if event == "line":
                 lines += 1
-                if lines == struck + 1:
+                if lines == struck + 1 and not leaves(frame):
                     raise KeyboardInterrupt
             return trace
 
@@ -193,6 +200,7 @@ def test_an_interruption_at_any_line_between_two_versions_leaves_one(home, tmp_p
         optimizer.zero_grad()
         plain.load_state_dict(values(model))
         assert torch.equal(model(batch(5)), plain(batch(5))), struck
+        assert torch._C._is_torch_function_enabled(), struck
     assert struck > 50
     infinity.unwrap_model(model, optimizer)
 
