@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 FILES_HELD = 256  # the space of more files than that goes while the caller waits
-_under_way: list[threading.Thread] = []
+_under_way: list[tuple[threading.Thread, Callable[[], None]]] = []
 
 
 def remove_folder(folder: Path) -> None:
@@ -27,28 +29,36 @@ def remove_folder(folder: Path) -> None:
                         held.append(os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
         shutil.rmtree(folder, ignore_errors=True)
     finally:
-        thread = threading.Thread(target=_close, args=(held, folder), name="infinity-removal")
-        _under_way.append(thread)
+        free = partial(_close, held, folder)
+        thread = threading.Thread(target=free, name="infinity-removal")
+        _under_way.append((thread, free))
         try:
             thread.start()
         except (
             RuntimeError
-        ):  # the system refuses a thread, or the interpreter is about to end: a checkpoint that is written is not to fail of it
-            _close(held, folder)
+        ):  # no more threads, or the interpreter is about to end: a checkpoint that is written does not fail of it
+            free()
 
 
 def wait_for_space() -> None:
     """Returns when all space is free that removed folders took."""
-    for thread in tuple(_under_way):  # another thread may wait, too, and take them off
-        if thread is not threading.current_thread() and thread.ident is not None:
+    for entry in tuple(_under_way):  # another thread may wait, too, and take them off
+        thread, free = entry
+        if thread.ident is None:  # an exception came before it had started
+            free()
+        elif thread is not threading.current_thread():
             thread.join()
         with suppress(ValueError):
-            _under_way.remove(thread)
+            _under_way.remove(entry)
 
 
 def _close(held: list[int], folder: Path) -> None:
-    for descriptor in held:
-        os.close(descriptor)
+    """Closes each descriptor once, however often and by whomever it is called."""
+    with suppress(IndexError):
+        while True:
+            descriptor = held.pop()
+            with suppress(OSError):  # of a network's file system; it is closed all the same
+                os.close(descriptor)
     # Over a network a file that is open keeps a name of the system's own, and its folder stays for it.
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -97,3 +97,28 @@ def test_without_a_thread_the_space_is_free_on_return(monkeypatch, tmp_path):
         removal.remove_folder(folder_of(tmp_path / "data", 3))
     assert descriptors() == before and os.listdir(tmp_path) == []
     removal.wait_for_space()
+
+
+def test_a_start_that_is_interrupted_leaves_no_descriptor_open(monkeypatch, tmp_path):
+    """Whoever waits for the space closes what no thread will."""
+
+    def interrupted(thread):
+        raise KeyboardInterrupt
+
+    before = descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            removal.remove_folder(folder_of(tmp_path / "data", 3))
+    assert os.listdir(tmp_path) == [] and len(descriptors() - before) == 3
+    removal.wait_for_space()
+    assert descriptors() == before
+
+
+def test_a_close_that_fails_keeps_no_other_descriptor_open(tmp_path):
+    """Method: one of three is no descriptor; and all are closed once, whoever comes again."""
+    folder, before = folder_of(tmp_path / "data", 2), descriptors()
+    held = [os.open(folder / "0.safetensors", os.O_RDONLY), 1_000_000, os.open(folder / "1.safetensors", os.O_RDONLY)]
+    removal._close(held, folder)
+    removal._close(held, folder)
+    assert descriptors() == before and not folder.exists()
