@@ -70,9 +70,8 @@ class OlderWeights:
             self._first, self.is_running, self._is_updating = self.engine.step_index, True, False
             yield
             with self.engine.using():
-                self.engine.release(
-                    [versions.unit for versions in self._versions]
-                )  # what was fetched ahead for a batch that does not come
+                # What was fetched ahead is for a batch that does not come.
+                self.engine.release([versions.unit for versions in self._versions])
                 for versions in self._versions:
                     versions.compute_with(older=False)
             self.is_running = False

@@ -71,6 +71,15 @@ def gradients_of(model: nn.Module, number: int) -> dict[str, torch.Tensor]:
     return {name: param.grad.clone() for name, param in model.named_parameters()}
 
 
+def run_batch(model: Any, optimizer: Any, engine: Any, number: int) -> None:
+    """One batch of a run, and the update that it makes."""
+    with engine.joined.opened(engine):
+        engine.older.compute_for(number)
+        model(batch(number)).square().mean().backward()
+    engine.older.update(optimizer.step)
+    optimizer.zero_grad()
+
+
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -184,11 +193,7 @@ def test_an_interruption_at_any_line_between_two_versions_leaves_one(home, tmp_p
         try:
             with engine.older.running():
                 for number in range(2):
-                    with engine.joined.opened(engine):
-                        engine.older.compute_for(number)
-                        model(batch(number)).square().mean().backward()
-                    engine.older.update(optimizer.step)
-                    optimizer.zero_grad()
+                    run_batch(model, optimizer, engine, number)
                 engine.older.compute_for(2)
         except KeyboardInterrupt:
             pass
@@ -267,10 +272,6 @@ def test_a_forward_that_looks_at_its_weights_goes_on_with_older_ones(tmp_path):
     model, optimizer, engine = wrap("host", tmp_path, Looking)
     with engine.older.running():
         for number in range(3):
-            with engine.joined.opened(engine):
-                engine.older.compute_for(number)
-                model(batch(number)).square().mean().backward()
-            engine.older.update(optimizer.step)
-            optimizer.zero_grad()
+            run_batch(model, optimizer, engine, number)
     assert engine.step_index == 3
     infinity.unwrap_model(model, optimizer)
