@@ -50,6 +50,7 @@ Extent = _C.Extent
 Volume = _C.Volume
 FaultPlan = _C.FaultPlan
 Shadow = _C.Shadow
+SharedRow = _C.SharedRow
 Hyperparameters = _C.Hyperparameters
 IoEngine = _C.IoEngine
 Landing = _C.Landing

@@ -18,7 +18,6 @@
 
 namespace infinity {
 namespace {
-constexpr std::size_t kHugeNbytes = 2 * 1024 * 1024;
 constexpr std::size_t kMaxNbytes = std::size_t{1} << 47;  // of a process's address space
 
 // Faults the pages in and changes no byte of them.
@@ -30,7 +29,8 @@ void fault_in(std::byte* data, std::size_t nbytes) {
 }
 }
 
-Region::Region(std::size_t nbytes, bool huge_pages, int touch_threads) : nbytes_(round_up(nbytes, kBlockNbytes)) {
+Region::Region(std::size_t nbytes, bool huge_pages, int touch_threads, FileRange range)
+    : nbytes_(round_up(nbytes, kBlockNbytes)), shared_(range.file >= 0) {
   INFINITY_REQUIRE(nbytes > 0, "a region needs at least one byte");
   if (nbytes > kMaxNbytes) throw StorageError(ENOMEM, "", concat("cannot map ", nbytes, " bytes of host memory"));
   // A huge page needs a 2 MiB-aligned address: over-reserve address space (not memory) and trim both ends.
@@ -45,8 +45,16 @@ Region::Region(std::size_t nbytes, bool huge_pages, int touch_threads) : nbytes_
     if (head) munmap(data_, head);
     if (slack - head) munmap(start + nbytes_, slack - head);
     data_ = start;
-    huge_pages_ = madvise(data_, nbytes_, MADV_HUGEPAGE) == 0;
   }
+  if (shared_) {
+    const int access = range.writable ? PROT_READ | PROT_WRITE : PROT_READ;
+    if (mmap(data_, nbytes_, access, MAP_SHARED | MAP_FIXED, range.file, static_cast<off_t>(range.offset)) == MAP_FAILED) {
+      const int refused = errno;
+      munmap(data_, nbytes_);
+      throw StorageError(refused, "", concat("cannot map ", nbytes_, " bytes of shared memory"));
+    }
+  }
+  if (aligned) huge_pages_ = madvise(data_, nbytes_, MADV_HUGEPAGE) == 0;
   // A fork would copy every page that is registered with a ring or a driver, for a child that has no use for any.
   madvise(data_, nbytes_, MADV_DONTFORK);
   if (touch_threads > 0) populate(touch_threads);
@@ -65,7 +73,7 @@ void Region::pin(int device) {
 void Region::discard() {
   if (driver_) driver_->unregister_host(data_, device_);  // which holds the pages
   driver_ = nullptr;
-  if (nbytes_ && madvise(data_, nbytes_, MADV_DONTNEED) != 0)
+  if (nbytes_ && madvise(data_, nbytes_, shared_ ? MADV_REMOVE : MADV_DONTNEED) != 0)
     throw StorageError(errno, "", concat("cannot give ", nbytes_, " bytes of host memory back"));
 }
 

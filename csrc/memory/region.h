@@ -20,11 +20,21 @@ namespace infinity {
 
 class Driver;
 
+constexpr std::size_t kHugeNbytes = 2 * 1024 * 1024;
+
+// A range of a file in memory, from a whole page on.
+struct FileRange {
+  int file = -1;  // none: memory of this process alone
+  std::size_t offset = 0;
+  bool writable = true;
+};
+
 class Region {
  public:
   // `nbytes` is rounded up to whole 4096-byte pages and to nothing more. `huge_pages` asks the kernel to back
   // the 2 MiB-aligned parts with huge pages; `touch_threads` threads fault every page in before this returns.
-  Region(std::size_t nbytes, bool huge_pages, int touch_threads);
+  // `range`: whose bytes these are; the file may be closed once this returns.
+  Region(std::size_t nbytes, bool huge_pages, int touch_threads, FileRange range = {});
   ~Region();
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
@@ -50,6 +60,7 @@ class Region {
   std::byte* data_ = nullptr;
   std::size_t nbytes_ = 0;
   bool huge_pages_ = false;
+  bool shared_ = false;
   Driver* driver_ = nullptr;  // that it is registered with
   int device_ = 0;
   const int process_ = getpid();

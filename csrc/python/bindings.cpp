@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <tuple>
 
 #include "optim/kernel.h"
 #include "bench/traffic.h"
@@ -12,6 +13,7 @@
 #include "io/direct.h"
 #include "io/engine.h"
 #include "io/extent.h"
+#include "io/shared_row.h"
 #include "io/volume.h"
 #include "memory/account.h"
 #include "memory/driver.h"
@@ -197,6 +199,7 @@ void bind_io(py::module_& m) {
            [](Ticket& ticket, const std::string& why) { ticket.part_done(std::make_exception_ptr(std::runtime_error(why))); },
            py::arg("why"), py::call_guard<py::gil_scoped_release>())
       .def("wait", &wait_for_ticket)
+      .def("wait_for", &Ticket::wait_for, py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("done", &Ticket::done)
       .def_property_readonly("times", &Ticket::times);
   m.def("joined", &joined, py::arg("tickets"), py::call_guard<py::gil_scoped_release>());
@@ -348,6 +351,43 @@ void bind_direct(py::module_& m) {
       .def_property_readonly("hung", &DirectReader::hung);
 }
 
+void bind_shared_row(py::module_& m) {
+  using Named = std::tuple<int, int, std::uint64_t, std::uint64_t>;
+  py::class_<SharedRow, std::shared_ptr<SharedRow>>(m, "SharedRow")
+      .def(py::init([](int threads) { return kept_in_children(new SharedRow(threads)); }), py::arg("threads"))
+      .def(
+          "allocate",
+          [](SharedRow& row, std::size_t nbytes, bool huge_pages, int touch_threads) {
+            py::gil_scoped_release release;
+            return row.allocate(nbytes, huge_pages, touch_threads);
+          },
+          py::arg("nbytes"), py::arg("huge_pages") = true, py::arg("touch_threads") = 1)
+      .def("self",
+           [](const SharedRow& row) -> Named {
+             const SharedRow::Peer peer = row.self();
+             return {peer.process, peer.file, peer.token, peer.nbytes};
+           })
+      .def(
+          "connect",
+          [](SharedRow& row, const std::vector<Named>& named, std::size_t place) {
+            std::vector<SharedRow::Peer> peers;
+            for (const auto& [process, file, token, nbytes] : named) peers.push_back({process, file, token, nbytes});
+            py::gil_scoped_release release;
+            row.connect(peers, place);
+          },
+          py::arg("peers"), py::arg("place"))
+      .def("owns", &SharedRow::owns, py::arg("region"))
+      .def("shares", &SharedRow::shares, py::arg("region"))
+      .def(
+          "gather",
+          [](SharedRow& row, std::uint64_t what, Address home, std::size_t nbytes, Address whole, double patience_seconds) {
+            py::gil_scoped_release release;
+            return row.gather(what, at(home), nbytes, at(whole), patience_seconds);
+          },
+          py::arg("what"), py::arg("home"), py::arg("nbytes"), py::arg("whole"), py::arg("patience_seconds"))
+      .def("close", &SharedRow::close, py::call_guard<py::gil_scoped_release>());
+}
+
 void bind_adam(py::module_& m) {
   py::enum_<Rule>(m, "Rule")
       .value("ADAMW", Rule::kAdamW)
@@ -490,6 +530,7 @@ PYBIND11_MODULE(_C, m) {
   bind_memory(m);
   bind_io(m);
   bind_direct(m);
+  bind_shared_row(m);
   bind_adam(m);
   bind_update(m);
   shared_class<Scopes>(m, "Scopes")

@@ -24,6 +24,12 @@ class Random {
     for (std::size_t i = 0; i < span.nbytes; ++i) span.data[i] = static_cast<std::byte>(engine_() >> 56);
   }
 
+  std::vector<std::byte> bytes(std::size_t count) {
+    std::vector<std::byte> found(count);
+    fill({found.data(), count});
+    return found;
+  }
+
   template <class Value>
   void shuffle(std::vector<Value>& values) {
     for (std::size_t i = values.size(); i > 1; --i) std::swap(values[i - 1], values[below(i)]);

@@ -50,6 +50,7 @@ from .meta_init import Materialized
 from .retie import Ties
 from .scratch import lay_out_here
 from .send_home import Homes, send_shard_home
+from .share_homes import connect_homes, share_homes
 from .state_dict import install_state_dict
 
 logger = logging.getLogger(__name__)
@@ -172,7 +173,10 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
                 _check_micro_batch(model, groups)
             units = [ParamUnit(i, group.name, s, device) for i, (group, s) in enumerate(zip(groups, shards))]
             sizes = [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
+            share_homes(config, device, collectives)
             engine = Engine(config, plan, units, sizes, stepping=optimizer is not None, device=device, collectives=collectives)
+        with collectives.together("sharing weights"):
+            connect_homes(config, engine, collectives)
         with collectives.together("sending the values home"):
             materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real
             before.materialized = materialized

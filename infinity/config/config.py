@@ -62,6 +62,9 @@ class Config:
         With several ranks, how gradients are added up: ``"ordered"``, in fp32, in the order of the ranks, so that the sum is one process's;
         ``"fast"``, by the backend's reduce-scatter, in the dtype of the gradients and an order of its own: the same on all ranks, but
         not always the same as in another run, on other machines or with another number of ranks.
+    share_homes
+        With several ranks that compute on the processors of one machine: whether they read each other's weights where those lie, in shared memory,
+        instead of sending them. The bits are the same. None: where the machine lets them.
     device
         What computes: ``"cuda"``, ``"cuda:1"``, ``"cpu"``. None: where the model's parameters are; the CPU for one on ``meta``.
         Buffers, and parameters that the engine does not move, are moved there.
@@ -99,6 +102,7 @@ class Config:
     shard_in_node: bool = False
     compress_gathers: bool = False
     reduction: str = "ordered"
+    share_homes: bool | None = None
     device: str | torch.device | None = None
     update_threads: int | None = None
     micro_batch: int | None = None
@@ -167,6 +171,8 @@ class Config:
             raise ConfigError(f"trace={self.trace!r} must be the path of a file, or None")
         if self.trace is not None:
             self._set("trace", os.path.abspath(self.trace))
+        if self.share_homes is not None and not isinstance(self.share_homes, bool):
+            raise ConfigError(f"share_homes={self.share_homes!r} must be True, False, or None for where it is possible")
         for name in ("checksums", "speculate", "recompute", "shard_in_node", "compress_gathers"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .. import native
 from ..machine.traffic import Traffic
 from . import lockstep
 from .channel import Channel
@@ -29,6 +30,7 @@ from .exchanges import Exchanges, bytes_of
 from .lockstep import Collective
 from .pending import Pending, all_gather
 from .quantize import decode_blocks, encode_blocks
+from .shared_homes import SharedHomes, lent
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
 MOST_OFFERED = 254  # what fits a byte beside BACKWARD_OVER; the rest is offered at the next rendezvous
@@ -52,6 +54,26 @@ class Collectives(Exchanges):
         self._passes = 0  # that have begun since the last backward or step
         self._is_after_step = True  # no backward has run since the last one
         self._found_after_step: list[int] = []  # units that the first forward after a step found gathered
+        self._shared: SharedHomes | None = None
+
+    def share_homes(self, homes: SharedHomes) -> None:
+        """Has the weights that are allocated from now on lie in ``homes``, which end with this."""
+        self._shared = homes
+
+    @property
+    def shared_row(self) -> native.SharedRow | None:
+        """Where weights lie that the row's ranks share."""
+        return self._shared.row if self._shared is not None else None
+
+    def connect_homes(self, regions: Sequence[Sequence[native.Region | None]]) -> str:
+        """Lets the row's ranks read each other's weights as :meth:`SharedHomes.connect` does; returns why not."""
+        return self._shared.connect(self, regions) if self._shared is not None else ""
+
+    def close(self) -> None:
+        """Ends what was made for this job."""
+        if self._shared is not None:
+            self._shared.close()
+        super().close()
 
     def note_progress(self, *, steps: int, backwards: int) -> None:
         """Sets what this rank says at every meeting of how far it is."""
@@ -152,10 +174,10 @@ class Collectives(Exchanges):
 
     # --- weights ---
 
-    def gather(self, flat: torch.Tensor, what: str, *, offered: int = 0) -> Pending | None:
+    def gather(self, flat: torch.Tensor, what: str, *, offered: int = 0, home: native.Region | None = None) -> Pending | None:
         """Fills ``flat``, of which this rank's slice is filled already, with every rank's. None: nothing to wait for.
 
-        ``offered``: reductions that this rank could start; the least of all ranks is the result's ``least_offered``.
+        ``home``: the memory at whose beginning that slice lies, too; where the ranks share it, its bytes come from there. ``offered``: reductions that this rank could start; the least of all ranks is the result's ``least_offered``.
         """
         if self.ranks.size == 1:
             return None
@@ -167,7 +189,8 @@ class Collectives(Exchanges):
                 self.ranks.row, everyones, mine, what, offered, lambda: decode_blocks(everyones, flat, self.ranks.size)
             )
         raw = bytes_of(flat)
-        return self._gather(self.ranks.row, raw, raw.view(self.ranks.size, -1)[self.ranks.rank], what, offered)
+        mine = raw.view(self.ranks.size, -1)[self.ranks.rank]
+        return self._gather(self.ranks.row, raw, mine, what, offered, home=home)
 
     def gather_in_node(self, flat: torch.Tensor, what: str, *, offered: int = 0) -> Pending:
         """Does the same among this machine's ranks, whose slices of ``flat`` are larger."""
@@ -183,11 +206,14 @@ class Collectives(Exchanges):
         what: str,
         offered: int,
         then: Callable[[], None] | None = None,
+        home: native.Region | None = None,
     ) -> Pending:
         self._enter_pass()
-        place, group, least = self.ranks.data, channel.bulk, None
+        place, group, least, shared = self.ranks.data, channel.bulk, None, self._shared
 
         def begin(given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
+            if home is not None and shared is not None and shared.has(home):
+                return shared.gather(home, taken, given.nbytes, what)
             return all_gather(taken, given, group=group, async_op=True)
 
         collective = Collective(what, whole.numel(), _stand_in(mine, whole, begin))
@@ -215,7 +241,8 @@ class Collectives(Exchanges):
             if self.ranks.data is not None and self.ranks.data.hears_alarm():
                 self.ranks.data.rendezvous(f"{what} {self._progress}", settling=settling)
 
-        return Pending(works, what, finish, least_offered=least_offered, hear=hear, is_on_host=device.type == "cpu")
+        on_host = device.type == "cpu"
+        return Pending(works, what, finish, least_offered=least_offered, hear=hear, lent=lent(works), is_on_host=on_host)
 
     # --- gradients ---
 

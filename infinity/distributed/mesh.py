@@ -305,6 +305,12 @@ def _local_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or 1
 
 
+def patience_seconds() -> float:
+    """Returns how long a rank waits for another one: the default process group's timeout."""
+    timeout = _timeout()
+    return (timeout or dist.distributed_c10d.default_pg_timeout).total_seconds()
+
+
 def _timeout():
     """The default process group's; groups made later would have torch's default instead."""
     group = dist.distributed_c10d._get_default_group()

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..errors import InfinityError, PeerError
+from ..machine.device import Ticketed
 from . import farewell
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -28,6 +29,7 @@ class Pending:
     release: Callable[[], None] = lambda: None  # of its memory, once nothing moves any more
     least_offered: int | None = None  # reductions that all ranks of the row offered to start, where they met for it
     hear: Callable[[bool], None] = lambda settling: None  # asked while it does not end: raises where the others do not come
+    lent: Ticketed | None = None  # after which no other rank reads this one's home for it; None where none does
     is_on_host: bool = True  # the transport can be waited for with a limit, and again
 
     def wait(self, *, settling: bool = False) -> None:

@@ -14,6 +14,7 @@ The compute of one model is one stream at a time: its forward and backward may r
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import native
+from ..errors import InfinityError
 from . import direct_storage, storage_guard
 from .heap import Heap
 from .traffic import Traffic
@@ -57,6 +59,27 @@ class _Past:
 
 
 PAST = _Past()
+
+
+class Ticketed:
+    """An event that a ticket of the core finishes with. What went wrong with it is told to whoever asked for that work."""
+
+    def __init__(self, ticket: native.Ticket):
+        self.ticket = ticket
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self.ticket.done
+
+    def precede(self) -> None:
+        """Blocks until it is over: what the processor computes comes behind."""
+        self.wait()
+
+    def wait(self) -> None:
+        """Blocks until it is over."""
+        with contextlib.suppress(InfinityError, RuntimeError):
+            self.ticket.wait()
 
 
 @dataclass(frozen=True)
@@ -113,7 +136,8 @@ class Device:
 
     def ticket(self, events: Iterable[Event]) -> native.Ticket | None:
         """Makes a ticket that work of the core can be put behind: it finishes with ``events``. None when they are over."""
-        return None
+        tickets = [event.ticket for event in events if isinstance(event, Ticketed) and not event.done]
+        return native.joined(tickets) if tickets else None
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int, *, behind: Event = PAST) -> None:
         """Gives ``storage`` memory (called inside work of the queue ``in``), or takes it away, after all that was computed

@@ -139,8 +139,8 @@ class ParamUnit(UnitBuffers):
             self.arriving = self._device.put("in", copy, behind=[self._device.now()] if there else (), transfer=transfer)
             if self.is_sliced:
                 self.arriving = self._device.put("in", partial(self._gather_in, offered))
-            for shard in self.shards:
-                shard.lend(self.arriving)
+            for shard, lent in zip(self.shards, [pending.lent for pending in self._pending] or [None] * len(self.shards)):
+                shard.lend(lent if lent is not None else self.arriving)
         except BaseException:
             self._fail_gather()
             raise
@@ -179,9 +179,12 @@ class ParamUnit(UnitBuffers):
 
     def _gather_in(self, offered: int) -> None:
         """Gathers what the others have, behind what is here, in the same queue."""
-        gather = self._collectives.gather_in_node if self.has_second_slice else self._collectives.gather
-        for i, flat in enumerate(self.flats):
-            pending = gather(flat, f"{self.name} ({i})", offered=offered)
+        for i, (shard, flat) in enumerate(zip(self.shards, self.flats)):
+            what = f"{self.name} ({i})"
+            if self.has_second_slice:
+                pending = self._collectives.gather_in_node(flat, what, offered=offered)
+            else:
+                pending = self._collectives.gather(flat, what, offered=offered, home=shard.weight.region)
             if pending is not None:
                 self._pending.append(pending)
                 self._least_offered = pending.least_offered

@@ -75,8 +75,11 @@ class ArrayAllocator:
         self.past_host: PastHost | None = None
         self.staging: native.PinnedPool | None = None  # weights on their way to the device
 
-    def allocate(self, tier: Tier, dtype: torch.dtype, numel: int, what: str) -> StateArray:
-        """Allocates a zeroed array of ``numel`` elements at home on ``tier``. Raises CapacityError over the tier's budget."""
+    def allocate(
+        self, tier: Tier, dtype: torch.dtype, numel: int, what: str, *, shared: native.SharedRow | None = None
+    ) -> StateArray:
+        """Allocates a zeroed array of ``numel`` elements at home on ``tier``; in memory that ``shared`` shows to other ranks, where it is the
+        host's. Raises CapacityError over the tier's budget."""
         nbytes = numel * dtype.itemsize
         charge = self.ledger.reserve(tier, round_up(nbytes, native.BLOCK_NBYTES), what)  # memory comes in pages
         if tier is Tier.NVME:
@@ -87,16 +90,17 @@ class ArrayAllocator:
         if tier is Tier.DEVICE and not self.device.is_host:
             flat = self.device.zeros(numel, dtype, what)
         else:
-            region = self.make_region(nbytes)
+            region = self.make_region(nbytes, shared=shared)
             flat = native.tensor_at(region, region.address, numel, dtype)
         return StateArray(tier, dtype, numel, native.Extent.in_memory(flat.data_ptr(), nbytes, region), flat, charge, region)
 
-    def make_region(self, nbytes: int, *, copied: bool = True) -> native.Region:
-        """Makes page-aligned memory. ``copied``: by the device, with which it is registered. Every page is present when this
+    def make_region(self, nbytes: int, *, copied: bool = True, shared: native.SharedRow | None = None) -> native.Region:
+        """Makes page-aligned memory, of ``shared`` if that is given. ``copied``: by the device, with which it is registered. Every page is present when this
         returns or, of what comes before :meth:`open`, after :meth:`await_pages`: the kernel clears them while the values that will
         be in them are read and copied. A device registers pages that are there."""
         later = not self._is_open and self.device.is_host
-        region = native.Region(nbytes, huge_pages=True, touch_threads=0 if later else processors.for_pages())
+        make = native.Region if shared is None else shared.allocate
+        region = make(nbytes, huge_pages=True, touch_threads=0 if later else processors.for_pages())
         if later:
             self._absent.append(region)
         if copied:

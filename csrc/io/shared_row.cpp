@@ -1,0 +1,214 @@
+#include "io/shared_row.h"
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <climits>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <utility>
+
+#include "base/check.h"
+
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434  // of Linux 5.3, wherever the headers are older than that
+#endif
+
+namespace infinity {
+namespace {
+
+constexpr std::size_t kMostPosted = 1024;  // gathers that a rank may be ahead of the last one that all have taken
+constexpr std::size_t kPieceNbytes = 1024 * 1024;
+constexpr long kLookNanoseconds = 50'000'000;  // how long one waits between two looks at the others
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+// Numbers wrap around: a counter has come to a number when it is less than half of them behind.
+bool has_come(std::uint32_t counter, std::uint32_t number) { return static_cast<std::int32_t>(counter - number) >= 0; }
+
+long futex(const std::atomic<std::uint32_t>& word, int operation, std::uint32_t value, const timespec* limit) {
+  return syscall(SYS_futex, reinterpret_cast<const std::uint32_t*>(&word), operation, value, limit, nullptr, 0);
+}
+
+void advance(std::atomic<std::uint32_t>& counter, std::uint32_t number) {
+  counter.store(number, std::memory_order_release);
+  futex(counter, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+}  // namespace
+
+struct SharedRow::Header {
+  std::uint64_t token;
+  alignas(64) std::atomic<std::uint32_t> posted;
+  alignas(64) std::atomic<std::uint32_t> taken;
+  alignas(64) Posting postings[kMostPosted];
+};
+
+struct SharedRow::Mapped {
+  std::size_t place;
+  int process;
+  int exited;  // a descriptor that can be read once the process has ended
+  std::unique_ptr<Region> region;
+
+  Mapped(std::size_t place, int process, int exited) : place(place), process(process), exited(exited) {}
+  ~Mapped() { ::close(exited); }
+  const Header& header() const { return *reinterpret_cast<const Header*>(region->data()); }
+  bool has_ended() const {
+    pollfd asked{exited, POLLIN, 0};
+    return poll(&asked, 1, 0) > 0;
+  }
+};
+
+SharedRow::SharedRow(int threads) : pool_(threads) {
+  static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "a futex is the counter itself");
+  file_ = static_cast<int>(syscall(SYS_memfd_create, "infinity-weights", 1u /* MFD_CLOEXEC */));
+  if (file_ < 0) throw StorageError(errno, "", "cannot make a file in memory");
+  try {
+    front_ = allocate(sizeof(Header), false, 0);
+  } catch (...) {
+    ::close(file_);
+    throw;
+  }
+  std::random_device random;
+  auto* header = new (front_->data()) Header{};
+  header->token = (static_cast<std::uint64_t>(random()) << 32) | random();
+}
+
+SharedRow::~SharedRow() { close(); }
+
+std::shared_ptr<Region> SharedRow::allocate(std::size_t nbytes, bool huge_pages, int touch_threads) {
+  INFINITY_REQUIRE(others_.empty(), "what is shared is allocated before the ranks know of each other");
+  const std::size_t wanted = round_up(nbytes, kBlockNbytes);
+  // Huge pages lie on such borders in the file, too. What is skipped takes no memory.
+  const std::uint64_t begin = huge_pages && wanted >= kHugeNbytes ? round_up(nbytes_, kHugeNbytes) : nbytes_;
+  if (ftruncate(file_, static_cast<off_t>(begin + wanted)) != 0)
+    throw StorageError(errno, "", concat("cannot share ", wanted, " bytes of memory"));
+  auto region = std::make_shared<Region>(nbytes, huge_pages, touch_threads, FileRange{file_, begin, true});
+  offsets_[region->data()] = begin;
+  nbytes_ = begin + wanted;
+  return region;
+}
+
+SharedRow::Peer SharedRow::self() const {
+  return {process_, file_, reinterpret_cast<const Header*>(front_->data())->token, nbytes_};
+}
+
+void SharedRow::connect(const std::vector<Peer>& peers, std::size_t place) {
+  INFINITY_REQUIRE(place < peers.size() && peers[place].token == self().token, "place ", place, " is another rank's");
+  std::vector<std::unique_ptr<Mapped>> found;
+  for (std::size_t step = 1; step < peers.size(); ++step) {  // each begins with another one: not all read the same memory at once
+    const std::size_t other = (place + step) % peers.size();
+    const Peer& peer = peers[other];
+    const int exited = static_cast<int>(syscall(SYS_pidfd_open, peer.process, 0));
+    if (exited < 0) throw StorageError(errno, "", concat("process ", peer.process, " of rank ", other, " cannot be seen"));
+    auto mapped = std::make_unique<Mapped>(other, peer.process, exited);
+    const std::string path = concat("/proc/", peer.process, "/fd/", peer.file);
+    const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (file < 0) throw StorageError(errno, path, concat("the memory of rank ", other, " cannot be opened"));
+    try {
+      mapped->region = std::make_unique<Region>(peer.nbytes, true, 0, FileRange{file, 0, false});
+    } catch (...) {
+      ::close(file);
+      throw;
+    }
+    const bool whole = lseek(file, 0, SEEK_END) >= static_cast<off_t>(peer.nbytes);
+    ::close(file);
+    if (!whole || peer.nbytes < sizeof(Header) || mapped->header().token != peer.token)
+      throw StorageError(ESTALE, path, concat("what rank ", other, " named is not its memory"));
+    found.push_back(std::move(mapped));
+  }
+  place_ = place;
+  others_ = std::move(found);
+}
+
+bool SharedRow::owns(const Region& region) const { return offsets_.count(region.data()) != 0; }
+
+bool SharedRow::shares(const Region& region) const { return !others_.empty() && owns(region); }
+
+TicketPtr SharedRow::gather(std::uint64_t what, const std::byte* home, std::size_t nbytes, std::byte* whole,
+                            double patience_seconds) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  INFINITY_REQUIRE(!closing_ && !others_.empty(), "the ranks do not know of each other's memory, or no more");
+  const auto found = offsets_.find(home);
+  INFINITY_REQUIRE(found != offsets_.end(), "this memory is not shared");
+  const Posting mine{found->second, nbytes, what};
+  const std::uint32_t number = number_ + 1;
+  for (const auto& peer : others_)
+    INFINITY_CHECK(has_come(peer->header().taken.load(std::memory_order_acquire), number - kMostPosted), "more than ",
+                   kMostPosted, " gathers are under way");
+  auto ticket = std::make_shared<Ticket>(1);
+  post(number, mine);
+  number_ = number;
+  queue_.add(
+      [this, ticket, number, mine, whole, patience_seconds] {
+        std::exception_ptr error;
+        try {
+          take(number, mine, whole, patience_seconds);
+        } catch (...) {
+          error = std::current_exception();
+          failed_ = true;
+        }
+        ticket->part_done(error);
+      },
+      true);
+  return ticket;
+}
+
+void SharedRow::post(std::uint32_t number, const Posting& posting) {
+  auto* header = reinterpret_cast<Header*>(front_->data());
+  header->postings[number % kMostPosted] = posting;
+  advance(header->posted, number);
+}
+
+void SharedRow::take(std::uint32_t number, const Posting& mine, std::byte* whole, double patience_seconds) {
+  if (failed_) throw std::runtime_error("a gather through shared memory failed before");
+  const double deadline = now() + patience_seconds;
+  for (const auto& peer : others_) {
+    await(*peer, peer->header().posted, number, deadline);
+    const Posting theirs = peer->header().postings[number % kMostPosted];
+    if (theirs.what != mine.what || theirs.nbytes != mine.nbytes || theirs.offset > peer->region->nbytes() ||
+        theirs.nbytes > peer->region->nbytes() - theirs.offset)
+      throw std::runtime_error(concat("rank ", peer->place, " of this row shares ", theirs.nbytes, " bytes of another gather than the ",
+                                      mine.nbytes, " expected as number ", number));
+    const std::byte* from = peer->region->data() + theirs.offset;
+    std::byte* to = whole + peer->place * mine.nbytes;
+    pool_.for_range(0, mine.nbytes, kPieceNbytes,
+                    [&](std::size_t begin, std::size_t end) { std::memcpy(to + begin, from + begin, end - begin); });
+  }
+  advance(reinterpret_cast<Header*>(front_->data())->taken, number);
+  for (const auto& peer : others_) await(*peer, peer->header().taken, number, deadline);
+}
+
+void SharedRow::await(const Mapped& peer, const std::atomic<std::uint32_t>& counter, std::uint32_t number, double deadline) const {
+  const timespec look{0, kLookNanoseconds};
+  for (;;) {
+    const std::uint32_t seen = counter.load(std::memory_order_acquire);
+    if (has_come(seen, number)) return;
+    if (closing_) throw std::runtime_error("the row was closed");
+    if (futex(counter, FUTEX_WAIT, seen, &look) == 0 || errno == EAGAIN) continue;
+    if (has_come(counter.load(std::memory_order_acquire), number)) return;
+    if (peer.has_ended()) throw std::runtime_error(concat("process ", peer.process, " has ended"));
+    if (now() > deadline) throw std::runtime_error(concat("timed out waiting for process ", peer.process));
+  }
+}
+
+void SharedRow::close() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (closing_) return;
+    closing_ = true;
+  }
+  queue_.stop();
+  others_.clear();
+  offsets_.clear();
+  ::close(file_);
+}
+
+}  // namespace infinity

@@ -1,0 +1,42 @@
+"""Share homes: has the ranks of one machine read each other's weights where they lie, as far as the configuration and the machine let them."""
+
+from __future__ import annotations
+
+import logging
+
+from ..config.config import Config
+from ..distributed.collectives import Collectives
+from ..distributed.mesh import patience_seconds
+from ..distributed.shared_homes import SharedHomes, why_not
+from ..errors import ConfigError, StorageError
+from ..machine.device import Device
+from ..runtime.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+def share_homes(config: Config, device: Device, collectives: Collectives) -> None:
+    """Has the weights that are allocated from now on lie where the other ranks of this one's row can read them. Raises ConfigError where that is
+    asked for and cannot be."""
+    if config.share_homes is False or collectives.ranks.alone:
+        return
+    refusal = why_not(collectives.ranks, computes_on_host=device.is_host)
+    if not refusal:
+        try:
+            collectives.share_homes(SharedHomes(patience_seconds()))
+        except StorageError as error:
+            refusal = str(error)
+    _tell(config, refusal)
+
+
+def connect_homes(config: Config, engine: Engine, collectives: Collectives) -> None:
+    """Lets the ranks of a row read each other's weights, which are allocated. Raises ConfigError where that is asked for and cannot be."""
+    shards = [shard for unit in engine.units for shard in unit.shards if shard.collectives is collectives]
+    _tell(config, collectives.connect_homes([shard.weight_regions for shard in shards]))
+
+
+def _tell(config: Config, refusal: str) -> None:
+    if refusal and config.share_homes:
+        raise ConfigError(f"share_homes=True: {refusal}. Leave it out: then weights are gathered.")
+    if refusal:
+        logger.info("weights are not shared between ranks: %s", refusal)

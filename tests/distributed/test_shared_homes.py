@@ -1,0 +1,113 @@
+"""Shared homes: ranks of one machine read each other's weights where they lie: the same bits, from nobody who does not show them.
+
+What the memory itself does, with ranks that come late, differ or end, is in csrc/tests/shared_row.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import models
+import pytest
+import rank_jobs
+from ranks import Jobs
+
+import infinity
+from infinity.distributed.data_ranks import DataRanks
+from infinity.distributed.shared_homes import why_not
+
+pytestmark = pytest.mark.timeout(700)  # what the tests share takes minutes on a busy machine
+HOST: dict[str, Any] = {"config": {}}
+RUNS: dict[str, dict[str, Any]] = {
+    "host": HOST,
+    "device": {"config": {"params": "device", "optimizer": "device"}},
+    "gradients": {"config": {"shard": "gradients"}},
+    "ahead": {"config": {"speculate": True, "max_grad_norm": 1e6}},
+    "ahead in vain": {"config": {"speculate": True, "max_grad_norm": 1e-2}},
+    "parked": HOST,
+}
+REFUSALS = {"connect": "no entry", "kernel": "do not see each other", "weights": "other weights in memory"}
+
+
+@pytest.fixture(scope="module")
+def two(standing_ranks, tmp_path_factory) -> Mapping[str, list[Any]]:
+    folder = tmp_path_factory.mktemp("parked")
+    jobs: dict[str, dict] = {}
+    for name, run in RUNS.items():
+        for shares in (None, False):
+            jobs[f"trains:{name}-{shares}"] = run | {"config": run["config"] | {"share_homes": shares}}
+            if name == "parked":
+                jobs[f"trains:{name}-{shares}"]["parks"] = str(folder)
+    jobs |= {f"refused:{how}-{asked}": {"how": how, "asked": asked} for how in REFUSALS for asked in (True, False)}
+    jobs |= {f"held_back:{share}": {"share": share} for share in (True, False)}
+    jobs["trains:compressed"] = {"config": {"compress_gathers": True}}
+    return Jobs(standing_ranks(2), "sharing_jobs", jobs)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_weights_that_are_read_where_they_lie_have_the_bits_of_weights_that_were_sent(two, name):
+    """The same training with and without: the same weights on both ranks and in both runs, the same bytes counted, every gather the one way or
+    the other."""
+    shared, sent = two[f"trains:{name}-None"], two[f"trains:{name}-False"]
+    for rank in (0, 1):
+        assert not models.differing(shared[rank]["weights"], sent[0]["weights"])
+        assert not models.differing(sent[rank]["weights"], sent[0]["weights"])
+        assert shared[rank]["nbytes"] == sent[rank]["nbytes"] > 0
+        assert shared[rank]["ways"][1] == sent[rank]["ways"][0] - shared[rank]["ways"][0] > 0
+        assert sent[rank]["ways"][1] == 0
+
+
+def test_weights_that_pass_as_codes_are_sent(two):
+    assert all(of_rank["ways"][1] == 0 for of_rank in two["trains:compressed"])
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_ranks_that_cannot_read_each_other_send_their_weights(two, how):
+    """One rank finds that out, and both go on as without: with the same bits, and no memory shared."""
+    for of_rank in two[f"refused:{how}-False"]:
+        assert not any(of_rank["shares"])
+        assert not models.differing(of_rank["weights"], two[f"refused:{how}-False"][0]["weights"])
+    first = two["refused:connect-False"][0]["weights"]
+    assert not models.differing(two[f"refused:{how}-False"][0]["weights"], first)
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_what_was_asked_for_and_cannot_be_is_told_on_all_ranks(two, how):
+    for of_rank in two[f"refused:{how}-True"]:
+        assert REFUSALS[how] in of_rank["said"] and "share_homes=True" in of_rank["said"]
+
+
+def test_a_part_that_another_rank_is_to_read_does_not_change(two):
+    """What would update it comes behind the reading. The twin sends its part, and waits for nobody."""
+    assert two["held_back:True"][0]["free"] == [False, True]
+    assert two["held_back:False"][0]["free"] == [True]
+
+
+def test_what_cannot_be_shared_is_said():
+    """On a GPU, over several machines, where weights pass as codes, where there is one rank; the twin is a row on one machine."""
+
+    class Row:
+        ranks = (0, 1)
+
+    def ranks(**how: Any) -> DataRanks:
+        return DataRanks(**({"size": 2, "local_size": 2, "row": Row()} | how))
+
+    assert "GPU" in why_not(ranks(), computes_on_host=False)
+    assert "several machines" in why_not(ranks(local_size=1), computes_on_host=True)
+    assert "compress_gathers" in why_not(ranks(compresses=True), computes_on_host=True)
+    assert "whole" in why_not(DataRanks(), computes_on_host=True)
+    assert why_not(ranks(), computes_on_host=True) == ""
+
+
+@pytest.mark.parametrize("value", ["yes", 1.5, 3])
+def test_another_value_is_refused(value):
+    with pytest.raises(infinity.ConfigError, match="share_homes"):
+        infinity.Config(share_homes=value)
+
+
+def test_one_rank_shares_with_nobody():
+    """Asked for by a script that runs with any number of ranks: nothing is shared, and nothing is refused."""
+    model = rank_jobs.build()
+    model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host", "share_homes": True})
+    infinity.unwrap_model(model, optimizer)
