@@ -15,24 +15,28 @@ from ..runtime.engine import Engine
 logger = logging.getLogger(__name__)
 
 
-def share_homes(config: Config, device: Device, collectives: Collectives) -> None:
-    """Has the weights that are allocated from now on lie where the other ranks of this one's row can read them. Raises ConfigError where that is
-    asked for and cannot be."""
+def share_homes(config: Config, device: Device, collectives: Collectives) -> SharedHomes | None:
+    """Has the weights that are allocated from now on lie where the other ranks of this one's row can read them. Returns None where they cannot.
+    Raises ConfigError where that is asked for."""
     if config.share_homes is False or collectives.ranks.alone:
-        return
-    refusal = why_not(collectives.ranks, computes_on_host=device.is_host)
+        return None
+    homes, refusal = None, why_not(collectives.ranks, computes_on_host=device.is_host)
     if not refusal:
         try:
-            collectives.share_homes(SharedHomes(patience_seconds()))
+            homes = SharedHomes(patience_seconds())
+            collectives.share_homes(homes)
         except StorageError as error:
             refusal = str(error)
     _tell(config, refusal)
+    return homes
 
 
-def connect_homes(config: Config, engine: Engine, collectives: Collectives) -> None:
-    """Lets the ranks of a row read each other's weights, which are allocated. Raises ConfigError where that is asked for and cannot be."""
-    shards = [shard for unit in engine.units for shard in unit.shards if shard.collectives is collectives]
-    _tell(config, collectives.connect_homes([shard.weight_regions for shard in shards]))
+def connect_homes(config: Config, homes: SharedHomes | None, engine: Engine) -> None:
+    """Lets the ranks of a row read each other's weights in ``homes``, which are allocated. Raises ConfigError where that is asked for and cannot
+    be."""
+    if homes is not None:
+        shards = [shard for unit in engine.units for shard in unit.shards if shard.collectives is engine.collectives]
+        _tell(config, homes.connect(engine.collectives, [shard.weight_regions for shard in shards]))
 
 
 def _tell(config: Config, refusal: str) -> None:

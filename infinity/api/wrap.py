@@ -173,10 +173,10 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
                 _check_micro_batch(model, groups)
             units = [ParamUnit(i, group.name, s, device) for i, (group, s) in enumerate(zip(groups, shards))]
             sizes = [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
-            share_homes(config, device, collectives)
+            homes = share_homes(config, device, collectives)
             engine = Engine(config, plan, units, sizes, stepping=optimizer is not None, device=device, collectives=collectives)
         with collectives.together("sharing weights"):
-            connect_homes(config, engine, collectives)
+            connect_homes(config, homes, engine)
         with collectives.together("sending the values home"):
             materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real
             before.materialized = materialized

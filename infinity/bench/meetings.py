@@ -7,6 +7,7 @@ and not by arithmetic. Processes outnumber the cores, so that the processor seco
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from .settings import Settings
 RANKS = (8, 16, 32)
 LATENCY_SECONDS, LATENCY_RANKS = 5e-3, 8
 WIDTH, BATCH, STEPS = 128, 4, 1
+PAIRS = 6  # of turns in a round: a turn is short, and a busy moment hits one of them
 BLOCKS, FEW_BLOCKS = 12, 6  # the second for 32 processes, or a small scale: then meetings weigh more
 
 
@@ -89,7 +91,9 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     blocks = BLOCKS if scale >= 1 and dist.get_world_size() < 32 else FEW_BLOCKS
     model: Any = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(blocks)])
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    model, optimizer = infinity.wrap_model(model, optimizer, {"params": "host", "optimizer": "host", "units": ["Linear"]})
+    # Weights are sent, as between machines.
+    config = {"params": "host", "optimizer": "host", "units": ["Linear"], "share_homes": False}
+    model, optimizer = infinity.wrap_model(model, optimizer, config)
     batch, met = torch.randn(BATCH, WIDTH), 0
     begin = Meeting._begin
 
@@ -103,13 +107,17 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
 
-    def stepping(name: str) -> Callable[[], None]:
-        def run() -> None:
-            dist.barrier()
+    def stepping(name: str) -> Callable[[], Times]:
+        def run() -> Times:
             with _way(name):
+                step()  # at the end of a step is agreed how the next one goes: this one's way is the last turn's
+                wrapped(model).engine.wait_idle()
+                dist.barrier()
+                cpu, start = time.process_time(), time.perf_counter()
                 for _ in range(STEPS):
                     step()
-            wrapped(model).engine.wait_idle()
+                wrapped(model).engine.wait_idle()
+                return Times([time.perf_counter() - start], [time.process_time() - cpu])
 
         return run
 
@@ -117,7 +125,7 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
         step()
     with mock.patch.object(Meeting, "_begin", counting):
         step()
-    times = alternate({name: stepping(name) for name in ("ours", "none", "each")}, 8 * rounds, warm_up=1)
+    times = alternate({name: stepping(name) for name in ("ours", "none", "each")}, PAIRS * rounds, warm_up=1)
     return _told(times, STEPS * BATCH * dist.get_world_size(), met)
 
 

@@ -65,10 +65,6 @@ class Collectives(Exchanges):
         """Where weights lie that the row's ranks share."""
         return self._shared.row if self._shared is not None else None
 
-    def connect_homes(self, regions: Sequence[Sequence[native.Region | None]]) -> str:
-        """Lets the row's ranks read each other's weights as :meth:`SharedHomes.connect` does; returns why not."""
-        return self._shared.connect(self, regions) if self._shared is not None else ""
-
     def close(self) -> None:
         """Ends what was made for this job."""
         if self._shared is not None:

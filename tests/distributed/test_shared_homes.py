@@ -109,5 +109,7 @@ def test_another_value_is_refused(value):
 def test_one_rank_shares_with_nobody():
     """Asked for by a script that runs with any number of ranks: nothing is shared, and nothing is refused."""
     model = rank_jobs.build()
-    model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host", "share_homes": True})
+    model, optimizer = infinity.wrap_model(
+        model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host", "share_homes": True}
+    )
     infinity.unwrap_model(model, optimizer)
