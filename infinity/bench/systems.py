@@ -106,7 +106,7 @@ def ours(job: Job) -> Running:
     from ..machine import disk_profile
     from ..runtime.registry import wrapped
 
-    home = job.args.system.removeprefix("infinity_")
+    home = job.args.system.removeprefix("infinity_").removesuffix("_sent")
     if "RANK" in os.environ:
         torch.distributed.init_process_group("gloo")
     model = make_model(job.args.size)
@@ -116,6 +116,7 @@ def ours(job: Job) -> Running:
     if job.args.units_at_once:
         config["micro_batch"] = job.args.batch
     config["speculate"] = job.args.speculate
+    config["share_homes"] = False if job.args.system.endswith("_sent") else None
     model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-4), config)
 
     def step() -> None:
@@ -233,6 +234,6 @@ def _one_process() -> None:
 
 SYSTEMS: dict[str, Callable[[Job], Running]] = {
     "compute": compute, "plain": plain, "infinity_device": ours, "infinity_host": ours, "infinity_nvme": ours, "fsdp2_cpu": fsdp,
-    "fsdp2": fsdp,
+    "infinity_host_sent": ours, "fsdp2": fsdp,
     "deepspeed_cpu": deepspeed, "deepspeed_nvme": deepspeed, "deepspeed_nvme_tuned": deepspeed,
 }  # fmt: skip
