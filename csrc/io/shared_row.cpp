@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/spawn.h"
 
 #ifndef SYS_pidfd_open
 #define SYS_pidfd_open 434  // of Linux 5.3, wherever the headers are older than that
@@ -42,6 +43,16 @@ void advance(std::atomic<std::uint32_t>& counter, std::uint32_t number) {
   futex(counter, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
+int make_file() {
+  constexpr unsigned kCloseOnExec = 1, kNotExecutable = 8;
+  for (const unsigned flags : {kCloseOnExec | kNotExecutable, kCloseOnExec}) {  // the second of Linux 6.3 and later
+    const int file = static_cast<int>(syscall(SYS_memfd_create, "infinity-weights", flags));
+    if (file >= 0) return file;
+    if (errno != EINVAL) break;
+  }
+  throw StorageError(errno, "", "cannot make a file in memory");
+}
+
 }  // namespace
 
 struct SharedRow::Header {
@@ -52,12 +63,15 @@ struct SharedRow::Header {
 };
 
 struct SharedRow::Mapped {
-  std::size_t place;
-  int process;
-  int exited;  // a descriptor that can be read once the process has ended
+  const std::size_t place;
+  const int process;
+  const int exited;  // a descriptor that can be read once the process has ended
   std::unique_ptr<Region> region;
 
-  Mapped(std::size_t place, int process, int exited) : place(place), process(process), exited(exited) {}
+  Mapped(std::size_t place, int process)
+      : place(place), process(process), exited(static_cast<int>(syscall(SYS_pidfd_open, process, 0))) {
+    if (exited < 0) throw StorageError(errno, "", concat("process ", process, " of rank ", place, " cannot be seen"));
+  }
   ~Mapped() { ::close(exited); }
   const Header& header() const { return *reinterpret_cast<const Header*>(region->data()); }
   bool has_ended() const {
@@ -68,30 +82,30 @@ struct SharedRow::Mapped {
 
 SharedRow::SharedRow(int threads) : pool_(threads) {
   static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "a futex is the counter itself");
-  file_ = static_cast<int>(syscall(SYS_memfd_create, "infinity-weights", 1u /* MFD_CLOEXEC */));
-  if (file_ < 0) throw StorageError(errno, "", "cannot make a file in memory");
+  file_ = make_file();
   try {
     front_ = allocate(sizeof(Header), false, 0);
+    std::random_device random;
+    auto* header = new (front_->data()) Header{};
+    header->token = (static_cast<std::uint64_t>(random()) << 32) | random();
+    if (!try_spawn(thread_, [this] { serve(); })) throw StorageError(EAGAIN, "", "the system has no thread to give");
   } catch (...) {
-    ::close(file_);
+    close_file();
     throw;
   }
-  std::random_device random;
-  auto* header = new (front_->data()) Header{};
-  header->token = (static_cast<std::uint64_t>(random()) << 32) | random();
 }
 
 SharedRow::~SharedRow() { close(); }
 
 std::shared_ptr<Region> SharedRow::allocate(std::size_t nbytes, bool huge_pages, int touch_threads) {
-  INFINITY_REQUIRE(others_.empty(), "what is shared is allocated before the ranks know of each other");
+  INFINITY_REQUIRE(others_.empty() && file_ >= 0, "what is shared is allocated before the ranks know of each other");
   const std::size_t wanted = round_up(nbytes, kBlockNbytes);
   // Huge pages lie on such borders in the file, too. What is skipped takes no memory.
   const std::uint64_t begin = huge_pages && wanted >= kHugeNbytes ? round_up(nbytes_, kHugeNbytes) : nbytes_;
   if (ftruncate(file_, static_cast<off_t>(begin + wanted)) != 0)
     throw StorageError(errno, "", concat("cannot share ", wanted, " bytes of memory"));
   auto region = std::make_shared<Region>(nbytes, huge_pages, touch_threads, FileRange{file_, begin, true});
-  offsets_[region->data()] = begin;
+  allocated_[region->data()] = {region, begin};
   nbytes_ = begin + wanted;
   return region;
 }
@@ -101,26 +115,24 @@ SharedRow::Peer SharedRow::self() const {
 }
 
 void SharedRow::connect(const std::vector<Peer>& peers, std::size_t place) {
-  INFINITY_REQUIRE(place < peers.size() && peers[place].token == self().token, "place ", place, " is another rank's");
+  INFINITY_REQUIRE(front_ && place < peers.size() && peers[place].token == self().token, "place ", place, " is another rank's");
   std::vector<std::unique_ptr<Mapped>> found;
   for (std::size_t step = 1; step < peers.size(); ++step) {  // each begins with another one: not all read the same memory at once
     const std::size_t other = (place + step) % peers.size();
     const Peer& peer = peers[other];
-    const int exited = static_cast<int>(syscall(SYS_pidfd_open, peer.process, 0));
-    if (exited < 0) throw StorageError(errno, "", concat("process ", peer.process, " of rank ", other, " cannot be seen"));
-    auto mapped = std::make_unique<Mapped>(other, peer.process, exited);
+    auto mapped = std::make_unique<Mapped>(other, peer.process);
     const std::string path = concat("/proc/", peer.process, "/fd/", peer.file);
     const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
     if (file < 0) throw StorageError(errno, path, concat("the memory of rank ", other, " cannot be opened"));
+    const bool whole = lseek(file, 0, SEEK_END) >= static_cast<off_t>(peer.nbytes) && peer.nbytes >= sizeof(Header);
     try {
-      mapped->region = std::make_unique<Region>(peer.nbytes, true, 0, FileRange{file, 0, false});
+      if (whole) mapped->region = std::make_unique<Region>(peer.nbytes, true, 0, FileRange{file, 0, false});
     } catch (...) {
       ::close(file);
       throw;
     }
-    const bool whole = lseek(file, 0, SEEK_END) >= static_cast<off_t>(peer.nbytes);
     ::close(file);
-    if (!whole || peer.nbytes < sizeof(Header) || mapped->header().token != peer.token)
+    if (!whole || mapped->header().token != peer.token)
       throw StorageError(ESTALE, path, concat("what rank ", other, " named is not its memory"));
     found.push_back(std::move(mapped));
   }
@@ -128,7 +140,10 @@ void SharedRow::connect(const std::vector<Peer>& peers, std::size_t place) {
   others_ = std::move(found);
 }
 
-bool SharedRow::owns(const Region& region) const { return offsets_.count(region.data()) != 0; }
+bool SharedRow::owns(const Region& region) const {
+  const auto found = allocated_.find(region.data());
+  return found != allocated_.end() && found->second.region.lock().get() == &region;
+}
 
 bool SharedRow::shares(const Region& region) const { return !others_.empty() && owns(region); }
 
@@ -136,29 +151,50 @@ TicketPtr SharedRow::gather(std::uint64_t what, const std::byte* home, std::size
                             double patience_seconds) {
   std::lock_guard<std::mutex> lock(mutex_);
   INFINITY_REQUIRE(!closing_ && !others_.empty(), "the ranks do not know of each other's memory, or no more");
-  const auto found = offsets_.find(home);
-  INFINITY_REQUIRE(found != offsets_.end(), "this memory is not shared");
-  const Posting mine{found->second, nbytes, what};
+  const auto found = allocated_.find(home);
+  INFINITY_REQUIRE(home == nullptr || (found != allocated_.end() && !found->second.region.expired()), "this memory is not shared");
+  INFINITY_REQUIRE(nbytes <= nbytes_, nbytes, " bytes are more than what is shared");
   const std::uint32_t number = number_ + 1;
   for (const auto& peer : others_)
     INFINITY_CHECK(has_come(peer->header().taken.load(std::memory_order_acquire), number - kMostPosted), "more than ",
                    kMostPosted, " gathers are under way");
-  auto ticket = std::make_shared<Ticket>(1);
-  post(number, mine);
+  const Posting mine{home == nullptr ? 0 : found->second.offset, nbytes, what};
+  jobs_.push_back({number, mine, whole, patience_seconds, std::make_shared<Ticket>(1)});
   number_ = number;
-  queue_.add(
-      [this, ticket, number, mine, whole, patience_seconds] {
-        std::exception_ptr error;
-        try {
-          take(number, mine, whole, patience_seconds);
-        } catch (...) {
-          error = std::current_exception();
-          failed_ = true;
-        }
-        ticket->part_done(error);
-      },
-      true);
-  return ticket;
+  post(number, mine);  // nothing can fail from here on
+  told_.notify_one();
+  return jobs_.back().ticket;
+}
+
+std::vector<TicketPtr> SharedRow::writing_to(Span memory) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<TicketPtr> found;
+  for (const Job& job : jobs_)
+    if (job.whole < memory.data + memory.nbytes && memory.data < job.whole + (others_.size() + 1) * job.mine.nbytes)
+      found.push_back(job.ticket);
+  return found;
+}
+
+void SharedRow::serve() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    told_.wait(lock, [this] { return closing_ || !jobs_.empty(); });
+    if (jobs_.empty()) return;
+    const Job job = jobs_.front();
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      take(job);
+    } catch (...) {
+      error = std::current_exception();
+      failed_ = true;
+    }
+    lock.lock();
+    jobs_.pop_front();
+    lock.unlock();
+    job.ticket->part_done(error);
+    lock.lock();
+  }
 }
 
 void SharedRow::post(std::uint32_t number, const Posting& posting) {
@@ -167,23 +203,24 @@ void SharedRow::post(std::uint32_t number, const Posting& posting) {
   advance(header->posted, number);
 }
 
-void SharedRow::take(std::uint32_t number, const Posting& mine, std::byte* whole, double patience_seconds) {
+void SharedRow::take(const Job& job) {
   if (failed_) throw std::runtime_error("a gather through shared memory failed before");
-  const double deadline = now() + patience_seconds;
+  const Posting& mine = job.mine;
+  const double deadline = now() + job.patience_seconds;
   for (const auto& peer : others_) {
-    await(*peer, peer->header().posted, number, deadline);
-    const Posting theirs = peer->header().postings[number % kMostPosted];
+    await(*peer, peer->header().posted, job.number, deadline);
+    const Posting theirs = peer->header().postings[job.number % kMostPosted];
     if (theirs.what != mine.what || theirs.nbytes != mine.nbytes || theirs.offset > peer->region->nbytes() ||
         theirs.nbytes > peer->region->nbytes() - theirs.offset)
       throw std::runtime_error(concat("rank ", peer->place, " of this row shares ", theirs.nbytes, " bytes of another gather than the ",
-                                      mine.nbytes, " expected as number ", number));
+                                      mine.nbytes, " expected as number ", job.number));
     const std::byte* from = peer->region->data() + theirs.offset;
-    std::byte* to = whole + peer->place * mine.nbytes;
+    std::byte* to = job.whole + peer->place * mine.nbytes;
     pool_.for_range(0, mine.nbytes, kPieceNbytes,
                     [&](std::size_t begin, std::size_t end) { std::memcpy(to + begin, from + begin, end - begin); });
   }
-  advance(reinterpret_cast<Header*>(front_->data())->taken, number);
-  for (const auto& peer : others_) await(*peer, peer->header().taken, number, deadline);
+  advance(reinterpret_cast<Header*>(front_->data())->taken, job.number);
+  for (const auto& peer : others_) await(*peer, peer->header().taken, job.number, deadline);
 }
 
 void SharedRow::await(const Mapped& peer, const std::atomic<std::uint32_t>& counter, std::uint32_t number, double deadline) const {
@@ -193,22 +230,31 @@ void SharedRow::await(const Mapped& peer, const std::atomic<std::uint32_t>& coun
     if (has_come(seen, number)) return;
     if (closing_) throw std::runtime_error("the row was closed");
     if (futex(counter, FUTEX_WAIT, seen, &look) == 0 || errno == EAGAIN) continue;
+    const bool has_ended = peer.has_ended();  // before the counter is read again: what it did last counts
     if (has_come(counter.load(std::memory_order_acquire), number)) return;
-    if (peer.has_ended()) throw std::runtime_error(concat("process ", peer.process, " has ended"));
+    if (has_ended) throw std::runtime_error(concat("process ", peer.process, " has ended"));
     if (now() > deadline) throw std::runtime_error(concat("timed out waiting for process ", peer.process));
   }
 }
 
+void SharedRow::close_file() {
+  if (file_ >= 0) ::close(file_);
+  file_ = -1;
+}
+
 void SharedRow::close() {
+  if (!is_ours()) return;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closing_) return;
     closing_ = true;
   }
-  queue_.stop();
+  told_.notify_all();
+  for (std::thread& thread : thread_) thread.join();
   others_.clear();
-  offsets_.clear();
-  ::close(file_);
+  allocated_.clear();
+  front_.reset();
+  close_file();
 }
 
 }  // namespace infinity

@@ -12,18 +12,20 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <string>
+#include <thread>
 #include <vector>
 
 #include <unistd.h>
 
+#include "base/span.h"
 #include "base/thread_pool.h"
-#include "base/work_queue.h"
 #include "io/ticket.h"
 #include "memory/region.h"
 
@@ -39,14 +41,14 @@ class SharedRow {
     std::uint64_t nbytes;  // of the file
   };
 
-  // Makes the file. Throws StorageError where the system has none to give. `threads` copy.
+  // Makes the file. Throws StorageError where the system has none to give, or no thread. `threads` copy.
   explicit SharedRow(int threads);
   ~SharedRow();
   SharedRow(const SharedRow&) = delete;
   SharedRow& operator=(const SharedRow&) = delete;
   bool is_ours() const { return process_ == getpid(); }
 
-  // Makes a region of the file, zeroed. Before `connect`.
+  // Makes a region of the file, zeroed. Before `connect`. Throws StorageError where the system gives no more.
   std::shared_ptr<Region> allocate(std::size_t nbytes, bool huge_pages, int touch_threads);
 
   // What to tell the others, once everything is allocated.
@@ -56,6 +58,9 @@ class SharedRow {
   // one cannot be: another user's, in another container, on another machine.
   void connect(const std::vector<Peer>& peers, std::size_t place);
 
+  // Closes this rank's file, once all have mapped it: a forked child would keep its memory. A second call does nothing.
+  void close_file();
+
   // Whether `region` was allocated here.
   bool owns(const Region& region) const;
 
@@ -63,9 +68,12 @@ class SharedRow {
   bool shares(const Region& region) const;
 
   // Starts a gather of `nbytes` from each rank into `whole`, in the order of the row. This rank's part is at `home`, the beginning of a region that
-  // it shares, and is in `whole` already. `what` is the same on all ranks. The ticket finishes when all have copied all; with an
-  // error where another rank's process ends, posts something else, or does not come within `patience_seconds`.
+  // it shares, and is in `whole` already; null where nobody uses what comes. `what` is the same on all ranks. The ticket finishes when all have
+  // copied all; with an error where another rank's process ends, posts something else, or does not come within `patience_seconds`.
   TicketPtr gather(std::uint64_t what, const std::byte* home, std::size_t nbytes, std::byte* whole, double patience_seconds);
+
+  // The tickets of the gathers that still write to a part of `memory`.
+  std::vector<TicketPtr> writing_to(Span memory) const;
 
   // Ends what is under way, with an error, and lets the files go. Nothing is gathered afterwards.
   void close();
@@ -76,24 +84,38 @@ class SharedRow {
   struct Posting {
     std::uint64_t offset, nbytes, what;
   };
+  struct Job {
+    std::uint32_t number;
+    Posting mine;
+    std::byte* whole;
+    double patience_seconds;
+    TicketPtr ticket;
+  };
+  struct Allocated {
+    std::weak_ptr<Region> region;
+    std::uint64_t offset;
+  };
 
+  void serve();
   void post(std::uint32_t number, const Posting& posting);
-  void take(std::uint32_t number, const Posting& mine, std::byte* whole, double patience_seconds);
+  void take(const Job& job);
   void await(const Mapped& peer, const std::atomic<std::uint32_t>& counter, std::uint32_t number, double deadline) const;
 
   const int process_ = getpid();
   int file_ = -1;
   std::uint64_t nbytes_ = 0;
   std::shared_ptr<Region> front_;  // the header's
-  std::map<const std::byte*, std::uint64_t> offsets_;  // of the regions in the file
+  std::map<const std::byte*, Allocated> allocated_;  // the regions in the file, by address
   std::size_t place_ = 0;
   std::vector<std::unique_ptr<Mapped>> others_;  // those after this rank, then those before
   std::uint32_t number_ = 0;
   std::atomic<bool> closing_{false};
-  bool failed_ = false;  // used on the thread of the queue alone
-  std::mutex mutex_;
+  bool failed_ = false;  // used on the thread alone
   ThreadPool pool_;
-  WorkQueue queue_{1};
+  mutable std::mutex mutex_;
+  std::condition_variable told_;
+  std::deque<Job> jobs_;  // the first is under way
+  std::vector<std::thread> thread_;  // one
 };
 
 }  // namespace infinity

@@ -6,6 +6,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <fstream>
+#include <iterator>
+#include <string>
 
 #include "base/check.h"
 #include "base/spawn.h"
@@ -20,12 +23,21 @@ namespace infinity {
 namespace {
 constexpr std::size_t kMaxNbytes = std::size_t{1} << 47;  // of a process's address space
 
-// Faults the pages in and changes no byte of them.
-void fault_in(std::byte* data, std::size_t nbytes) {
-  if (madvise(data, nbytes, MADV_POPULATE_WRITE) == 0) return;
+// Faults the pages in and changes no byte of them. Returns the error of shared memory that the kernel has not: touching it would end the process.
+int fault_in(std::byte* data, std::size_t nbytes, bool shared) {
+  if (madvise(data, nbytes, MADV_POPULATE_WRITE) == 0) return 0;
+  if (shared && errno != EINVAL) return errno;
   // A kernel before 5.14. An atomic "or" with nothing loses no byte that somebody writes at the same time.
   for (std::size_t at = 0; at < nbytes; at += kBlockNbytes)
     __atomic_fetch_or(reinterpret_cast<unsigned char*>(data + at), 0, __ATOMIC_RELAXED);
+  return 0;
+}
+
+// Whether the kernel gives huge pages to shared memory that asks for them: a setting of its own, which is off unless somebody set it.
+bool shares_huge_pages() {
+  std::ifstream file("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+  const std::string said{std::istreambuf_iterator<char>(file), {}};
+  return said.find("[never]") == std::string::npos && said.find("[deny]") == std::string::npos && !said.empty();
 }
 }
 
@@ -36,7 +48,8 @@ Region::Region(std::size_t nbytes, bool huge_pages, int touch_threads, FileRange
   // A huge page needs a 2 MiB-aligned address: over-reserve address space (not memory) and trim both ends.
   const bool aligned = huge_pages && nbytes_ >= kHugeNbytes;
   const std::size_t slack = aligned ? kHugeNbytes : 0;
-  void* address = mmap(nullptr, nbytes_ + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const int reserved = shared_ ? PROT_NONE : PROT_READ | PROT_WRITE;
+  void* address = mmap(nullptr, nbytes_ + slack, reserved, MAP_PRIVATE | MAP_ANONYMOUS | (shared_ ? MAP_NORESERVE : 0), -1, 0);
   if (address == MAP_FAILED) throw StorageError(errno, "", concat("cannot map ", nbytes_, " bytes of host memory"));
   data_ = static_cast<std::byte*>(address);
   if (aligned) {
@@ -54,7 +67,7 @@ Region::Region(std::size_t nbytes, bool huge_pages, int touch_threads, FileRange
       throw StorageError(refused, "", concat("cannot map ", nbytes_, " bytes of shared memory"));
     }
   }
-  if (aligned) huge_pages_ = madvise(data_, nbytes_, MADV_HUGEPAGE) == 0;
+  if (aligned) huge_pages_ = madvise(data_, nbytes_, MADV_HUGEPAGE) == 0 && (!shared_ || shares_huge_pages());
   // A fork would copy every page that is registered with a ring or a driver, for a child that has no use for any.
   madvise(data_, nbytes_, MADV_DONTFORK);
   if (touch_threads > 0) populate(touch_threads);
@@ -85,11 +98,13 @@ Region::~Region() {
 
 void Region::populate(int threads, const std::atomic<bool>* stopped) {
   ThreadPool pool(threads);
+  std::atomic<int> refused{0};
   pool.for_range(0, nbytes_, kHugeNbytes, [&](std::size_t begin, std::size_t end) {
     // Huge page by huge page: each call holds the lock that mapping and unmapping anything in this process needs.
-    for (std::size_t at = begin; at < end && !(stopped && *stopped); at += kHugeNbytes)
-      fault_in(data_ + at, std::min(kHugeNbytes, end - at));
+    for (std::size_t at = begin; at < end && !refused && !(stopped && *stopped); at += kHugeNbytes)
+      if (const int error = fault_in(data_ + at, std::min(kHugeNbytes, end - at), shared_)) refused = error;
   });
+  if (refused) throw StorageError(refused, "", concat("cannot have ", nbytes_, " bytes of shared memory"));
 }
 
 Pages::Pages(std::vector<std::shared_ptr<Region>> regions, int threads) : regions_(std::move(regions)) {

@@ -45,7 +45,7 @@ class Region {
   bool pinned() const { return driver_ != nullptr; }
 
   // `threads` threads fault every page in before this returns. What is in the memory stays, and so does what somebody
-  // writes to it meanwhile. Ends early once `stopped` is set.
+  // writes to it meanwhile. Ends early once `stopped` is set. Throws StorageError where the kernel has no shared memory left.
   void populate(int threads, const std::atomic<bool>* stopped = nullptr);
 
   // Gives the pages back to the kernel; the addresses stay, and read as zeros until they are written to. What was pinned is not any

@@ -376,6 +376,7 @@ void bind_shared_row(py::module_& m) {
             row.connect(peers, place);
           },
           py::arg("peers"), py::arg("place"))
+      .def("close_file", &SharedRow::close_file)
       .def("owns", &SharedRow::owns, py::arg("region"))
       .def("shares", &SharedRow::shares, py::arg("region"))
       .def(
@@ -385,6 +386,10 @@ void bind_shared_row(py::module_& m) {
             return row.gather(what, at(home), nbytes, at(whole), patience_seconds);
           },
           py::arg("what"), py::arg("home"), py::arg("nbytes"), py::arg("whole"), py::arg("patience_seconds"))
+      .def(
+          "writing_to",
+          [](const SharedRow& row, Address address, std::size_t nbytes) { return row.writing_to({at(address), nbytes}); },
+          py::arg("address"), py::arg("nbytes"))
       .def("close", &SharedRow::close, py::call_guard<py::gil_scoped_release>());
 }
 

@@ -7,7 +7,7 @@ import logging
 from ..config.config import Config
 from ..distributed.collectives import Collectives
 from ..distributed.mesh import patience_seconds
-from ..distributed.shared_homes import SharedHomes, why_not
+from ..distributed.shared_homes import SharedHomes, agree_to_share, why_not
 from ..errors import ConfigError, StorageError
 from ..machine.device import Device
 from ..runtime.engine import Engine
@@ -16,31 +16,38 @@ logger = logging.getLogger(__name__)
 
 
 def share_homes(config: Config, device: Device, collectives: Collectives) -> SharedHomes | None:
-    """Has the weights that are allocated from now on lie where the other ranks of this one's row can read them. Returns None where they cannot.
-    Raises ConfigError where that is asked for."""
-    if config.share_homes is False or collectives.ranks.alone:
+    """Has the weights that are allocated from now on lie where the other ranks of this one's row can read them. Every rank comes. Returns None
+    where they cannot. Raises ConfigError where that is asked for."""
+    if config.share_homes is False or collectives.ranks.row is None:  # the same on all ranks
         return None
     homes, refusal = None, why_not(collectives.ranks, computes_on_host=device.is_host)
     if not refusal:
         try:
             homes = SharedHomes(patience_seconds())
-            collectives.share_homes(homes)
         except StorageError as error:
             refusal = str(error)
-    _tell(config, refusal)
+    refusal = agree_to_share(collectives, refusal)
+    if refusal:
+        if homes is not None:
+            homes.close()
+        _tell(config, refusal)
+        return None
+    collectives.share_homes(homes)
     return homes
 
 
 def connect_homes(config: Config, homes: SharedHomes | None, engine: Engine) -> None:
-    """Lets the ranks of a row read each other's weights in ``homes``, which are allocated. Raises ConfigError where that is asked for and cannot
-    be."""
+    """Lets the ranks of a row read each other's weights in ``homes``, which are allocated. Every rank comes. Raises ConfigError where that is
+    asked for and cannot be."""
     if homes is not None:
         shards = [shard for unit in engine.units for shard in unit.shards if shard.collectives is engine.collectives]
-        _tell(config, homes.connect(engine.collectives, [shard.weight_regions for shard in shards]))
+        refusal = homes.connect(engine.collectives, [shard.weight_regions for shard in shards])
+        if refusal:
+            engine.collectives.share_homes(None)
+            _tell(config, refusal)
 
 
 def _tell(config: Config, refusal: str) -> None:
-    if refusal and config.share_homes:
+    if config.share_homes:
         raise ConfigError(f"share_homes=True: {refusal}. Leave it out: then weights are gathered.")
-    if refusal:
-        logger.info("weights are not shared between ranks: %s", refusal)
+    logger.info("weights are not shared between ranks: %s", refusal)

@@ -1,14 +1,14 @@
 """SharedHomes: lets the ranks of one machine read each other's weights at home, where a gather would send every byte to every rank.
 
-What is agreed on stays as it is: a gather through shared memory is one of the collectives of its row, in their order, met for or in lockstep. Only
-its bytes take another way: each rank says where its part lies, and copies the others'. The part does not change until all have copied it.
+What is agreed on stays as it is: a gather through shared memory is one of the collectives of its row, in their order, met for or in lockstep.
+Only its bytes take another way: each rank says where its part lies, and copies the others'. The part does not change until all have copied it.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -43,53 +43,73 @@ class Gathering(dist.Work):
 
 
 class SharedHomes:
-    """The weights of this rank that the other ranks of its row can read, and theirs. Used from the thread that runs the model."""
+    """The weights of this rank that the other ranks of its row can read, and theirs. Used from the thread that runs the model.
+
+    Raises StorageError where the system does not let memory be shared.
+    """
 
     def __init__(self, patience_seconds: float):
-        self.row = native.SharedRow(processors.for_pages())
+        self._row = native.SharedRow(processors.for_pages())
         self._patience_seconds = patience_seconds
-        self._under_way: deque[tuple[native.Ticket, torch.Tensor]] = deque()  # what a thread of the core writes to
+        self._common: set[int] = set()  # addresses of what all ranks share
+        self._targets: deque[torch.Tensor] = deque()  # what a thread of the core writes to
+
+    def make_region(self, nbytes: int, *, huge_pages: bool, touch_threads: int) -> native.Region:
+        """Makes memory that can be shared; the process's own where the system gives no other, so that it is not."""
+        try:
+            return self._row.allocate(nbytes, huge_pages, touch_threads)
+        except StorageError:
+            return native.Region(nbytes, huge_pages, touch_threads)
 
     def connect(self, exchanges: Exchanges, regions: Sequence[Sequence[native.Region | None]]) -> str:
-        """Makes the others' weights readable here, and this rank's there, once they are allocated. Every rank of the row comes with the ``regions``
-        of each of its shards. Returns why that cannot be, the same on all of them, and then nothing is shared; empty where it can."""
-        among = [exchanges.ranks.row] if exchanges.ranks.row is not None else []
-        ours = [all(region is not None and self.row.owns(region) for region in of_shard) for of_shard in regions]
-        everyones = exchanges.collect((running_kernel(), ours, self.row.self()), "where weights lie", among)
-        refusal = ""
-        if len({kernel for kernel, _, _ in everyones}) > 1 or not everyones[0][0]:
-            refusal = "the ranks do not see each other's processes"
-        elif any(theirs != ours for _, theirs, _ in everyones):
-            refusal = "the ranks have other weights in memory"
-        else:
+        """Makes the others' weights readable here, and this rank's there, once they are allocated. Every rank of the row comes, with the
+        ``regions`` of each of its shards; what all have in memory is shared. Returns why nothing is, the same on all of them, or ""."""
+        among = [exchanges.ranks.row]
+        ours = [all(region is not None and self._row.owns(region) for region in of_shard) for of_shard in regions]
+        everyones = exchanges.collect((ours, self._row.self()), "where weights lie", among)
+        common = [all(of_shard) for of_shard in zip(*(theirs for theirs, _ in everyones))]
+        refusal = "" if any(common) else "no weights are in memory that all ranks share"
+        if not refusal:
             try:
-                self.row.connect([named for _, _, named in everyones], exchanges.ranks.rank)
+                self._row.connect([named for _, named in everyones], exchanges.ranks.rank)
             except StorageError as error:
                 refusal = str(error)
-        refusals = exchanges.collect(refusal, "whether weights are shared", among)
-        refusal = next((each for each in refusals if each), "")
+        refusal = first_of(exchanges.collect(refusal, "whether weights are shared", among))
         if refusal:
             self.close()
+        else:
+            self._row.close_file()
+            shared = (of_shard for of_shard, is_common in zip(regions, common) if is_common)
+            self._common = {region.address for of_shard in shared for region in of_shard if region is not None}
         return refusal
 
-    def has(self, region: native.Region | None) -> bool:
-        """Tells whether all ranks of the row can read ``region``, which is this rank's, and it theirs."""
-        return region is not None and self.row.shares(region)
+    def have(self, regions: Sequence[native.Region | None]) -> bool:
+        """Tells whether all ranks of the row can read all of ``regions``, which are this rank's, and it theirs."""
+        return all(region is not None and region.address in self._common and self._row.shares(region) for region in regions)
 
-    def gather(self, region: native.Region, whole: torch.Tensor, nbytes: int, what: str) -> Gathering:
-        """Starts a gather of every rank's ``nbytes`` bytes into ``whole``, which has this rank's already, as the beginning of ``region`` has.
-        ``what``: the same on all ranks, which start the same gathers in the same order."""
-        while self._under_way and self._under_way[0][0].done:
-            self._under_way.popleft()
+    def gather(self, home: native.Region | None, whole: torch.Tensor, nbytes: int, what: str) -> Gathering:
+        """Starts a gather of every rank's ``nbytes`` bytes into ``whole``, which has this rank's already, as the beginning of ``home`` has; without a
+        home of what nobody looks at. ``what``: the same on all ranks, which start the same gathers in the same order."""
+        while self._targets and not self._writing_to(self._targets[0]):
+            self._targets.popleft()
+        self._targets.append(whole)  # before anything is started, whatever comes between
         said = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little")
-        ticket = self.row.gather(said, region.address, nbytes, whole.data_ptr(), self._patience_seconds)
-        self._under_way.append((ticket, whole))
-        return Gathering(ticket)
+        address = home.address if home is not None else 0
+        return Gathering(self._row.gather(said, address, nbytes, whole.data_ptr(), self._patience_seconds))
+
+    def under_way(self, memory: torch.Tensor) -> Iterator[Gathering]:
+        """Lists the gathers that still write to ``memory``, also those whose start was cut short behind it."""
+        return map(Gathering, self._writing_to(memory))
+
+    def _writing_to(self, memory: torch.Tensor) -> list[native.Ticket]:
+        storage = memory.untyped_storage()
+        return self._row.writing_to(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else []
 
     def close(self) -> None:
-        """Ends what is under way, with an error. A second call does nothing."""
-        self.row.close()
-        self._under_way.clear()
+        """Ends what is under way, with an error, and lets the memory go. A second call does nothing."""
+        self._row.close()
+        self._common.clear()
+        self._targets.clear()
 
 
 def lent(works: Sequence[dist.Work]) -> Ticketed | None:
@@ -97,16 +117,27 @@ def lent(works: Sequence[dist.Work]) -> Ticketed | None:
     return next((Ticketed(work.ticket) for work in works if isinstance(work, Gathering)), None)
 
 
+def agree_to_share(exchanges: Exchanges, refusal: str) -> str:
+    """Finds out whether the ranks of a row can share memory. Every rank comes with why it cannot itself, or "". Returns the first reason of
+    any, the same on all of them, or ""."""
+    everyones = exchanges.collect((running_kernel(), refusal), "whether weights can be shared", [exchanges.ranks.row])
+    refusal = first_of([theirs for _, theirs in everyones])
+    if not refusal and (len({kernel for kernel, _ in everyones}) > 1 or not everyones[0][0]):
+        refusal = "the ranks are on several machines, or do not see each other's processes"
+    return refusal
+
+
+def first_of(refusals: Sequence[str]) -> str:
+    """Returns the first that is not empty, or ""."""
+    return next((each for each in refusals if each), "")
+
+
 def why_not(ranks: DataRanks, *, computes_on_host: bool) -> str:
-    """Says why the ranks of a row cannot read each other's weights; empty where nothing is known against it."""
-    if ranks.row is None:
-        return "this rank's weights are whole"
+    """Says why this rank cannot share its weights; empty where nothing is known against it."""
     if not computes_on_host:
         return (
             "the model computes on a GPU: each would read all weights over its own link, of which a gather sends most between GPUs"
         )
     if ranks.compresses:
         return "compress_gathers=True: what passes is not what lies at home"
-    if len({rank // ranks.local_size for rank in ranks.row.ranks}) > 1:
-        return "the ranks that share the weights are on several machines"
     return ""

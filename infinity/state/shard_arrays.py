@@ -100,18 +100,18 @@ class ShardArrays(ArrayParts):
         room for a shadow too."""
         for name, dtype in self.spec.array_dtypes().items():
             begin, end = self.own(name)
-            numel, shared = end - begin, self.collectives.shared_row if name == "weight" else None
-            array = store.allocate(tiers[name], dtype, numel, f"{name} of {what}", shared=shared)
+            numel, make = end - begin, self.collectives.make_region if name == "weight" else native.Region
+            array = store.allocate(tiers[name], dtype, numel, f"{name} of {what}", make=make)
             if name in kept:
                 self._reserved.append(array)
-                array = store.allocate(Tier.HOST, dtype, numel, f"{name} of {what}, kept from NVMe", shared=shared)
+                array = store.allocate(Tier.HOST, dtype, numel, f"{name} of {what}, kept from NVMe", make=make)
             self.arrays[name] = array
             if shadowed and self.spec.stepped and name != "grad":
-                self._beside[name] = store.allocate(array.tier, dtype, numel, f"{name} of {what}, updated ahead", shared=shared)
+                self._beside[name] = store.allocate(array.tier, dtype, numel, f"{name} of {what}, updated ahead", make=make)
 
     @property
     def weight_regions(self) -> list[native.Region | None]:
-        """The memory of whatever the weights may be after an update; None for what has none of the host's."""
+        """The memory of what the weights are, and may be after the next update; None for what has none of the host's."""
         return [array.region for array in (self.weight, self.older)]
 
     def allocate_missing(self, store: ShardStore, spec: ShardSpec, tiers: dict[str, Tier], what: str) -> dict[str, StateArray]:

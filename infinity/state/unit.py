@@ -139,8 +139,9 @@ class ParamUnit(UnitBuffers):
             self.arriving = self._device.put("in", copy, behind=[self._device.now()] if there else (), transfer=transfer)
             if self.is_sliced:
                 self.arriving = self._device.put("in", partial(self._gather_in, offered))
-            for shard, lent in zip(self.shards, [pending.lent for pending in self._pending] or [None] * len(self.shards)):
-                shard.lend(lent if lent is not None else self.arriving)
+            if self.arriving is not PAST:
+                for shard in self.shards:
+                    shard.lend(self.arriving)
         except BaseException:
             self._fail_gather()
             raise
@@ -184,9 +185,11 @@ class ParamUnit(UnitBuffers):
             if self.has_second_slice:
                 pending = self._collectives.gather_in_node(flat, what, offered=offered)
             else:
-                pending = self._collectives.gather(flat, what, offered=offered, home=shard.weight.region)
+                pending = self._collectives.gather(flat, what, offered=offered, homes=shard.weight_regions)
             if pending is not None:
                 self._pending.append(pending)
+                if pending.lent is not None:
+                    shard.lend(pending.lent)
                 self._least_offered = pending.least_offered
 
     def finish_gather(self, store: ShardStore) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -30,6 +31,13 @@ GROWTH_NBYTES = 256 * MIB  # of a volume that is added later, where there is roo
 MAX_DEPTH = 256  # transfers in flight on one disk
 
 Space = tuple[int, int, int]  # volume, offset and bytes
+
+
+class MakeRegion(Protocol):
+    """What makes memory as :class:`native.Region` does."""
+
+    def __call__(self, nbytes: int, *, huge_pages: bool, touch_threads: int) -> native.Region:
+        """Makes a region."""
 
 
 class ArrayAllocator:
@@ -75,11 +83,9 @@ class ArrayAllocator:
         self.past_host: PastHost | None = None
         self.staging: native.PinnedPool | None = None  # weights on their way to the device
 
-    def allocate(
-        self, tier: Tier, dtype: torch.dtype, numel: int, what: str, *, shared: native.SharedRow | None = None
-    ) -> StateArray:
-        """Allocates a zeroed array of ``numel`` elements at home on ``tier``; in memory that ``shared`` shows to other ranks, where it is the
-        host's. Raises CapacityError over the tier's budget."""
+    def allocate(self, tier: Tier, dtype: torch.dtype, numel: int, what: str, *, make: MakeRegion = native.Region) -> StateArray:
+        """Allocates a zeroed array of ``numel`` elements at home on ``tier``; what is the host's memory is made by ``make``. Raises
+        CapacityError over the tier's budget."""
         nbytes = numel * dtype.itemsize
         charge = self.ledger.reserve(tier, round_up(nbytes, native.BLOCK_NBYTES), what)  # memory comes in pages
         if tier is Tier.NVME:
@@ -90,16 +96,15 @@ class ArrayAllocator:
         if tier is Tier.DEVICE and not self.device.is_host:
             flat = self.device.zeros(numel, dtype, what)
         else:
-            region = self.make_region(nbytes, shared=shared)
+            region = self.make_region(nbytes, make=make)
             flat = native.tensor_at(region, region.address, numel, dtype)
         return StateArray(tier, dtype, numel, native.Extent.in_memory(flat.data_ptr(), nbytes, region), flat, charge, region)
 
-    def make_region(self, nbytes: int, *, copied: bool = True, shared: native.SharedRow | None = None) -> native.Region:
-        """Makes page-aligned memory, of ``shared`` if that is given. ``copied``: by the device, with which it is registered. Every page is present when this
+    def make_region(self, nbytes: int, *, copied: bool = True, make: MakeRegion = native.Region) -> native.Region:
+        """Makes page-aligned memory. ``copied``: by the device, with which it is registered. Every page is present when this
         returns or, of what comes before :meth:`open`, after :meth:`await_pages`: the kernel clears them while the values that will
         be in them are read and copied. A device registers pages that are there."""
         later = not self._is_open and self.device.is_host
-        make = native.Region if shared is None else shared.allocate
         region = make(nbytes, huge_pages=True, touch_threads=0 if later else processors.for_pages())
         if later:
             self._absent.append(region)
