@@ -4,6 +4,7 @@
 #include <sys/resource.h>
 
 #include <cerrno>
+#include <cstdint>
 
 #include "base/check.h"
 
@@ -12,6 +13,7 @@ namespace {
 
 constexpr int kOldestVersion = 12000;  // what the kernels' runtime needs
 constexpr unsigned kPortable = 1;      // registered for every context
+constexpr unsigned kNonBlocking = 1;   // a stream that waits for no other
 constexpr int kOutOfMemory = 2, kNotPermitted = 800, kNotSupported = 801;
 
 // The context is current for the length of one call; the thread's own is put back.
@@ -60,6 +62,10 @@ std::string Driver::load() {
   look_up(functions_.pop_context, "cuCtxPopCurrent_v2");
   look_up(functions_.register_host, "cuMemHostRegister_v2");
   look_up(functions_.unregister_host, "cuMemHostUnregister");
+  look_up(functions_.create_stream, "cuStreamCreate");
+  look_up(functions_.destroy_stream, "cuStreamDestroy_v2");
+  look_up(functions_.copy_out, "cuMemcpyDtoHAsync_v2");
+  look_up(functions_.await_stream, "cuStreamSynchronize");
   look_up(functions_.error_string, "cuGetErrorString");
   if (!missing.empty()) return concat("the CUDA driver has no ", missing, ": it is too old, install a newer one");
   if (const int error = functions_.init(0)) return concat("the CUDA driver does not start: ", text(error));
@@ -78,15 +84,44 @@ std::string Driver::text(int error) const {
   return concat(told, " (CUDA error ", error, ")");
 }
 
-void* Driver::context_of(int device) {
+int Driver::find_context(int device, void** context) noexcept {
   const std::lock_guard lock(mutex_);
-  void*& context = contexts_[device];
-  if (!context)
-    if (const int error = functions_.retain_context(&context, device)) {
-      contexts_.erase(device);
-      throw StorageError(ENODEV, "", concat("GPU ", device, " cannot be used: ", text(error)));
-    }
+  if (const auto found = contexts_.find(device); found != contexts_.end()) {
+    *context = found->second;
+    return 0;
+  }
+  const int error = functions_.retain_context(context, device);
+  if (error == 0) contexts_[device] = *context;
+  return error;
+}
+
+void* Driver::context_of(int device) {
+  void* context = nullptr;
+  if (const int error = find_context(device, &context)) throw StorageError(ENODEV, "", concat("GPU ", device, " cannot be used: ", text(error)));
   return context;
+}
+
+int Driver::enter(int device) noexcept {
+  void* context = nullptr;
+  if (const int error = find_context(device, &context)) return error;
+  return functions_.push_context(context);
+}
+
+int Driver::copy_out(void* host, const void* data, std::size_t nbytes) noexcept {
+  struct Stream {  // of one thread
+    void* handle = nullptr;
+    int (*destroy)(void*) = nullptr;
+    ~Stream() {  // of no account where the driver has gone
+      if (handle) destroy(handle);
+    }
+  };
+  thread_local Stream stream;
+  if (!stream.handle) {
+    stream.destroy = functions_.destroy_stream;
+    if (const int error = functions_.create_stream(&stream.handle, kNonBlocking)) return error;
+  }
+  const int error = functions_.copy_out(host, reinterpret_cast<std::uintptr_t>(data), nbytes, stream.handle);
+  return error ? error : functions_.await_stream(stream.handle);
 }
 
 void Driver::register_host(void* address, std::size_t nbytes, int device) {
