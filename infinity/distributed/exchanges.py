@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..errors import ConfigError, InfinityError
 from .channel import HEARING_SECONDS, Channel
 from .data_ranks import DataRanks
+from .kinds import bytes_of
 from .pending import all_gather, ranks_lost
 
 
@@ -204,7 +205,3 @@ class Exchanges:
             return work()
         except RuntimeError as error:
             raise ranks_lost(what, error) from error
-
-
-def bytes_of(flat: torch.Tensor) -> torch.Tensor:
-    return flat.detach().view(torch.uint8)
