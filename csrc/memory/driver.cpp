@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "base/check.h"
+#include "base/library.h"
 
 namespace infinity {
 namespace {
@@ -49,25 +50,21 @@ Driver* Driver::find(std::string* refusal) {
 std::string Driver::load() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // never closed: it does not survive that
   if (!library) return concat("no CUDA driver: ", dlerror());
-  std::string missing;
-  auto look_up = [&](auto& function, const char* name) {
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-    if (!function) missing = name;
-  };
-  look_up(functions_.init, "cuInit");
-  look_up(functions_.version, "cuDriverGetVersion");
-  look_up(functions_.device_count, "cuDeviceGetCount");
-  look_up(functions_.retain_context, "cuDevicePrimaryCtxRetain");
-  look_up(functions_.push_context, "cuCtxPushCurrent_v2");
-  look_up(functions_.pop_context, "cuCtxPopCurrent_v2");
-  look_up(functions_.register_host, "cuMemHostRegister_v2");
-  look_up(functions_.unregister_host, "cuMemHostUnregister");
-  look_up(functions_.create_stream, "cuStreamCreate");
-  look_up(functions_.destroy_stream, "cuStreamDestroy_v2");
-  look_up(functions_.copy_out, "cuMemcpyDtoHAsync_v2");
-  look_up(functions_.await_stream, "cuStreamSynchronize");
-  look_up(functions_.error_string, "cuGetErrorString");
-  if (!missing.empty()) return concat("the CUDA driver has no ", missing, ": it is too old, install a newer one");
+  Symbols symbols(library);
+  symbols.look_up(functions_.init, "cuInit");
+  symbols.look_up(functions_.version, "cuDriverGetVersion");
+  symbols.look_up(functions_.device_count, "cuDeviceGetCount");
+  symbols.look_up(functions_.retain_context, "cuDevicePrimaryCtxRetain");
+  symbols.look_up(functions_.push_context, "cuCtxPushCurrent_v2");
+  symbols.look_up(functions_.pop_context, "cuCtxPopCurrent_v2");
+  symbols.look_up(functions_.register_host, "cuMemHostRegister_v2");
+  symbols.look_up(functions_.unregister_host, "cuMemHostUnregister");
+  symbols.look_up(functions_.create_stream, "cuStreamCreate");
+  symbols.look_up(functions_.destroy_stream, "cuStreamDestroy_v2");
+  symbols.look_up(functions_.copy_out, "cuMemcpyDtoHAsync_v2");
+  symbols.look_up(functions_.await_stream, "cuStreamSynchronize");
+  symbols.look_up(functions_.error_string, "cuGetErrorString");
+  if (!symbols.missing().empty()) return concat("the CUDA driver has no ", symbols.missing(), ": it is too old, install a newer one");
   if (const int error = functions_.init(0)) return concat("the CUDA driver does not start: ", text(error));
   if (const int error = functions_.version(&version_)) return concat("the CUDA driver does not tell its version: ", text(error));
   if (version_ < kOldestVersion)
