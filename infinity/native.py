@@ -75,6 +75,7 @@ crc32c_before = (
 insist = _C.insist
 joined = _C.joined  # one ticket that finishes with several
 
+driver_calls = _C.driver_calls  # the address of what threads call on a GPU without its kernels; 0 without CUDA's driver
 cufile = _C.cufile  # (its version as "1.14", ""), or ("", why it cannot be used)
 cuda_driver = _C.cuda_driver  # (version as 13000, ""), or (0, why it cannot be used)
 make_cufile_road = _C.make_cufile_road  # (the road, ""), or (None, why not)

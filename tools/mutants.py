@@ -25,6 +25,11 @@ ROOT = Path(__file__).parent.parent
 COPY = ROOT / "build" / "mutants"
 TIMEOUT_SECONDS = 300  # of one mutant's tests, at least: many hang instead of failing
 
+# of a mutant in a session of cosmic-ray
+PLACE = (
+    "module_path", "start_pos_row", "start_pos_col", "end_pos_row", "end_pos_col", "operator_name", "operator_args", "occurrence",
+)  # fmt: skip
+
 # file below infinity/ -> the tests beside it, below tests/
 TARGETS = {
     "planning/memory_terms.py": "planning/test_memory_terms.py planning/test_plan.py",
@@ -72,9 +77,10 @@ def copy_tree() -> None:
 
 
 def draw(session: Path, count: int, seed: int) -> int:
-    """Leaves ``count`` of the session's mutants, drawn by ``seed``. Returns how many there were."""
+    """Leaves ``count`` of the session's mutants, drawn by ``seed``: of one file, the same whenever it is done. Returns how many there were."""
     with sqlite3.connect(session) as database:
-        found = database.execute("SELECT job_id, operator_name FROM mutation_specs ORDER BY job_id").fetchall()
+        # By place, for their numbers are other ones in every session.
+        found = database.execute(f"SELECT job_id, operator_name FROM mutation_specs ORDER BY {', '.join(PLACE)}").fetchall()
         jobs = [job for job, _ in found]
         real = [job for job, operator in found if "BitOr_" not in operator]  # those are nearly all in annotations
         drawn = set(random.Random(seed).sample(real, min(count, len(real))))

@@ -5,11 +5,11 @@
 #include <cerrno>
 #include <cstdlib>
 #include <mutex>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "base/check.h"
+#include "base/library.h"
 #include "io/direct.h"
 
 namespace infinity {
@@ -73,20 +73,16 @@ class Library {
   std::string load() {
     void* library = dlopen("libcufile.so.0", RTLD_NOW | RTLD_LOCAL);  // never closed: it has threads
     if (!library) return concat("no cuFile: ", dlerror());
-    std::string missing;
-    auto look_up = [&](auto& function, const char* name) {
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-      if (!function) missing = name;
-    };
-    look_up(functions.open_driver, "cuFileDriverOpen");
-    look_up(functions.close_driver, "cuFileDriverClose");
-    look_up(functions.version, "cuFileGetVersion");
-    look_up(functions.open_file, "cuFileHandleRegister");
-    look_up(functions.close_file, "cuFileHandleDeregister");
-    look_up(functions.open_buffer, "cuFileBufRegister");
-    look_up(functions.close_buffer, "cuFileBufDeregister");
-    look_up(functions.read, "cuFileRead");
-    if (!missing.empty()) return concat("cuFile is too old: it has no ", missing);
+    Symbols symbols(library);
+    symbols.look_up(functions.open_driver, "cuFileDriverOpen");
+    symbols.look_up(functions.close_driver, "cuFileDriverClose");
+    symbols.look_up(functions.version, "cuFileGetVersion");
+    symbols.look_up(functions.open_file, "cuFileHandleRegister");
+    symbols.look_up(functions.close_file, "cuFileHandleDeregister");
+    symbols.look_up(functions.open_buffer, "cuFileBufRegister");
+    symbols.look_up(functions.close_buffer, "cuFileBufDeregister");
+    symbols.look_up(functions.read, "cuFileRead");
+    if (!symbols.missing().empty()) return concat("cuFile is too old: it has no ", symbols.missing());
     if (const Status status = functions.open_driver(); status.error)
       return concat("cuFile's driver does not open (", text(status), ")");
     is_open_ = true;

@@ -47,6 +47,7 @@ struct DirectReader::State {
   std::map<const Landing*, Stuck> stuck;
   std::uint64_t nbytes = 0;
   Clock::time_point returned = Clock::now();  // the road, from the last read
+  std::map<std::pair<const Extent*, std::size_t>, std::size_t> turns;  // by piece: of its next read
   std::size_t open = 0;  // landings that have not ended
   int threads = 0;       // that serve
   bool stopping = false;
@@ -54,6 +55,8 @@ struct DirectReader::State {
   bool start_thread(const std::shared_ptr<State>& state);
   Way way_to(int file, std::string* said);
   std::string take_road(const LandingPtr& landing, std::string* said);
+  Span part_to_verify(const Landing& landing);
+  int take_sums(Span device, std::uint32_t* sums) const;
   void note(const Landing& landing, const char* word, const std::string& said);
   const char* why_not(const Landing& landing, std::string* said);
 };
@@ -63,7 +66,9 @@ DirectReader::DirectReader(std::shared_ptr<IoEngine> engine, std::shared_ptr<Roa
   INFINITY_REQUIRE(options.threads >= 1, "a direct reader needs at least one thread, not ", options.threads);
   INFINITY_REQUIRE(options.late_seconds > 0, "a read that is late after ", options.late_seconds, " seconds");
   INFINITY_REQUIRE(state_->engine, "a direct reader needs an I/O engine");
-  INFINITY_REQUIRE(!state_->road || state_->calls.checksums, "a road to a device that cannot verify what it brings");
+  INFINITY_REQUIRE(options.sampled >= 0, "a sample of one in ", options.sampled);
+  const bool verifies = state_->calls.checksums || (options.sampled > 0 && state_->calls.copy_out);
+  INFINITY_REQUIRE(!state_->road || !options.checksums || verifies, "a road to a device that cannot verify what it brings");
   const std::lock_guard lock(state_->mutex);
   try {
     watcher_ = std::thread([state = state_] { watch(state); });
@@ -323,20 +328,49 @@ std::string DirectReader::State::take_road(const LandingPtr& landing, std::strin
     if (landing->stage_ != Landing::Stage::kRunning) return "late";
   }
   if (!options.checksums) return "";
-  std::vector<std::uint32_t> sums(checksum_count(landing->host_.nbytes));
-  if (const int error = calls.checksums(landing->device_, landing->host_.nbytes, sums.data())) {
-    *said = concat("the device does not verify it (CUDA error ", error, ")");
+  const Span part = part_to_verify(*landing);
+  if (part.nbytes == 0) return "";
+  std::vector<std::uint32_t> sums(checksum_count(part.nbytes));
+  if (const int error = take_sums(part, sums.data())) {
+    *said = concat("it cannot be verified (CUDA error ", error, ")");
     return "refused";
   }
   const std::lock_guard lock(mutex);
   if (landing->stage_ != Landing::Stage::kRunning) return "late";
   try {
-    landing->extent_->verify_sums(landing->at_, sums, *engine);
+    landing->extent_->verify_sums(landing->at_ + static_cast<std::size_t>(part.data - landing->device_), sums, *engine);
   } catch (const CorruptionError& error) {
     *said = error.what();
     return "changed";
   }
   return "";
+}
+
+// On the device: all of the landing, or the part whose turn it is. Pieces begin at different turns, so that every pass over many of them
+// verifies as many bytes.
+Span DirectReader::State::part_to_verify(const Landing& landing) {
+  const std::size_t nbytes = landing.host_.nbytes;
+  if (calls.checksums) return {landing.device_, nbytes};
+  const std::size_t blocks = checksum_count(nbytes), turns_of_all = static_cast<std::size_t>(options.sampled);
+  std::size_t turn;
+  {
+    const std::lock_guard lock(mutex);
+    turn = turns.try_emplace({landing.extent_.get(), landing.at_}, turns.size()).first->second++ % turns_of_all;
+  }
+  const std::size_t begin = blocks * turn / turns_of_all * kChecksumNbytes, end = blocks * (turn + 1) / turns_of_all * kChecksumNbytes;
+  return {landing.device_ + begin, std::min(end, nbytes) - std::min(begin, nbytes)};
+}
+
+// 0, or the device's error. Not into the landing's own memory on the host: it may be given up as late, and be read there meanwhile.
+int DirectReader::State::take_sums(Span device, std::uint32_t* sums) const {
+  if (calls.checksums) return calls.checksums(device.data, device.nbytes, sums);
+  std::vector<std::byte> block(std::min(device.nbytes, kChecksumNbytes));
+  for (std::size_t at = 0; at < device.nbytes; at += kChecksumNbytes) {
+    const std::size_t nbytes = std::min(device.nbytes - at, kChecksumNbytes);
+    if (const int error = calls.copy_out(block.data(), device.data + at, nbytes)) return error;
+    crc32c_blocks(block.data(), nbytes, sums++);
+  }
+  return 0;
 }
 
 // Gives up what is late.

@@ -7,6 +7,8 @@
 //   refusal   why a landing went by bounce: "short", "late", "refused", "misaligned", "unwritten" (its space is reserved, but nothing
 //             was sent there), "changed" (the checksums differ; by bounce they are held against what was written once more) or "closed"
 //   closed    a road to a file that was late once, brought other bytes once, or failed kMostFailures times in a row, is not taken again
+//   turn      of a piece that a device cannot verify, and the host samples: which part of its bytes this read copies out and verifies. After
+//             `sampled` reads of the piece each part had its turn
 //   stuck     a read of a road that was given up as late. It may still write to its place on the device: the landing's memory is held
 //             until it returns
 //
@@ -77,6 +79,7 @@ struct DirectOptions {
   double hung_seconds = 120; // after which what is stuck will not return
   int device = 0;            // that the threads enter
   bool checksums = true;     // are kept: what comes is verified
+  int sampled = 0;           // reads in which each byte is verified once, where the device takes no checksums. 0: it has to
 };
 
 struct Refusals {

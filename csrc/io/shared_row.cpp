@@ -152,7 +152,7 @@ TicketPtr SharedRow::gather(std::uint64_t what, const std::byte* home, std::size
   std::lock_guard<std::mutex> lock(mutex_);
   INFINITY_REQUIRE(!closing_ && !others_.empty(), "the ranks do not know of each other's memory, or no more");
   const auto found = allocated_.find(home);
-  INFINITY_REQUIRE(home == nullptr || (found != allocated_.end() && !found->second.region.expired()), "this memory is not shared");
+  INFINITY_REQUIRE((home == nullptr && what == kNobodys) || (found != allocated_.end() && !found->second.region.expired()), "this memory is not shared");
   INFINITY_REQUIRE(nbytes <= nbytes_, nbytes, " bytes are more than what is shared");
   const std::uint32_t number = number_ + 1;
   for (const auto& peer : others_)
@@ -166,12 +166,15 @@ TicketPtr SharedRow::gather(std::uint64_t what, const std::byte* home, std::size
   return jobs_.back().ticket;
 }
 
-std::vector<TicketPtr> SharedRow::writing_to(Span memory) const {
+std::uint32_t SharedRow::begun() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return number_;
+}
+
+std::vector<TicketPtr> SharedRow::under_way() const {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<TicketPtr> found;
-  for (const Job& job : jobs_)
-    if (job.whole < memory.data + memory.nbytes && memory.data < job.whole + (others_.size() + 1) * job.mine.nbytes)
-      found.push_back(job.ticket);
+  for (const Job& job : jobs_) found.push_back(job.ticket);
   return found;
 }
 
@@ -210,7 +213,8 @@ void SharedRow::take(const Job& job) {
   for (const auto& peer : others_) {
     await(*peer, peer->header().posted, job.number, deadline);
     const Posting theirs = peer->header().postings[job.number % kMostPosted];
-    if (theirs.what != mine.what || theirs.nbytes != mine.nbytes || theirs.offset > peer->region->nbytes() ||
+    const bool same = theirs.what == mine.what || theirs.what == kNobodys || mine.what == kNobodys;
+    if (!same || theirs.nbytes != mine.nbytes || theirs.offset > peer->region->nbytes() ||
         theirs.nbytes > peer->region->nbytes() - theirs.offset)
       throw std::runtime_error(concat("rank ", peer->place, " of this row shares ", theirs.nbytes, " bytes of another gather than the ",
                                       mine.nbytes, " expected as number ", job.number));

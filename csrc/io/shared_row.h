@@ -24,7 +24,6 @@
 
 #include <unistd.h>
 
-#include "base/span.h"
 #include "base/thread_pool.h"
 #include "io/ticket.h"
 #include "memory/region.h"
@@ -33,6 +32,8 @@ namespace infinity {
 
 class SharedRow {
  public:
+  static constexpr std::uint64_t kNobodys = 0;
+
   // What a rank tells the others, so that they find its file.
   struct Peer {
     int process;
@@ -68,12 +69,13 @@ class SharedRow {
   bool shares(const Region& region) const;
 
   // Starts a gather of `nbytes` from each rank into `whole`, in the order of the row. This rank's part is at `home`, the beginning of a region that
-  // it shares, and is in `whole` already; null where nobody uses what comes. `what` is the same on all ranks. The ticket finishes when all have
+  // it shares, and is in `whole` already. `what` is the same on all ranks; `kNobodys`, with no home, of one that only completes others'. The ticket finishes when all have
   // copied all; with an error where another rank's process ends, posts something else, or does not come within `patience_seconds`.
   TicketPtr gather(std::uint64_t what, const std::byte* home, std::size_t nbytes, std::byte* whole, double patience_seconds);
 
-  // The tickets of the gathers that still write to a part of `memory`.
-  std::vector<TicketPtr> writing_to(Span memory) const;
+  // How many gathers this rank has started, and the tickets of those that are not over.
+  std::uint32_t begun() const;
+  std::vector<TicketPtr> under_way() const;
 
   // Ends what is under way, with an error, and lets the files go. Nothing is gathered afterwards.
   void close();

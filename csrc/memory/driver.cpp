@@ -4,14 +4,17 @@
 #include <sys/resource.h>
 
 #include <cerrno>
+#include <cstdint>
 
 #include "base/check.h"
+#include "base/library.h"
 
 namespace infinity {
 namespace {
 
 constexpr int kOldestVersion = 12000;  // what the kernels' runtime needs
 constexpr unsigned kPortable = 1;      // registered for every context
+constexpr unsigned kNonBlocking = 1;   // a stream that waits for no other
 constexpr int kOutOfMemory = 2, kNotPermitted = 800, kNotSupported = 801;
 
 // The context is current for the length of one call; the thread's own is put back.
@@ -47,21 +50,21 @@ Driver* Driver::find(std::string* refusal) {
 std::string Driver::load() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // never closed: it does not survive that
   if (!library) return concat("no CUDA driver: ", dlerror());
-  std::string missing;
-  auto look_up = [&](auto& function, const char* name) {
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-    if (!function) missing = name;
-  };
-  look_up(functions_.init, "cuInit");
-  look_up(functions_.version, "cuDriverGetVersion");
-  look_up(functions_.device_count, "cuDeviceGetCount");
-  look_up(functions_.retain_context, "cuDevicePrimaryCtxRetain");
-  look_up(functions_.push_context, "cuCtxPushCurrent_v2");
-  look_up(functions_.pop_context, "cuCtxPopCurrent_v2");
-  look_up(functions_.register_host, "cuMemHostRegister_v2");
-  look_up(functions_.unregister_host, "cuMemHostUnregister");
-  look_up(functions_.error_string, "cuGetErrorString");
-  if (!missing.empty()) return concat("the CUDA driver has no ", missing, ": it is too old, install a newer one");
+  Symbols symbols(library);
+  symbols.look_up(functions_.init, "cuInit");
+  symbols.look_up(functions_.version, "cuDriverGetVersion");
+  symbols.look_up(functions_.device_count, "cuDeviceGetCount");
+  symbols.look_up(functions_.retain_context, "cuDevicePrimaryCtxRetain");
+  symbols.look_up(functions_.push_context, "cuCtxPushCurrent_v2");
+  symbols.look_up(functions_.pop_context, "cuCtxPopCurrent_v2");
+  symbols.look_up(functions_.register_host, "cuMemHostRegister_v2");
+  symbols.look_up(functions_.unregister_host, "cuMemHostUnregister");
+  symbols.look_up(functions_.create_stream, "cuStreamCreate");
+  symbols.look_up(functions_.destroy_stream, "cuStreamDestroy_v2");
+  symbols.look_up(functions_.copy_out, "cuMemcpyDtoHAsync_v2");
+  symbols.look_up(functions_.await_stream, "cuStreamSynchronize");
+  symbols.look_up(functions_.error_string, "cuGetErrorString");
+  if (!symbols.missing().empty()) return concat("the CUDA driver has no ", symbols.missing(), ": it is too old, install a newer one");
   if (const int error = functions_.init(0)) return concat("the CUDA driver does not start: ", text(error));
   if (const int error = functions_.version(&version_)) return concat("the CUDA driver does not tell its version: ", text(error));
   if (version_ < kOldestVersion)
@@ -78,15 +81,44 @@ std::string Driver::text(int error) const {
   return concat(told, " (CUDA error ", error, ")");
 }
 
-void* Driver::context_of(int device) {
+int Driver::find_context(int device, void** context) noexcept {
   const std::lock_guard lock(mutex_);
-  void*& context = contexts_[device];
-  if (!context)
-    if (const int error = functions_.retain_context(&context, device)) {
-      contexts_.erase(device);
-      throw StorageError(ENODEV, "", concat("GPU ", device, " cannot be used: ", text(error)));
-    }
+  if (const auto found = contexts_.find(device); found != contexts_.end()) {
+    *context = found->second;
+    return 0;
+  }
+  const int error = functions_.retain_context(context, device);
+  if (error == 0) contexts_[device] = *context;
+  return error;
+}
+
+void* Driver::context_of(int device) {
+  void* context = nullptr;
+  if (const int error = find_context(device, &context)) throw StorageError(ENODEV, "", concat("GPU ", device, " cannot be used: ", text(error)));
   return context;
+}
+
+int Driver::enter(int device) noexcept {
+  void* context = nullptr;
+  if (const int error = find_context(device, &context)) return error;
+  return functions_.push_context(context);
+}
+
+int Driver::copy_out(void* host, const void* data, std::size_t nbytes) noexcept {
+  struct Stream {  // of one thread
+    void* handle = nullptr;
+    int (*destroy)(void*) = nullptr;
+    ~Stream() {  // of no account where the driver has gone
+      if (handle) destroy(handle);
+    }
+  };
+  thread_local Stream stream;
+  if (!stream.handle) {
+    stream.destroy = functions_.destroy_stream;
+    if (const int error = functions_.create_stream(&stream.handle, kNonBlocking)) return error;
+  }
+  const int error = functions_.copy_out(host, reinterpret_cast<std::uintptr_t>(data), nbytes, stream.handle);
+  return error ? error : functions_.await_stream(stream.handle);
 }
 
 void Driver::register_host(void* address, std::size_t nbytes, int device) {

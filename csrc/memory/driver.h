@@ -24,10 +24,17 @@ class Driver {
   void register_host(void* address, std::size_t nbytes, int device);
   void unregister_host(void* address, int device) noexcept;
 
+  // Has the calling thread use the device with this number from now on. Returns 0, or the driver's error.
+  int enter(int device) noexcept;
+  // Copies memory of the device that the calling thread has entered to any of the host's, beside what runs there. Returns 0 when it is
+  // there, or the driver's error.
+  int copy_out(void* host, const void* data, std::size_t nbytes) noexcept;
+
  private:
   Driver() = default;
   std::string load();  // empty, or why not
   std::string text(int error) const;
+  int find_context(int device, void** context) noexcept;
   void* context_of(int device);
 
   struct Functions {
@@ -39,6 +46,10 @@ class Driver {
     int (*pop_context)(void**);
     int (*register_host)(void*, std::size_t, unsigned);
     int (*unregister_host)(void*);
+    int (*create_stream)(void**, unsigned);
+    int (*destroy_stream)(void*);
+    int (*copy_out)(void*, unsigned long long, std::size_t, void*);
+    int (*await_stream)(void*);
     int (*error_string)(int, const char**);
   };
   Functions functions_{};

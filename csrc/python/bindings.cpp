@@ -302,6 +302,7 @@ void bind_direct(py::module_& m) {
     const std::string version = cufile_version(&refusal);
     return py::make_tuple(version, refusal);
   });
+  m.def("driver_calls", [] { return address_of(driver_calls()); });
   shared_class<Landing>(m, "Landing")
       .def("wait", [](const Landing& landing) { wait_for_ticket(*landing.ticket()); })
       .def_property_readonly("done", [](const Landing& landing) { return landing.ticket()->done(); })
@@ -317,18 +318,19 @@ void bind_direct(py::module_& m) {
         py::arg("address"), py::arg("nbytes"));
   shared_class<DirectReader>(m, "DirectReader")
       .def(py::init([](std::shared_ptr<IoEngine> engine, std::shared_ptr<Road> road, Address calls, int device, int threads,
-                       double late_seconds, double hung_seconds, bool checksums) {
+                       double late_seconds, double hung_seconds, bool checksums, int sampled) {
              DirectOptions options;
              options.device = device;
              options.threads = threads;
              options.late_seconds = late_seconds;
              options.hung_seconds = hung_seconds;
              options.checksums = checksums;
+             options.sampled = sampled;
              const DeviceCalls made = calls ? *reinterpret_cast<const DeviceCalls*>(calls) : DeviceCalls{};
              return kept_in_children(new DirectReader(std::move(engine), std::move(road), made, options));
            }),
            py::arg("engine"), py::arg("road"), py::kw_only(), py::arg("calls"), py::arg("device") = 0, py::arg("threads") = 8,
-           py::arg("late_seconds") = 10.0, py::arg("hung_seconds") = 120.0, py::arg("checksums") = true)
+           py::arg("late_seconds") = 10.0, py::arg("hung_seconds") = 120.0, py::arg("checksums") = true, py::arg("sampled") = 0)
       .def("read",
            [](DirectReader& reader, const std::shared_ptr<Extent>& extent, std::size_t offset, Address host, Address device,
               std::size_t nbytes, const TicketPtr& after, const Lease* lease) {
@@ -386,10 +388,9 @@ void bind_shared_row(py::module_& m) {
             return row.gather(what, at(home), nbytes, at(whole), patience_seconds);
           },
           py::arg("what"), py::arg("home"), py::arg("nbytes"), py::arg("whole"), py::arg("patience_seconds"))
-      .def(
-          "writing_to",
-          [](const SharedRow& row, Address address, std::size_t nbytes) { return row.writing_to({at(address), nbytes}); },
-          py::arg("address"), py::arg("nbytes"))
+      .def_property_readonly("begun", &SharedRow::begun)
+      .def("under_way", &SharedRow::under_way)
+      .def_readonly_static("NOBODYS", &SharedRow::kNobodys)
       .def("close", &SharedRow::close, py::call_guard<py::gil_scoped_release>());
 }
 

@@ -121,6 +121,22 @@ TEST(shared_row, another_gather_is_an_error_and_never_its_bytes) {
   }
 }
 
+TEST(shared_row, who_only_completes_needs_no_home) {
+  // A rank that has parted lets the other's gather end, with bytes of nobody; the next one is a gather again. What is not over is known.
+  Row row(2, {64});
+  std::vector<std::vector<std::byte>> wholes(2, std::vector<std::byte>(128));
+  const TicketPtr real = row.gather(0, 0, 64, wholes[0]);
+  CHECK(row.ranks[0]->begun() == 1 && row.ranks[0]->under_way() == std::vector<TicketPtr>{real} && row.ranks[1]->under_way().empty());
+  const TicketPtr stand_in = row.ranks[1]->gather(SharedRow::kNobodys, nullptr, 64, wholes[1].data(), kPatience);
+  real->wait();
+  stand_in->wait();
+  row.homes[1][0]->data()[3] = std::byte{8};
+  const TicketPtr first = row.gather(0, 0, 64, wholes[0]), second = row.gather(1, 0, 64, wholes[1]);
+  first->wait();
+  second->wait();
+  CHECK(wholes[0][64 + 3] == std::byte{8} && row.ranks[0]->begun() == 2 && row.ranks[0]->under_way().empty());
+}
+
 TEST(shared_row, who_does_not_come_is_told) {
   // After the patience, which the twin that comes in time does not need.
   Row row(2, {64});
@@ -182,6 +198,10 @@ TEST(shared_row, memory_of_others_cannot_be_gathered_from_here) {
   CHECK(alone.owns(*home) && !alone.shares(*home) && !row.ranks[0]->owns(elsewhere) && row.ranks[0]->shares(*row.homes[0][0]));
   said_by<UsageError>([&] { alone.gather(1, home->data(), 64, whole.data(), 1); });
   said_by<UsageError>([&] { row.ranks[0]->gather(1, elsewhere.data(), 64, whole.data(), 1); });
+  said_by<UsageError>([&] { row.ranks[0]->gather(1, nullptr, 64, whole.data(), 1); });
+  const std::byte* gone = row.homes[0][0]->data();
+  row.homes[0][0].reset();  // another region may have that address by now
+  said_by<UsageError>([&] { row.ranks[0]->gather(1, gone, 64, whole.data(), 1); });
   said_by<UsageError>([&] { row.ranks[0]->allocate(64, false, 1); });
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from ..config.config import Config
 from ..distributed.collectives import Collectives
@@ -18,32 +19,35 @@ logger = logging.getLogger(__name__)
 def share_homes(config: Config, device: Device, collectives: Collectives) -> SharedHomes | None:
     """Has the weights that are allocated from now on lie where the other ranks of this one's row can read them. Every rank comes. Returns None
     where they cannot. Raises ConfigError where that is asked for."""
-    if config.share_homes is False or collectives.ranks.row is None:  # the same on all ranks
+    ranks = collectives.ranks
+    if config.share_homes is False or ranks.row is None:  # the same on all ranks
         return None
-    homes, refusal = None, why_not(collectives.ranks, computes_on_host=device.is_host)
+    homes, refusal = None, why_not(computes_on_host=device.is_host, compresses=ranks.compresses)
     if not refusal:
         try:
             homes = SharedHomes(patience_seconds())
         except StorageError as error:
             refusal = str(error)
-    refusal = agree_to_share(collectives, refusal)
+    refusal = agree_to_share(partial(collectives.collect, among=[ranks.row]), refusal)
     if refusal:
         if homes is not None:
             homes.close()
         _tell(config, refusal)
         return None
-    collectives.share_homes(homes)
+    ranks.row.share(homes)
     return homes
 
 
 def connect_homes(config: Config, homes: SharedHomes | None, engine: Engine) -> None:
     """Lets the ranks of a row read each other's weights in ``homes``, which are allocated. Every rank comes. Raises ConfigError where that is
     asked for and cannot be."""
-    if homes is not None:
+    row = engine.ranks.row
+    if homes is not None and row is not None:
         shards = [shard for unit in engine.units for shard in unit.shards if shard.collectives is engine.collectives]
-        refusal = homes.connect(engine.collectives, [shard.weight_regions for shard in shards])
+        collect = partial(engine.collectives.collect, among=[row])
+        refusal = homes.connect(collect, engine.ranks.rank, [shard.weight_regions for shard in shards])
         if refusal:
-            engine.collectives.share_homes(None)
+            row.share(None)
             _tell(config, refusal)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ..machine import disk_profile, run_files
+from ..machine.kernel import process_space
 from ..machine.tiers import Tier
 from ..runtime.engine import Engine
 from ..runtime.registry import is_wrapped, wrapped
@@ -154,7 +155,7 @@ class Watch:
         self._before, seconds = (now, edges), max(now - before_at, 1e-9)
         rate = self._tokens / self._step_seconds if self._step_seconds else 0.0
         self._told = doing | {
-            "pid": self._process.pid, "started": self._process.started, "host": os.uname().nodename,
+            "pid": self._process.pid, "started": self._process.started, "host": os.uname().nodename, "space": process_space(),
             "rank": self._rank, "ranks": engine.ranks.data_size * engine.ranks.parts,
             "tokens_per_second": rate, "step_seconds": self._step_seconds,
             "remaining_seconds": (self._steps - self._step) * self._step_seconds if self._steps is not None else None,

@@ -160,7 +160,11 @@ def _direct_storage(folders: list[str]) -> list[Finding]:
         return [Finding(name, f"not used ({refusal}); bytes from disk pass through registered host memory"), *told]
     from infinity import native
 
-    return [Finding(name, f"cuFile {native.cufile()[0]}: weights on disk come past the host's memory, verified on the device")]
+    found, (kernels, why) = f"cuFile {native.cufile()[0]}", native.gpu_kernels()
+    if kernels is None:
+        remedy = "build infinity._cuda with nvcc; or Config(checksums='sampled'), which verifies each byte in one read of 16 only"
+        return [Finding(name, f"not used: {found} is there, but nothing that verifies bytes on the GPU ({why})", remedy)]
+    return [Finding(name, f"{found}: weights on disk come past the host's memory, verified on the device")]
 
 
 def _memory() -> Finding:

@@ -19,6 +19,7 @@ from ..errors import InfinityError, PeerError, UsageError
 from .lockstep import Lockstep
 from .meeting import Meeting
 from .pending import all_gather, ranks_lost
+from .shared_homes import SharedHomes
 from .tree import Merge, Tree
 
 SAID_NBYTES = 448  # what a rank is about to do, or why it failed
@@ -35,6 +36,7 @@ class Channel:
         self.bulk = group  # for gathers of what the device has
         self.reductions = reductions or group  # for gradients, whose bytes do not wait for a gather's
         self.lockstep = Lockstep()
+        self.homes: SharedHomes | None = None  # of weights that all of these ranks can read
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)  # in the world
         self.flags_nbytes = 32  # what a meeting has room for: the same on all ranks
@@ -47,6 +49,10 @@ class Channel:
     def carry(self, bulk: dist.ProcessGroup, reductions: dist.ProcessGroup | None = None) -> None:
         """Has gathers pass over ``bulk`` and gradients over ``reductions``, groups that reach the device's memory."""
         self.bulk, self.reductions = bulk, reductions or bulk
+
+    def share(self, homes: SharedHomes | None) -> None:
+        """Has gathers read weights in ``homes`` that lie there, instead of sending them; None: no more."""
+        self.homes = homes
 
     # --- meetings ---
 
@@ -120,14 +126,14 @@ class Channel:
 
     # --- what meetings ask ---
 
-    def raise_alarm(self) -> None:
-        """Calls the ranks that wait for a collective of the agreed sequence to the meeting that this rank comes to next."""
+    def raise_alarm(self, number: int) -> None:
+        """Calls the ranks that wait for a collective to the meeting with this ``number``, to which this rank comes next."""
         if self._alarms is not None:
             with contextlib.suppress(RuntimeError):  # a store that is gone: so is the job
-                self._alarms.set(str(self.tree.begun), "")
+                self._alarms.set(str(number), "")
 
     def hears_alarm(self) -> bool:
-        """Tells whether another rank waits at the next meeting, because it does not go on with the agreed sequence."""
+        """Tells whether another rank waits at the next meeting, because it has parted."""
         try:
             return self._alarms is not None and self._alarms.check([str(self.tree.begun)])
         except RuntimeError:
@@ -140,15 +146,16 @@ class Channel:
         except RuntimeError as error:
             raise self.lost(what, error) from error
 
-    def come_together(self, reach: int) -> None:
-        """Ends the agreement on a sequence of which the first ``reach`` collectives were started by some rank."""
+    def come_together(self, last: int, described: Sequence[Sequence[int]], number: int) -> None:
+        """Completes what any rank has started, up to the collective with the number ``last``: the last ones are ``described``. Ends the agreement
+        on a sequence. ``number``: of the meeting."""
         try:
-            self.lockstep.part(reach)
+            self.lockstep.part(last, described)
         except RuntimeError as error:
             raise self.lost("completing what other ranks have started", error) from error
         if self.rank == 0 and self._alarms is not None:
             with contextlib.suppress(RuntimeError):
-                self._alarms.delete_key(str(self.tree.begun - 1))
+                self._alarms.delete_key(str(number))
 
     def refusal(self, what: str) -> InfinityError:
         """Makes the error of a meeting at which not all could say the same, on every rank: all tell each other in words."""

@@ -24,15 +24,15 @@ import torch.distributed as dist
 from .. import native
 from ..machine.traffic import Traffic
 from . import lockstep
-from .channel import Channel
 from .data_ranks import DataRanks
-from .exchanges import Exchanges, bytes_of
+from .exchanges import Exchanges
+from .kinds import Kind, StandIns, bytes_of, count_begun, describe
+from .kinds import begin as begin_kind
 from .lockstep import Collective
-from .pending import Pending, all_gather
+from .pending import Pending
 from .quantize import decode_blocks, encode_blocks
-from .shared_homes import SharedHomes, lent
+from .shared_homes import lent
 
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
 MOST_OFFERED = 254  # what fits a byte beside BACKWARD_OVER; the rest is offered at the next rendezvous
 BACKWARD_OVER = 255
 DIGEST_NBYTES = 4  # of a trace, among the flags of a pass's meeting
@@ -54,22 +54,8 @@ class Collectives(Exchanges):
         self._passes = 0  # that have begun since the last backward or step
         self._is_after_step = True  # no backward has run since the last one
         self._found_after_step: list[int] = []  # units that the first forward after a step found gathered
-        self._shared: SharedHomes | None = None
-
-    def share_homes(self, homes: SharedHomes) -> None:
-        """Has the weights that are allocated from now on lie in ``homes``, which end with this."""
-        self._shared = homes
-
-    @property
-    def shared_row(self) -> native.SharedRow | None:
-        """Where weights lie that the row's ranks share."""
-        return self._shared.row if self._shared is not None else None
-
-    def close(self) -> None:
-        """Ends what was made for this job."""
-        if self._shared is not None:
-            self._shared.close()
-        super().close()
+        if self.ranks.data is not None and self.ranks.divided == 1:
+            self.ranks.data.lockstep.stand_ins = StandIns(lambda of_experts: (self.of_experts if of_experts else self).ranks)
 
     def note_progress(self, *, steps: int, backwards: int) -> None:
         """Sets what this rank says at every meeting of how far it is."""
@@ -170,10 +156,13 @@ class Collectives(Exchanges):
 
     # --- weights ---
 
-    def gather(self, flat: torch.Tensor, what: str, *, offered: int = 0, home: native.Region | None = None) -> Pending | None:
+    def gather(
+        self, flat: torch.Tensor, what: str, *, offered: int = 0, homes: Sequence[native.Region | None] = ()
+    ) -> Pending | None:
         """Fills ``flat``, of which this rank's slice is filled already, with every rank's. None: nothing to wait for.
 
-        ``home``: the memory at whose beginning that slice lies, too; where the ranks share it, its bytes come from there. ``offered``: reductions that this rank could start; the least of all ranks is the result's ``least_offered``.
+        ``homes``: the memory at whose beginning that slice lies, too, and what it may lie in after an update; where the ranks share all of it,
+        the bytes are read there. ``offered``: reductions that this rank could start; the least of all ranks is the result's ``least_offered``.
         """
         if self.ranks.size == 1:
             return None
@@ -182,45 +171,41 @@ class Collectives(Exchanges):
             mine = encode_blocks(flat.view(self.ranks.size, -1)[self.ranks.rank])
             everyones = mine.new_empty(self.ranks.size * mine.numel())
             return self._gather(
-                self.ranks.row, everyones, mine, what, offered, lambda: decode_blocks(everyones, flat, self.ranks.size)
+                Kind.GATHER, everyones, mine, what, offered, lambda: decode_blocks(everyones, flat, self.ranks.size)
             )
         raw = bytes_of(flat)
         mine = raw.view(self.ranks.size, -1)[self.ranks.rank]
-        return self._gather(self.ranks.row, raw, mine, what, offered, home=home)
+        if homes and (shared := self.ranks.row.homes) is not None and shared.have(homes):
+            begin = partial(shared.read, homes[0], raw, mine.numel(), what)
+            return self._gather(Kind.READ, raw, mine, f"{what} where it lies", offered, begin=begin)
+        return self._gather(Kind.GATHER, raw, mine, what, offered)
 
     def gather_in_node(self, flat: torch.Tensor, what: str, *, offered: int = 0) -> Pending:
         """Does the same among this machine's ranks, whose slices of ``flat`` are larger."""
         raw = bytes_of(flat)
         mine = raw.view(self.ranks.node.size, -1)[self.ranks.node.rank]
-        return self._gather(self.ranks.node, raw, mine, f"gathering {what} in the node", offered)
+        return self._gather(Kind.GATHER_IN_NODE, raw, mine, f"gathering {what} in the node", offered)
 
     def _gather(
         self,
-        channel: Channel,
+        kind: Kind,
         whole: torch.Tensor,
         mine: torch.Tensor,
         what: str,
         offered: int,
         then: Callable[[], None] | None = None,
-        home: native.Region | None = None,
+        begin: Callable[[], dist.Work] | None = None,
     ) -> Pending:
         self._enter_pass()
-        place, group, least, shared = self.ranks.data, channel.bulk, None, self._shared
-
-        def begin(given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
-            if home is not None and shared is not None and shared.has(home):
-                return shared.gather(home, taken, given.nbytes, what)
-            return all_gather(taken, given, group=group, async_op=True)
-
-        collective = Collective(what, whole.numel(), _stand_in(mine, whole, begin))
+        place, least = self.ranks.data, None
+        collective = Collective(what, whole.numel(), describe(self.ranks, kind, mine, whole))
         if place.lockstep.next != collective:
-            least = 255 - int(place.rendezvous(f"{what} {self._progress}", [255 - min(offered, MOST_OFFERED)]).max())
-        place.lockstep.note(collective)
+            least = 255 - int(self._meet_for(what, [255 - min(offered, MOST_OFFERED)]).max())
         start = time.perf_counter()
-        work = self._do(lambda: begin(mine, whole), what)
+        work = self._start(collective, kind, mine, whole, begin)
 
         def finish() -> None:
-            edge = "all-gather" if channel is self.ranks.row else "all-gather in node"
+            edge = "all-gather in node" if kind is Kind.GATHER_IN_NODE else "all-gather"
             self._count(edge, whole.numel() - mine.numel(), what, start)
             if then is not None:
                 then()
@@ -233,12 +218,21 @@ class Collectives(Exchanges):
     def _pending(
         self, works: list, what: str, finish: Callable[[], None], device: torch.device, least_offered: int | None = None
     ) -> Pending:
-        def hear(settling: bool) -> None:
-            if self.ranks.data is not None and self.ranks.data.hears_alarm():
-                self.ranks.data.rendezvous(f"{what} {self._progress}", settling=settling)
+        place = self.ranks.data
 
-        on_host = device.type == "cpu"
-        return Pending(works, what, finish, least_offered=least_offered, hear=hear, lent=lent(works), is_on_host=on_host)
+        def hear(settling: bool) -> None:
+            if place is not None and place.hears_alarm():
+                place.rendezvous(f"{what} {self._progress}", settling=settling)
+
+        def forget() -> None:
+            if place is not None:
+                place.lockstep.under_way()
+
+        pending = Pending(
+            works, what, finish, least_offered=least_offered, hear=hear, forget=forget, is_on_host=device.type == "cpu"
+        )
+        pending.lent = lent(works)
+        return pending
 
     # --- gradients ---
 
@@ -261,18 +255,10 @@ class Collectives(Exchanges):
         raw, works, is_fast = bytes_of(flat), [], self.ranks.reduction == "fast"
         received = flat
         if self.ranks.size > 1:
-            group = self.ranks.row.reductions
             received = flat.new_empty(flat.numel() // self.ranks.size) if is_fast else torch.empty_like(flat)
-
-            def begin(given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
-                if is_fast:
-                    return reduce_scatter(taken, given, group=group, async_op=True)
-                return dist.all_to_all_single(bytes_of(taken), bytes_of(given), group=group, async_op=True)
-
-            self._go_on_with(what, flat, received, begin)
-            works.append(self._do(lambda: begin(flat, received), what))
+            works.append(self._go_on_with(what, Kind.REDUCE, flat, received))
         elif self.ranks.divided > 1:
-            self._go_on_with(what, flat, flat, _nothing)  # has its place in the order, as every unit
+            self._go_on_with(what, Kind.NOTHING, flat, flat)  # has its place in the order, as every unit
 
         def finish() -> None:
             moved = raw.numel() - raw.numel() // self.ranks.size
@@ -294,43 +280,62 @@ class Collectives(Exchanges):
     def share_flags(self, flags: Sequence[bool], what: str, done: Callable[[list[bool]], None]) -> Pending:
         """Tells the row's ranks this one's ``flags``, while other things go on: when waited for, ``done`` is given which of them any rank has
         set. Everyone has to have met before, as for :meth:`reduce`."""
-        group, mine = self.ranks.row.group, torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        mine = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         everyones = mine.new_empty(self.ranks.size * mine.numel())
-
-        def begin(given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
-            return all_gather(taken, given, group=group, async_op=True)
 
         def finish() -> None:
             done(everyones.view(self.ranks.size, -1).amax(0).bool().tolist())
 
-        self._go_on_with(what, mine, everyones, begin)
-        return self._pending([self._do(lambda: begin(mine, everyones), what)], what, finish, mine.device)
+        return self._pending([self._go_on_with(what, Kind.TELL, mine, everyones)], what, finish, mine.device)
 
     def _gather_over_replicas(self, total: torch.Tensor, what: str) -> torch.Tensor:
-        channel, what = self.ranks.replicas, f"{what} over replicas"
-        everyones = total.new_empty(channel.size, total.numel())
-
-        def begin(given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
-            return all_gather(taken, given, group=channel.bulk, async_op=True)
-
-        mine, whole = bytes_of(total), bytes_of(everyones.view(-1))
-        self._go_on_with(what, mine, whole, begin)
-        self._pending([self._do(lambda: begin(mine, whole), what)], what, lambda: None, total.device).wait()
+        what = f"{what} over replicas"
+        everyones = total.new_empty(self.ranks.replicas.size, total.numel())
+        work = self._go_on_with(what, Kind.GATHER_OVER_REPLICAS, bytes_of(total), bytes_of(everyones.view(-1)))
+        self._pending([work], what, lambda: None, total.device).wait()
         return everyones
 
-    def _go_on_with(
+    def _go_on_with(self, what: str, kind: Kind, given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
+        """Starts a collective. Meets, where the agreed pass does not go on with it."""
+        self._enter_pass()
+        passing, collective = self.ranks.data.lockstep, Collective(what, given.nbytes, describe(self.ranks, kind, given, taken))
+        if passing.is_agreed and passing.next != collective:
+            self._meet_for(what)
+        return self._start(collective, kind, given, taken)
+
+    # --- what both begin with ---
+
+    def _meet_for(self, what: str, flags: Sequence[int] = ()) -> torch.Tensor:
+        """Meets the data ranks, of which each starts a collective then: this one does so next."""
+        place = self.ranks.data
+        return place.announce(f"{what} {self._progress}", flags, then=lambda found: place.lockstep.expect()).wait()
+
+    def _start(
         self,
-        what: str,
+        collective: Collective,
+        kind: Kind,
         given: torch.Tensor,
         taken: torch.Tensor,
-        begin: Callable[[torch.Tensor, torch.Tensor], dist.Work],
-    ) -> None:
-        """Notes a collective that begins now. Meets, where the agreed pass does not go on with it."""
-        self._enter_pass()
-        passing, collective = self.ranks.data.lockstep, Collective(what, given.nbytes, _stand_in(given, taken, begin))
-        if passing.is_agreed and passing.next != collective:
-            self.ranks.data.rendezvous(f"{what} {self._progress}")
-        passing.note(collective)
+        begin: Callable[[], dist.Work] | None = None,
+    ) -> dist.Work:
+        begin = begin or partial(begin_kind, self.ranks, kind, given, taken)
+        count = partial(count_begun, self.ranks, kind, given.device)
+        return self._do(lambda: self.ranks.data.lockstep.start(collective, begin, count), collective.what)
+
+    def strike(self) -> None:
+        """Notes that an exception ended what this rank was at: others may wait for what it does not start, until it meets them. Returns when nothing
+        moves bytes any more that this rank has started."""
+        if self.ranks.data is not None:
+            self.ranks.data.lockstep.strike()
+            self.drop_lost()
+
+    def drop_lost(self) -> None:
+        """Waits until nothing moves bytes any more: of what an exception struck as it was started, nobody knows."""
+        lost = self.ranks.data.lockstep.under_way() if self.ranks.data is not None else []
+        if self.ranks.row is not None and self.ranks.row.homes is not None:
+            lost += self.ranks.row.homes.under_way()
+        for work in lost:
+            self._pending([work], "what an exception left", lambda: None, torch.device("cpu")).drop()
 
     def _count(self, edge: str, nbytes: int, what: str, start: float) -> None:
         now = time.perf_counter()
@@ -340,35 +345,11 @@ class Collectives(Exchanges):
         self.traffic.mark(edge, what, start, now)
 
 
-class _Over(dist.Work):
-    """What passes no bytes, since no other rank has these tensors."""
-
-    def wait(self, *_: object) -> bool:
-        return True
-
-
-def _nothing(given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
-    return _Over()
-
-
 def _key_of(trace: Iterable[int], resident: list[int], number: int) -> bytes:
     """Makes what passes that go the same way are known by; its first bytes are the trace's. ``number``: among the training passes since the last
     backward or step; 0 for another pass."""
     digest = hashlib.blake2b(np.fromiter(trace, np.int64).tobytes(), digest_size=DIGEST_NBYTES).digest()
     return digest + repr((resident, number)).encode()
-
-
-def _stand_in(
-    given: torch.Tensor, taken: torch.Tensor, begin: Callable[[torch.Tensor, torch.Tensor], dist.Work]
-) -> Callable[[], dist.Work]:
-    """Makes what begins the same collective with tensors like these, which nobody looks at. It holds neither of them."""
-    sizes, dtype, where = (given.numel(), taken.numel()), given.dtype, given.device
-
-    def stand_in() -> dist.Work:
-        mine, whole = (torch.zeros(size, dtype=dtype, device=where) for size in sizes)
-        return begin(mine, whole)
-
-    return stand_in
 
 
 def _ordered_sum(parts: torch.Tensor) -> torch.Tensor:

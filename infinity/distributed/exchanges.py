@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..errors import ConfigError, InfinityError
 from .channel import HEARING_SECONDS, Channel
 from .data_ranks import DataRanks
+from .kinds import bytes_of
 from .pending import all_gather, ranks_lost
 
 
@@ -192,6 +193,8 @@ class Exchanges:
         if self.ranks.allowed_processors is not None and not self._is_closed:
             os.sched_setaffinity(0, self.ranks.allowed_processors)
         self._is_closed = True
+        if self.ranks.row is not None and self.ranks.row.homes is not None:
+            self.ranks.row.homes.close()
         for group in self.ranks.own_groups:
             try:
                 dist.destroy_process_group(group)
@@ -204,7 +207,3 @@ class Exchanges:
             return work()
         except RuntimeError as error:
             raise ranks_lost(what, error) from error
-
-
-def bytes_of(flat: torch.Tensor) -> torch.Tensor:
-    return flat.detach().view(torch.uint8)

@@ -3,26 +3,35 @@
 sequence   the collectives of a pass in their order
 agreed     of a sequence: all data ranks have said, as the pass began, that such a pass went this way last time
 foreseen   of a pass: agreed on with the step before it, and no forward has come to it yet
-parted     of a rank that needs something else than what comes next in the agreed sequence
+parted     of a rank that needs something else than what comes next in the agreed sequence, or that was struck
+struck     of a rank: an exception may have kept it from starting what the others have started since the last meeting
 
 What holds, whatever the ranks do: **a rank starts a collective only as the next one of the agreed sequence, or after a meeting just before it.**
 So two different collectives never meet. A rank that parts starts nothing: it raises an alarm and comes to a meeting. The others hear the alarm
 where they wait for it, come to the same meeting, and there each says how many it has started. All then complete what any has started, with bytes
 that nobody uses: who waited for them is in the meeting, and raises. Where all part at the same place nothing is left to complete, and they go on
 with a meeting before each collective until the pass is over; the next one like it is agreed anew.
+
+A rank that an exception struck parts, too, in any pass: others may wait for what it was about to start. It need not know what that is: who has
+started it describes it in numbers.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
 MOST_KNOWN = 64  # sequences that are remembered
 DIGEST_NBYTES = 8
+NUMBERS = 6  # that describe a collective (see `kinds`)
+STAND_IN = ""  # what is started for others alone, and belongs to no pass of this rank's
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,17 @@ class Collective:
 
     what: str
     nbytes: int
-    stand_in: Callable[[], dist.Work] = field(compare=False)  # starts one that only completes other ranks'
+    numbers: Sequence[int] = field(default=(0,) * NUMBERS, compare=False)  # for ranks that have not come to it
+
+
+class StandIns(Protocol):
+    """What starts a collective that only completes other ranks': it is known by its numbers."""
+
+    def begin(self, numbers: Sequence[int]) -> dist.Work:
+        """Begins it, with bytes that nobody looks at."""
+
+    def count(self, numbers: Sequence[int]) -> int:
+        """Counts what its transport has begun."""
 
 
 class Lockstep:
@@ -45,6 +64,14 @@ class Lockstep:
         self._is_over = True  # what is started now belongs to no pass
         self._is_foreseen = False
         self.was_followed = False  # the last pass was agreed, and went so to its end
+        self._recent: list[
+            tuple[int, Collective]
+        ] = []  # started, by number; those that some rank may not have started, and the last one
+        self._under_way: list[dist.Work] = []
+        self._starting: tuple[Collective, Callable[[], int], int] | None = None
+        self._expects = False  # the last meeting was for what this rank was to start next
+        self._was_struck = False
+        self.stand_ins: StandIns | None = None  # of collectives that only others have started
 
     # --- a pass ---
 
@@ -107,16 +134,79 @@ class Lockstep:
         """How many collectives of the agreed sequence this rank has started."""
         return len(self._started) if self._agreed is not None else 0
 
-    def note(self, collective: Collective) -> None:
-        """Notes that ``collective`` is started now."""
-        if not self._is_over:
+    @property
+    def total(self) -> int:
+        """How many collectives this rank has started: after a meeting that all come from the same place, as many as any other."""
+        return self._recent[-1][0] if self._recent else 0
+
+    def expect(self) -> None:
+        """Notes that all ranks have met, and each starts a collective now. Until this one has, it counts as struck."""
+        self._expects = True
+
+    def start(self, collective: Collective, begin: Callable[[], dist.Work], count: Callable[[], int]) -> dist.Work:
+        """Starts ``collective`` by ``begin``, and notes it. ``count``: of what its transport has begun, by which it is known later whether an
+        exception that strikes in here came before or after."""
+        self._starting = collective, count, count()
+        self._under_way.append(begin())
+        self._note(collective)
+        self._expects, self._starting = False, None
+        return self._under_way[-1]
+
+    def under_way(self) -> list[dist.Work]:
+        """Returns what this rank has started and is not over; forgets the rest. Whoever was to have it may not have got it, where an exception
+        struck."""
+        self._under_way = [work for work in self._under_way if not work.is_completed()]
+        return list(self._under_way)
+
+    def _note(self, collective: Collective) -> None:
+        """Notes that ``collective`` was started. Doing so again changes nothing."""
+        is_own = collective.what != STAND_IN
+        if is_own and not self._is_over and (not self._started or self._started[-1] is not collective):
             self._started.append(collective)
+        if not self._recent or self._recent[-1][1] is not collective:
+            self._recent.append((self.total + 1, collective))
 
     # --- where ranks part ---
 
-    def part(self, reach: int) -> None:
-        """Ends the agreement, and completes what any rank has started: the first ``reach`` of the sequence."""
-        agreed, self._agreed = self._agreed, None
-        works = [each.stand_in() for each in agreed[len(self._started) : reach]] if agreed is not None else []
+    def strike(self) -> None:
+        """Notes that an exception ended what this rank was at: it parts at its next meeting."""
+        self._was_struck = True
+
+    @property
+    def has_parted(self) -> bool:
+        """Whether the others may wait for what this rank does not start."""
+        return self.is_open or self._expects or self._was_struck or self._starting is not None
+
+    def settle(self) -> None:
+        """Finds out whether a collective was started whose start an exception has struck."""
+        if self._starting is not None:
+            collective, count, before = self._starting
+            self._was_struck = True
+            if count() > before:
+                self._note(collective)
+            self._starting = None
+
+    def described(self, first: int, last: int) -> torch.Tensor:
+        """Describes the collectives of these numbers, as far as this rank has started them: int64 [last - first + 1, NUMBERS], else zeros."""
+        found = torch.zeros(last - first + 1, NUMBERS, dtype=torch.int64, device="cpu")
+        for number, collective in self._recent:
+            if first <= number <= last:
+                found[number - first] = torch.tensor(collective.numbers, dtype=torch.int64, device="cpu")
+        return found
+
+    def part(self, last: int, described: Sequence[Sequence[int]] = ()) -> None:
+        """Ends the agreement, and completes what any rank has started: up to number ``last``, of which the last ones are ``described``. May be
+        called again from the start."""
+        self._agreed = None
+        works = []
+        while self.total < last:
+            numbers = described[self.total - last]
+            begin, count = partial(self.stand_ins.begin, numbers), partial(self.stand_ins.count, numbers)
+            works.append(self.start(Collective(STAND_IN, 0, numbers), begin, count))
         for work in works:
             work.wait()
+        self._expects = self._was_struck = False
+
+    def forget(self, number: int) -> None:
+        """Forgets what all ranks have started, up to this ``number``; but the last one, which tells how many there were."""
+        self._recent = [each for each in self._recent if each[0] >= number] or self._recent[-1:]

@@ -25,14 +25,14 @@ class Place(Protocol):
     tree: Tree
     flags_nbytes: int
 
-    def raise_alarm(self) -> None:
-        """Calls the ranks that wait elsewhere."""
+    def raise_alarm(self, number: int) -> None:
+        """Calls the ranks that wait elsewhere to the meeting with this ``number``."""
 
     def complete(self, merge: Merge, what: str) -> torch.Tensor:
         """Waits for the result of ``merge``."""
 
-    def come_together(self, reach: int) -> None:
-        """Ends the agreement on a sequence."""
+    def come_together(self, last: int, described: Sequence[Sequence[int]], number: int) -> None:
+        """Ends the agreement on a sequence, at the meeting with this ``number``."""
 
     def refusal(self, what: str) -> InfinityError:
         """Makes the error of a meeting at which not all could say the same."""
@@ -43,10 +43,12 @@ class Word(IntEnum):
 
     FAILED = 0  # 1: this rank says why it cannot go on
     SETTLING = 1  # 1: it puts right what an exception left, and meets again
-    PARTED = 2  # 1: it has left the agreed sequence
-    REACH = 3  # collectives of the agreed sequence that it has started
-    DIGEST = 4  # of what it is about to do
-    MINUS_DIGEST = 5  # the largest of which is minus the smallest digest
+    PARTED = 2  # 1: it has left the agreed sequence, or was struck
+    WHOLE = 3  # 1: it has not, and may use what it has started
+    STARTED = 4  # collectives that it has started
+    MINUS_STARTED = 5  # the largest of which is minus the least of them
+    DIGEST = 6  # of what it is about to do
+    MINUS_DIGEST = 7
 
 
 HEADER_NBYTES = 8 * len(Word)
@@ -68,15 +70,19 @@ class Meeting:
         self._channel, self._what, self._flags = channel, what, flags
         self._failed, self._settling, self._then = failed, settling, then
         self._found: torch.Tensor | None = None
+        self._missing: Merge | None = None  # what some rank has not started
         self._begin()
 
     def _begin(self) -> None:
-        lockstep = self._channel.lockstep
-        if parted := lockstep.is_open or self._failed:
-            self._channel.raise_alarm()
+        lockstep, tree = self._channel.lockstep, self._channel.tree
+        lockstep.settle()
+        self._number, self._missing = tree.begun, None
+        if parted := lockstep.has_parted or self._failed:
+            self._channel.raise_alarm(self._number)
         digest = int.from_bytes(hashlib.blake2b(self._said.encode(), digest_size=7).digest(), "big")
-        header = [self._failed, self._settling, parted, lockstep.reach, digest, -digest]
-        self._merge = self._channel.tree.begin(_message(header, self._flags, self._channel.flags_nbytes), _merged)
+        total = lockstep.total
+        header = [self._failed, self._settling, parted, not parted, total, -total, digest, -digest]
+        self._merge = tree.begin(_message(header, self._flags, self._channel.flags_nbytes), _merged)
 
     @property
     def _said(self) -> str:
@@ -89,9 +95,14 @@ class Meeting:
         while self._found is None:
             said, message = self._said, self._channel.complete(self._merge, self._what)
             header = message[:HEADER_NBYTES].view(torch.int64).tolist()
+            least, most = -header[Word.MINUS_STARTED], header[Word.STARTED]
             if header[Word.PARTED]:
-                self._channel.come_together(header[Word.REACH])
-            if header[Word.FAILED] or (not header[Word.SETTLING] and header[Word.DIGEST] != -header[Word.MINUS_DIGEST]):
+                self._come_together(least, most)
+            self._channel.lockstep.forget(most)
+            # What was completed with bytes of nobody must not be used: whoever would has come here, and is told.
+            is_torn = header[Word.PARTED] and header[Word.WHOLE] and least < most
+            differs = header[Word.DIGEST] != -header[Word.MINUS_DIGEST]
+            if header[Word.FAILED] or (not header[Word.SETTLING] and (differs or is_torn)):
                 self._found = message
                 raise self._channel.refusal(said)
             if header[Word.SETTLING] and not self._settling:
@@ -101,6 +112,13 @@ class Meeting:
                 self._then(self._flags_of(message))
             self._found = message
         return self._flags_of(self._found)
+
+    def _come_together(self, least: int, most: int) -> None:
+        """Has every rank start what any has started: those with the numbers behind ``least``, which the others describe."""
+        if least < most and self._missing is None:
+            self._missing = self._channel.tree.begin(self._channel.lockstep.described(least + 1, most), _most)
+        described = self._channel.complete(self._missing, self._what).tolist() if self._missing is not None else []
+        self._channel.come_together(most, described, self._number)
 
     def _flags_of(self, message: torch.Tensor) -> torch.Tensor:
         return message[HEADER_NBYTES : HEADER_NBYTES + len(self._flags)]
@@ -121,6 +139,10 @@ def _message(header: Sequence[int], flags: Sequence[int], flags_nbytes: int) -> 
     if len(flags):
         message[HEADER_NBYTES : HEADER_NBYTES + len(flags)] = torch.tensor(flags, dtype=torch.uint8, device="cpu")
     return message
+
+
+def _most(described: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([*described]).amax(0)
 
 
 def _merged(messages: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -30,6 +30,7 @@ class Pending:
     least_offered: int | None = None  # reductions that all ranks of the row offered to start, where they met for it
     hear: Callable[[bool], None] = lambda settling: None  # asked while it does not end: raises where the others do not come
     lent: Ticketed | None = None  # after which no other rank reads this one's home for it; None where none does
+    forget: Callable[[], None] = lambda: None  # them, once they are over
     is_on_host: bool = True  # the transport can be waited for with a limit, and again
 
     def wait(self, *, settling: bool = False) -> None:
@@ -37,7 +38,7 @@ class Pending:
         try:
             for work in self.works:
                 self._wait(work, settling)
-            self.works = []
+            self._forget_works()
             if self.finish is not None:
                 finish, self.finish = self.finish, None
                 finish()
@@ -45,10 +46,14 @@ class Pending:
             for work in self.works:  # what failed, or is given up, may still move bytes
                 with contextlib.suppress(RuntimeError):
                     work.wait()
-            self.works = []
+            self._forget_works()
             raise (error if isinstance(error, InfinityError) else ranks_lost(self.what, error)) from error
         finally:
             self.release()
+
+    def _forget_works(self) -> None:
+        self.works = []
+        self.forget()
 
     def drop(self) -> None:
         """Waits until nothing moves any more; what came is not used."""

@@ -7,9 +7,9 @@ Only its bytes take another way: each rank says where its part lies, and copies 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,16 @@ from ..errors import StorageError
 from ..machine import processors
 from ..machine.device import Ticketed
 from ..machine.kernel import running_kernel
-from .data_ranks import DataRanks
-from .exchanges import Exchanges
+
+Collect = Callable[[Any, str], list[Any]]  # of each rank of the row what it says, in their order; told what for
 
 
 class Gathering(dist.Work):
     """A gather under way, as torch's collectives are."""
 
-    def __init__(self, ticket: native.Ticket):
+    def __init__(self, ticket: native.Ticket, whole: torch.Tensor | None = None):
         super().__init__()
-        self.ticket = ticket
+        self.ticket, self._whole = ticket, whole  # which a thread of the core writes to
 
     def is_completed(self) -> bool:
         """Tells whether all ranks have everyone's part, or it failed."""
@@ -52,7 +52,7 @@ class SharedHomes:
         self._row = native.SharedRow(processors.for_pages())
         self._patience_seconds = patience_seconds
         self._common: set[int] = set()  # addresses of what all ranks share
-        self._targets: deque[torch.Tensor] = deque()  # what a thread of the core writes to
+        self._unused: list[torch.Tensor] = []  # what a thread of the core writes to, and nobody reads
 
     def make_region(self, nbytes: int, *, huge_pages: bool, touch_threads: int) -> native.Region:
         """Makes memory that can be shared; the process's own where the system gives no other, so that it is not."""
@@ -61,20 +61,20 @@ class SharedHomes:
         except StorageError:
             return native.Region(nbytes, huge_pages, touch_threads)
 
-    def connect(self, exchanges: Exchanges, regions: Sequence[Sequence[native.Region | None]]) -> str:
-        """Makes the others' weights readable here, and this rank's there, once they are allocated. Every rank of the row comes, with the
-        ``regions`` of each of its shards; what all have in memory is shared. Returns why nothing is, the same on all of them, or ""."""
-        among = [exchanges.ranks.row]
+    def connect(self, collect: Collect, place: int, regions: Sequence[Sequence[native.Region | None]]) -> str:
+        """Makes the others' weights readable here, and this rank's there, once they are allocated. Every rank of the row comes, with its
+        ``place`` there and the ``regions`` of each of its shards; what all have in memory is shared. Returns why nothing is, the same on all of
+        them, or ""."""
         ours = [all(region is not None and self._row.owns(region) for region in of_shard) for of_shard in regions]
-        everyones = exchanges.collect((ours, self._row.self()), "where weights lie", among)
+        everyones = collect((ours, self._row.self()), "where weights lie")
         common = [all(of_shard) for of_shard in zip(*(theirs for theirs, _ in everyones))]
         refusal = "" if any(common) else "no weights are in memory that all ranks share"
         if not refusal:
             try:
-                self._row.connect([named for _, named in everyones], exchanges.ranks.rank)
+                self._row.connect([named for _, named in everyones], place)
             except StorageError as error:
                 refusal = str(error)
-        refusal = first_of(exchanges.collect(refusal, "whether weights are shared", among))
+        refusal = first_of(collect(refusal, "whether weights are shared"))
         if refusal:
             self.close()
         else:
@@ -87,29 +87,33 @@ class SharedHomes:
         """Tells whether all ranks of the row can read all of ``regions``, which are this rank's, and it theirs."""
         return all(region is not None and region.address in self._common and self._row.shares(region) for region in regions)
 
-    def gather(self, home: native.Region | None, whole: torch.Tensor, nbytes: int, what: str) -> Gathering:
-        """Starts a gather of every rank's ``nbytes`` bytes into ``whole``, which has this rank's already, as the beginning of ``home`` has; without a
-        home of what nobody looks at. ``what``: the same on all ranks, which start the same gathers in the same order."""
-        while self._targets and not self._writing_to(self._targets[0]):
-            self._targets.popleft()
-        self._targets.append(whole)  # before anything is started, whatever comes between
+    def read(self, home: native.Region, whole: torch.Tensor, nbytes: int, what: str) -> Gathering:
+        """Starts a gather of every rank's ``nbytes`` bytes into ``whole``, which has this rank's already, as the beginning of ``home`` has.
+        ``what``: the same on all ranks, which start the same gathers in the same order."""
         said = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little")
-        address = home.address if home is not None else 0
-        return Gathering(self._row.gather(said, address, nbytes, whole.data_ptr(), self._patience_seconds))
+        return Gathering(self._row.gather(said, home.address, nbytes, whole.data_ptr(), self._patience_seconds), whole)
 
-    def under_way(self, memory: torch.Tensor) -> Iterator[Gathering]:
-        """Lists the gathers that still write to ``memory``, also those whose start was cut short behind it."""
-        return map(Gathering, self._writing_to(memory))
+    def complete(self, whole: torch.Tensor, nbytes: int) -> Gathering:
+        """Starts a gather that only other ranks have come to: nobody uses what comes, here and there."""
+        if not self.under_way():
+            self._unused.clear()
+        self._unused.append(whole)  # before anything is started, whatever strikes in between
+        return Gathering(self._row.gather(native.SharedRow.NOBODYS, 0, nbytes, whole.data_ptr(), self._patience_seconds), whole)
 
-    def _writing_to(self, memory: torch.Tensor) -> list[native.Ticket]:
-        storage = memory.untyped_storage()
-        return self._row.writing_to(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else []
+    @property
+    def begun(self) -> int:
+        """How many gathers this rank has started."""
+        return self._row.begun
+
+    def under_way(self) -> list[Gathering]:
+        """Returns the gathers that are not over, also those whose start an exception struck as it ended."""
+        return [Gathering(ticket) for ticket in self._row.under_way()]
 
     def close(self) -> None:
         """Ends what is under way, with an error, and lets the memory go. A second call does nothing."""
         self._row.close()
         self._common.clear()
-        self._targets.clear()
+        self._unused.clear()
 
 
 def lent(works: Sequence[dist.Work]) -> Ticketed | None:
@@ -117,10 +121,10 @@ def lent(works: Sequence[dist.Work]) -> Ticketed | None:
     return next((Ticketed(work.ticket) for work in works if isinstance(work, Gathering)), None)
 
 
-def agree_to_share(exchanges: Exchanges, refusal: str) -> str:
+def agree_to_share(collect: Collect, refusal: str) -> str:
     """Finds out whether the ranks of a row can share memory. Every rank comes with why it cannot itself, or "". Returns the first reason of
     any, the same on all of them, or ""."""
-    everyones = exchanges.collect((running_kernel(), refusal), "whether weights can be shared", [exchanges.ranks.row])
+    everyones = collect((running_kernel(), refusal), "whether weights can be shared")
     refusal = first_of([theirs for _, theirs in everyones])
     if not refusal and (len({kernel for kernel, _ in everyones}) > 1 or not everyones[0][0]):
         refusal = "the ranks are on several machines, or do not see each other's processes"
@@ -132,12 +136,12 @@ def first_of(refusals: Sequence[str]) -> str:
     return next((each for each in refusals if each), "")
 
 
-def why_not(ranks: DataRanks, *, computes_on_host: bool) -> str:
+def why_not(*, computes_on_host: bool, compresses: bool) -> str:
     """Says why this rank cannot share its weights; empty where nothing is known against it."""
     if not computes_on_host:
         return (
             "the model computes on a GPU: each would read all weights over its own link, of which a gather sends most between GPUs"
         )
-    if ranks.compresses:
+    if compresses:
         return "compress_gathers=True: what passes is not what lies at home"
     return ""

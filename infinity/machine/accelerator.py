@@ -148,6 +148,10 @@ class Accelerator(Device):
         return _DeviceEvent(event, self._streams)
 
     @property
+    def driver_calls(self) -> int:
+        return native.driver_calls() if self.where.type == "cuda" else 0
+
+    @property
     def stream_handle(self) -> int:
         return torch.cuda.current_stream(self.where).cuda_stream
 

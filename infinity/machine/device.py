@@ -120,13 +120,23 @@ class Device:
 
     @property
     def direct_calls(self) -> int:
-        """Address of what threads of the core call to verify bytes in its memory; 0 where the processor has them, or nothing verifies."""
-        return 0 if self.is_host or self.kernels is None else self.kernels.calls()
+        """Address of what threads of the core call to reach its memory: the kernels', which verify bytes there, or, without them, the
+        driver's. 0 where the processor has it, or nothing reaches it."""
+        if self.is_host:
+            return 0
+        return self.driver_calls if self.kernels is None else self.kernels.calls()
 
-    def reads_disks(self, folders: Sequence[str]) -> bool:
-        """Tells whether disks of ``folders`` can move bytes into its memory past the host's. Asked once."""
+    @property
+    def driver_calls(self) -> int:
+        """Address of what its driver can do for threads of the core without kernels; 0 where there is none."""
+        return 0
+
+    def reads_disks(self, folders: Sequence[str], checksums: bool | str = True) -> bool:
+        """Tells whether disks of ``folders`` can move bytes into its memory past the host's, and be verified as ``checksums`` says. Asked
+        once."""
         if self._reads_disks is None:
-            self._reads_disks = bool(folders) and bool(self.direct_calls) and not direct_storage.refusal(folders)
+            verified = self.kernels is not None or checksums is not True
+            self._reads_disks = bool(folders) and verified and bool(self.direct_calls) and not direct_storage.refusal(folders)
         return self._reads_disks
 
     @property

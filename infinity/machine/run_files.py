@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..untrusted import is_regular, parse_json, read_text
+from .kernel import process_space
 
 STATUS, PLAN, HISTORY = "status", "plan", "history"
 OURS = ("status-rank", "plan-rank", "history-rank")  # how the names of a run's files begin
@@ -81,10 +82,18 @@ def process_of(status: dict[str, Any]) -> Process:
     return Process(pid, started) if whole else Process(0, -1)
 
 
+def is_here(status: dict[str, Any]) -> bool:
+    """Tells whether the number of the process that wrote a status means the same here: by the kernel, or, where the status names none, by the host."""
+    space = status.get("space")
+    if isinstance(space, str) and space:
+        return space == process_space()
+    return status.get("host") == os.uname().nodename
+
+
 def is_running(folder: Path) -> bool:
-    """Tells whether a process of the run is there. Of another machine's nothing is known: it counts as running."""
+    """Tells whether a process of the run is there. Of another machine's, or another container's, nothing is known: it counts as running."""
     found = list(read(folder, STATUS))
-    here = [status for status in found if status.get("host") == os.uname().nodename]
+    here = [status for status in found if is_here(status)]
     return any(process_of(status).is_running for status in here) or len(here) < len(found)
 
 

@@ -28,9 +28,11 @@ from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
 from ..runtime.older_weights import OlderWeights
 from ..runtime.registry import engine_of
-from .schedules import attach, in_flight_of, naming_causes, one_pass
+from .schedules import SHAPES, attach, in_flight_of, naming_causes, one_pass
 
 ADAMS = ("ADAM", "ADAMW")
+
+Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]  # names, shapes and dtypes of a batch's tensors
 
 
 class Action(NamedTuple):
@@ -121,7 +123,8 @@ class WithoutFlush:
 
         batches
             Pairs (inputs, target), or triples with a dict of keyword arguments for all stages; inputs are a tensor or a tuple. As many on every
-            rank, all of the same shapes. The first stage looks at inputs, the last at targets; both may be None elsewhere.
+            rank, all of the same shapes, which may be others in every run: one with new shapes runs a micro-batch more, in which stages tell each
+            other what they pass on. The first stage looks at inputs, the last at targets; both may be None elsewhere.
         after_update
             Is called on each rank after each of its updates, a learning rate scheduler's ``step`` for example. It may not use the model, nor wait
             for other stages, which are elsewhere.
@@ -131,14 +134,15 @@ class WithoutFlush:
         """
         stage = self._schedule._stage
         batches = list(batches)
-        self._check(batches)
+        shapes = self._check(batches)
         if not batches:
             return [] if stage.is_last else None
         older = self._engine.older
         with naming_causes([stage]), older.running():
-            return _Run(self._engine, self._schedule, self._optimizer, batches, self.on_batch, after_update).go()
+            return _Run(self._engine, self._schedule, self._optimizer, batches, shapes, self.on_batch, after_update).go()
 
-    def _check(self, batches: list[Any]) -> None:
+    def _check(self, batches: list[Any]) -> Shapes:
+        """Returns the shapes of ``batches``, for which torch makes buffers anew where a rank's are other ones."""
         engine, what = self._engine, "another run"
         engine.check_alive()
         engine.refuse_unflushed(what)
@@ -155,7 +159,7 @@ class WithoutFlush:
                 raise UsageError(
                     f"run() with gradients of an earlier backward ({held[0]}, ...), to which the first batch would be added: call optimizer.zero_grad() first"
                 )
-            _check_batches(batches, self._schedule)
+            shapes = _shapes_of(batches, self._schedule)
         told = {
             "the number of batches": str(len(batches)),
             "the number of micro-batches": str(self._schedule._n_microbatches),
@@ -163,12 +167,23 @@ class WithoutFlush:
         }
         with engine.using():
             engine.collectives.compare(told, "run()", over_stages=True)
+            is_new = batches != [] and vars(self._schedule).get(SHAPES) != shapes
+            if any(engine.collectives.collect(is_new, "the shapes of run()")):
+                _forget_shapes(self._schedule)
+        return shapes
 
 
-def _check_batches(batches: list[Any], schedule: Any) -> None:
-    """Raises UsageError where torch's buffers, which are the same for all, would not fit every micro-batch."""
+def _forget_shapes(schedule: Any) -> None:
+    """Has torch try the stage out once more at the next batch, and make its buffers anew."""
+    vars(schedule).pop(SHAPES, None)
+    schedule._stage_forward_initialized = schedule._stage_backward_initialized = False
+
+
+def _shapes_of(batches: list[Any], schedule: Any) -> Shapes:
+    """Returns the shapes of each of ``batches``, as far as this stage has them. Raises UsageError where torch's buffers, which are the same for all,
+    would not fit every micro-batch."""
     stage, count = schedule._stage, schedule._n_microbatches
-    shapes = set()
+    shapes: set[Shapes] = set()
     for number, batch in enumerate(batches):
         if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
             raise UsageError(
@@ -189,6 +204,22 @@ def _check_batches(batches: list[Any], schedule: Any) -> None:
         shapes.add(tuple((name, tuple(value.shape), value.dtype) for name, value in given))
     if len(shapes) > 1:
         raise UsageError(f"run() takes batches of one shape, these have {len(shapes)}: run those of each shape by themselves")
+    found = next(iter(shapes), ())
+    _check_declared(stage, [(shape[0] // count, *shape[1:]) for name, shape, _ in found if name == "inputs"])
+    return found
+
+
+def _check_declared(stage: Any, shapes: list[tuple[int, ...]]) -> None:
+    """Raises UsageError where a first ``stage`` was built for inputs of other ``shapes``: torch asks no stage then."""
+    declared = getattr(stage, "_user_meta", None)
+    if not shapes or declared is None or not declared.inputs or not declared.outputs:
+        return
+    fixed = [tuple(each.shape) for each in declared.inputs]
+    if fixed != shapes:
+        raise UsageError(
+            f"run(): micro-batches of shapes {shapes} for a stage that was built for {fixed}: build PipelineStage without input_args and output_args, and "
+            "batches may have any shape"
+        )
 
 
 def _parts(batch: Sequence[Any]) -> tuple[tuple, dict[str, Any], Any]:
@@ -205,10 +236,12 @@ class _Run:
         schedule: Any,
         optimizer: InfinityOptimizer,
         batches: list[Any],
+        shapes: Shapes,
         on_batch: Callable[[int], None],
         after_update: Callable[[], Any] | None,
     ):
-        self._engine, self._schedule, self._optimizer, self._batches = engine, schedule, optimizer, batches
+        self._engine, self._schedule, self._optimizer = engine, schedule, optimizer
+        self._batches, self._shapes = batches, shapes
         self._stage, self._each = schedule._stage, schedule._n_microbatches
         self._on_batch, self._after_update = on_batch, after_update
         self._split: tuple[int, list, list, Any] = (-1, [], [], None)  # the batch whose forwards run, in micro-batches
@@ -242,9 +275,10 @@ class _Run:
         return [torch.stack(losses) for losses in self._found] if stage.is_last else None
 
     def _prepare(self) -> None:
-        """Has torch make the buffers, if it has not yet: it tries the stage out with the first micro-batch."""
+        """Has torch make the buffers, if it has none for these shapes: it tries the stage out with the first micro-batch."""
         args, kwargs, targets = self._micro_batches(0)
         self._schedule._initialize_stage(args[0], kwargs[0], targets[0] if targets is not None else None, None)
+        setattr(self._schedule, SHAPES, self._shapes)
 
     def _ends_batch(self, action: Action) -> bool:
         return not action.is_forward and (action.number + 1) % self._each == 0

@@ -242,12 +242,14 @@ class Pipeline:
         one update old. Returns the loss of each, on every rank. When it returns, there is one version of the weights.
 
         batches
-            What :meth:`step` takes by name: ``{"input_ids": ..., "labels": ...}``, for others ``{"inputs": ..., "target": ...}``; all of one shape.
+            What :meth:`step` takes by name: ``{"input_ids": ..., "labels": ...}``, for others ``{"inputs": ..., "target": ...}``; as many on every
+            rank, all of one shape.
 
         For the schedule 1F1B. Raises ConfigError for another, and for a table that is the head, too, if it is trained; else as :meth:`step` and
         :meth:`WithoutFlush.run` do.
         """
-        self._check_run()
+        batches = list(batches)
+        self._check_run(batches)
         counts, schedules, runs = [], {}, []
         for batch in batches:
             schedule, inputs, target, rest = self._agree_on(
@@ -261,8 +263,9 @@ class Pipeline:
             counts.append(self._counted)
         if not runs:
             return []
-        if len(schedules) > 1:
-            raise UsageError("run() takes batches of one shape: run those of each shape by themselves")
+        with self._engine.using(), self._engine.collectives.together("the batches of run()"):
+            if len(schedules) > 1:
+                raise UsageError("run() takes batches of one shape: run those of each shape by themselves")
         run = without_flush(schedule, optimizer, quiet=quiet)
 
         def begin(number: int) -> None:
@@ -273,7 +276,8 @@ class Pipeline:
             losses = run.run(runs, after_update=after_update)
         return [self._tell(list(losses[number]) if losses is not None else []) for number in range(len(runs))]
 
-    def _check_run(self) -> None:
+    def _check_run(self, batches: list[Any]) -> None:
+        """Raises what says that ``batches`` do not run without flush, on every rank; none of them was looked at by other ranks yet."""
         if self._choice.name != "1F1B":
             raise ConfigError(
                 f"run() without flush is for the schedule 1F1B, this pipeline has {self._choice.name}: build it with pipeline(..., schedule='1F1B'), or call "
@@ -284,6 +288,16 @@ class Pipeline:
                 "run() without flush: the first and the last stage share a table that is trained, and would have to wait for each other after every batch. "
                 "Untie it (tie_word_embeddings=False), freeze it, or call step() for each batch."
             )
+        engine = self._engine
+        engine.refuse_unflushed("another run")
+        with engine.using():
+            with engine.collectives.together("the batches of run()"):
+                for number, batch in enumerate(batches):
+                    if not isinstance(batch, Mapping):
+                        raise UsageError(
+                            f"run() takes batches by name, as {{'inputs': ..., 'target': ...}}: batch {number} is a {type(batch).__name__}"
+                        )
+            engine.collectives.compare({"the number of batches": str(len(batches))}, "run()", over_stages=True)
 
     @torch.no_grad()
     def eval(self, inputs: torch.Tensor | None = None, target: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:

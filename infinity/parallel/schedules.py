@@ -31,6 +31,7 @@ from ..state.handle import handle_of
 from .in_flight import InFlight
 
 ATTACHED = "_infinity_attached"
+SHAPES = "_infinity_shapes"  # on a schedule: of the batches that torch's buffers were made for; absent where that is not known
 IN_FLIGHT: WeakKeyDictionary[Engine, InFlight] = WeakKeyDictionary()
 
 
@@ -57,7 +58,7 @@ def attach(schedule: Any) -> Any:
         if not hasattr(stage, ATTACHED):  # by another schedule over the same stages
             _attach_stage(stage, engine)
     if not hasattr(schedule, ATTACHED):
-        schedule.step = _joined(schedule.step, engine, stages, in_flight)  # which eval calls
+        schedule.step = _joined(schedule, engine, stages, in_flight)  # which eval calls
         setattr(schedule, ATTACHED, True)
     return schedule
 
@@ -91,10 +92,13 @@ def in_flight_of(engine: Engine) -> InFlight:
     return IN_FLIGHT.setdefault(engine, InFlight(engine))
 
 
-def _joined(run: Callable, engine: Engine, stages: list[Any], in_flight: InFlight) -> Callable:
+def _joined(schedule: Any, engine: Engine, stages: list[Any], in_flight: InFlight) -> Callable:
+    run = schedule.step
+
     @wraps(run)
     def joined(*args: Any, **kwargs: Any) -> Any:
         engine.refuse_unflushed("a step of a schedule")
+        vars(schedule).pop(SHAPES, None)
         with naming_causes(stages):
             with one_pass(engine, stages):
                 found = run(*args, **kwargs)

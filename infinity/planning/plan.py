@@ -85,7 +85,7 @@ def _plan_of(
     budgets: Budgets,
 ) -> MemoryPlan:
     """Adds up one choice: with memory on the device for weights that come past the host's, where there is such a way and room."""
-    past_host = homes[0] is Tier.NVME and device.reads_disks(config.nvme_paths)
+    past_host = homes[0] is Tier.NVME and device.reads_disks(config.nvme_paths, config.checksums)
     plan = MemoryTerms(units, config, homes, rung, held_nbytes, device, past_host=past_host).plan()
     if past_host and budgets.over(plan):
         plan = MemoryTerms(units, config, homes, rung, held_nbytes, device).plan()

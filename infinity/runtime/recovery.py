@@ -15,6 +15,7 @@ def recover(engine: Running, *, finishing: bool) -> None:
     """
     engine.scopes.interrupted = True  # what asks for this is cleared on the way: cut short, all of it is done again
     engine.store.check_process()
+    engine.collectives.strike()
     engine.device.drain()
     engine.passes.rebuild()
     engine.joined.rebuild()

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from .. import native
+from ..config.choices import SAMPLED
 from ..config.config import Config
 from ..distributed.collectives import Collectives
 from ..distributed.data_ranks import DataRanks
@@ -42,7 +43,8 @@ def make_store(
         ledger,
         traffic,
         service_nbytes=plan.service_nbytes,
-        checksums=config.checksums,
+        checksums=bool(config.checksums),
+        sampled=config.checksums == SAMPLED,
         faults=_faults_from_environment(),
         device=device,
         rank=ranks.world_rank % ranks.local_size,
@@ -132,7 +134,7 @@ class Resources:
             plan.slot_count if slots else 0,
             self._config.update_threads or processors.for_updates(torch.get_num_threads()),
             owner=slots,
-            checksums=self._config.checksums,
+            checksums=bool(self._config.checksums),
         )
 
     def make_activations(self) -> ActivationStore | None:

@@ -98,9 +98,10 @@ class ShardArrays(ArrayParts):
     ) -> None:
         """Allocates every array at the tier that ``tiers`` gives its name; those in ``kept`` are cached on the host. ``shadowed``:
         room for a shadow too."""
+        homes = self.ranks.row.homes if self.ranks.row is not None else None  # that other ranks can read
         for name, dtype in self.spec.array_dtypes().items():
             begin, end = self.own(name)
-            numel, make = end - begin, self.collectives.make_region if name == "weight" else native.Region
+            numel, make = end - begin, homes.make_region if homes is not None and name == "weight" else native.Region
             array = store.allocate(tiers[name], dtype, numel, f"{name} of {what}", make=make)
             if name in kept:
                 self._reserved.append(array)

@@ -216,6 +216,7 @@ class ParamUnit(UnitBuffers):
         _first_error(self._pieces)
         for pending in self._pending:  # what is under way still writes to the device's memory
             pending.drop()
+        self._collectives.drop_lost()
         self._pending = []
         try:
             self.arriving.wait()

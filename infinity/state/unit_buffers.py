@@ -104,7 +104,6 @@ class UnitBuffers:
 
     def _empty_storages(self) -> None:
         for flat in self.flats:
-            self._collectives.settle(flat)
             self._device.resize(flat.untyped_storage(), 0, behind=self._last_use)
 
     def expose(self) -> None:

@@ -51,12 +51,14 @@ class ArrayAllocator:
         *,
         service_nbytes: int,
         checksums: bool = True,
+        sampled: bool = False,
         faults: native.FaultPlan | None = None,
         device: Device | None = None,
         rank: int = 0,
         ranks: int = 1,
     ):
         self.ledger, self.traffic, self.checksums = ledger, traffic, checksums
+        self._sampled = sampled  # what comes past the host's memory, where the device does not verify it
         self.device = device or Device(torch.device("cpu"), traffic)
         self.pid = os.getpid()
         self._folders = SwapFolders(nvme_paths, rank=rank, ranks=ranks)
@@ -126,7 +128,7 @@ class ArrayAllocator:
         self.io.register([(region.address, region.nbytes) for region in (*regions, service)])
         self.staging = staging
         if past_host and staging is not None:
-            self.past_host = open_past_host(self.io, staging, self.device, checksums=self.checksums)
+            self.past_host = open_past_host(self.io, staging, self.device, checksums=self.checksums, sampled=self._sampled)
         self._is_open = True
         self._pages = native.Pages(self._absent, processors.for_pages())
         self._absent = []

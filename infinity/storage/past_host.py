@@ -1,7 +1,7 @@
 """PastHost: reads arrays from disk into the device's memory, past the host's.
 
 slot      a lease of the staging pool. Each has a counterpart on the device, at the same place of a buffer as large: a read lands in
-          one or the other, whole and verified (:mod:`csrc/io/direct.h`)
+          one or the other, whole and verified (:mod:`csrc/io/direct.h`), or verified in part where the user chose that
 refusal   why a read landed on the host after all; each kind is told once
 """
 
@@ -20,6 +20,7 @@ ALIGNMENT = 64 * 1024  # of memory that a GPU offers to others: its pages
 SLACK_NBYTES = ALIGNMENT
 THREADS = 8
 LATE_SECONDS = 10.0
+SAMPLED_READS = 16
 
 _abandoned: list[torch.Tensor] = []  # that a disk may still write to, for as long as the process lives
 
@@ -72,9 +73,15 @@ class PastHost:
             _abandoned.append(self._buffer)
 
 
-def open_past_host(io: native.IoEngine, staging: native.PinnedPool, device: Device, *, checksums: bool) -> PastHost | None:
+def open_past_host(
+    io: native.IoEngine, staging: native.PinnedPool, device: Device, *, checksums: bool, sampled: bool = False
+) -> PastHost | None:
     """Opens the way past the host's memory; None, after a line that says why, where the library does not take the device's. Raises
-    CapacityError where that has no room."""
+    CapacityError where that has no room.
+
+    ``checksums``: what comes is verified, all of it on the device. ``sampled``: or, where the device has no kernels for that, a part of it
+    on the host, each byte once in ``SAMPLED_READS`` reads of its piece.
+    """
     whole = device.zeros(staging.capacity_nbytes + SLACK_NBYTES, torch.uint8, "weights that come past the host's memory")
     first = -whole.data_ptr() % ALIGNMENT
     buffer = whole[first : first + staging.capacity_nbytes]
@@ -86,6 +93,7 @@ def open_past_host(io: native.IoEngine, staging: native.PinnedPool, device: Devi
     timeout = native.io_timeout()
     reader = native.DirectReader(
         io, road, calls=device.direct_calls, device=device.where.index or 0, threads=THREADS, checksums=checksums,
+        sampled=SAMPLED_READS if sampled else 0,
         late_seconds=min(LATE_SECONDS, timeout / 2), hung_seconds=timeout,
     )  # fmt: skip
     return PastHost(staging, buffer, reader)

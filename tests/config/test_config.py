@@ -62,7 +62,7 @@ def test_values_are_kept_in_one_form(key, given, kept):
         ("micro_batch", True, "positive"), ("update_threads", 0, "positive"), ("update_threads", "2", "positive"), ("max_grad_norm", 0, "positive"), ("max_grad_norm", -1.0, "positive"),
         ("max_grad_norm", float("nan"), "positive"), ("max_grad_norm", "1.0", "positive"),
         ("max_grad_norm", True, "positive"),
-        ("checksums", 1, "True or False"), ("checksums", "yes", "True or False"),
+        ("checksums", 1, "True, False or 'sampled'"), ("checksums", "sample", "True, False or 'sampled'"),
         ("nvme_paths", 5, "nvme_paths"), ("nvme_paths", [5], "nvme_paths"),
         ("units", 5, "units"), ("units", [5], "units"),
     ],

@@ -11,8 +11,7 @@ import pair
 import pytest
 import torch
 
-from infinity.distributed import collectives as module
-from infinity.distributed import exchanges
+from infinity.distributed import exchanges, kinds
 from infinity.distributed.collectives import BACKWARD_OVER, MOST_OFFERED, Collectives
 from infinity.distributed.data_ranks import DataRanks
 from infinity.distributed.lockstep import Lockstep
@@ -28,7 +27,7 @@ def replicas(of: torch.Tensor, monkeypatch) -> Collectives:
         out.view(2, -1)[1].copy_(of)
         return SimpleNamespace(wait=lambda limit: None, is_completed=lambda: True)
 
-    monkeypatch.setattr(module, "all_gather", all_gather)
+    monkeypatch.setattr(kinds, "all_gather", all_gather)
     place = SimpleNamespace(rank=0, size=2, bulk=None, lockstep=Lockstep(), finish_meeting=lambda: None)
     return Collectives(DataRanks(replicas=place))
 
@@ -51,14 +50,15 @@ def test_an_offer_is_the_least_of_all_ranks(mine, theirs, least):
         other = BACKWARD_OVER if theirs is None else theirs
         return torch.tensor([flags, [255 - other]], dtype=torch.uint8).amax(0)
 
-    ranks = DataRanks(size=2, row=SimpleNamespace(rank=0, size=2, rendezvous=rendezvous, finish_meeting=lambda: None))
+    place = SimpleNamespace(rank=0, size=2, rendezvous=rendezvous, finish_meeting=lambda: None, lockstep=Lockstep())
+    ranks = DataRanks(size=2, row=place)
     assert Collectives(ranks).offer(mine) == least
 
 
 @pytest.fixture
 def both(monkeypatch) -> Callable[..., list]:
     """Runs something on two ranks, given each one's collectives; ``axis``: what the ranks have each a part of."""
-    for each in (module, exchanges):
+    for each in (kinds, exchanges):
         monkeypatch.setattr(each, "all_gather", pair.all_gather)
         monkeypatch.setattr(each, "dist", pair)
     monkeypatch.setattr(DataRanks, "world_rank", property(lambda ranks: next(iter(ranks.channels)).rank))

@@ -5,7 +5,8 @@ Words used here: see `ranks` (job, launch), `parting_jobs` and `infinity.distrib
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -20,6 +21,10 @@ from infinity.distributed.tree import CHILDREN, family_of
 
 SCRIPT = "parting_jobs.py"
 MET = {"parameters": 6, "gradients": 6, "optimizer": 4}  # in a step of three micro-batches
+STRUCK = {
+    "parameters": {"shard": "parameters"}, "gradients": {"shard": "gradients"},
+    "ahead": {"shard": "parameters", "speculate": True, "max_grad_norm": 1e6},
+}  # fmt: skip
 HOWS = [
     "another order",
     "fewer",
@@ -42,6 +47,7 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     jobs |= {f"changes:{shard}": {"shard": shard} for shard in ("parameters", "gradients", "optimizer")}
     jobs |= {f"moved:{budget}": {"config": {"device_memory": budget}} for budget in (None, "520KiB", "600KiB", "800KiB")}
     jobs |= {"interrupted": {}, **{f"unlike_the_last:{parts}": {"parts": parts} for parts in (False, True)}}
+    jobs |= {f"struck:{name}": {"every": 9, **how} for name, how in STRUCK.items()}
     jobs["moved:nvme"] = {"config": models.at_home("nvme", "nvme", tmp_path_factory.mktemp("swap")) | {"host_memory": "6MiB"}}
     nvme = models.at_home("nvme", "nvme", tmp_path_factory.mktemp("slots")) | {"units": ["Linear"]}
     jobs |= {f"late_slots:{budget}": {"config": nvme | {"device_memory": budget}} for budget in ("290KiB", "330KiB")}
@@ -102,6 +108,42 @@ def test_a_rank_that_hears_no_alarm_waits_until_the_timeout(tmp_path):
     results, done = launch(tmp_path, 2, jobs, script=SCRIPT, environment={"RANK_TIMEOUT": "6"})
     assert done.returncode != 0
     assert any(found is not None and found.kind == "PeerError" for found in results["parts"])
+
+
+def check_struck(found: list[dict]) -> None:
+    """Every place was struck on the last rank, and where that left the first one waiting it was told; both have the weights of one process."""
+    for of_rank in found:
+        assert of_rank["off"] < 1e-6
+    first, last = (of_rank["said"] for of_rank in found)
+    places = found[0]["places"]
+    assert [place for _, place, kind, _ in last if kind != "UsageError"] == places
+    assert any("rank 0 is at 'gathering" in text for *_, kind, text in first)
+    assert {kind for *_, kind, _ in first} == {"UsageError"} and len({step for step, *_ in first}) > len(places) / 2
+
+
+@pytest.mark.parametrize("name", STRUCK)
+def test_an_exception_between_a_meeting_and_its_collective_leaves_nobody_waiting(two, name):
+    """In passes that are not agreed, at lines of all that runs there: Ctrl-C, memory that runs out, an ordinary error. The other rank waits in the
+    collective, or has done with it."""
+    check_struck(two[f"struck:{name}"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRUCK)
+def test_no_line_between_a_meeting_and_its_collective_leaves_anybody_waiting(tmp_path, name):
+    """The same at every line."""
+    results, done = launch(tmp_path, 2, {"struck": STRUCK[name]}, script=SCRIPT)
+    assert done.returncode == 0, done.stderr
+    check_struck(results["struck"])
+
+
+@pytest.mark.slow
+def test_a_struck_rank_that_does_not_say_so_leaves_the_others_waiting_until_the_timeout(tmp_path):
+    """The twin."""
+    jobs = {"struck": {"shard": "parameters", "numb": True}}
+    results, done = launch(tmp_path, 2, jobs, script=SCRIPT, environment={"RANK_TIMEOUT": "6"})
+    assert done.returncode != 0
+    assert any(found is not None and found.kind == "PeerError" for found in results["struck"])
 
 
 @pytest.mark.parametrize("shard", ["parameters", "gradients", "optimizer"])
@@ -191,23 +233,36 @@ def test_a_step_moves_the_bytes_that_the_plan_predicts(two, budget):
 # --- without ranks ---
 
 
-def collective(what: str, started: list[str] | None = None) -> Collective:
-    class Work:
-        def wait(self) -> None:
-            pass
+class StandIns:
+    """What a rank starts for others alone, by the numbers that they have told."""
 
-    def stand_in() -> Work:
-        if started is not None:
-            started.append(what)
-        return Work()
+    def __init__(self) -> None:
+        self.begun: list[int] = []
 
-    return Collective(what, 8, stand_in)
+    def begin(self, numbers: Sequence[int]) -> Any:
+        self.begun.append(numbers[0])
+        return work()
+
+    def count(self, numbers: Sequence[int]) -> int:
+        return len(self.begun)
+
+
+def work() -> Any:
+    return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+
+
+def collective(what: str) -> Collective:
+    return Collective(what, 8, [ord(what), 0, 0, 0, 0, 0])
+
+
+def start(lockstep: Lockstep, names: str) -> None:
+    for name in names:
+        lockstep.start(collective(name), work, lambda: 0)
 
 
 def passed(lockstep: Lockstep, key: bytes, names: str, *, agreed: bool) -> None:
     lockstep.begin(key, agreed=agreed)
-    for name in names:
-        lockstep.note(collective(name))
+    start(lockstep, names)
     lockstep.end()
 
 
@@ -221,20 +276,56 @@ def test_a_pass_is_known_by_how_it_went():
     assert one.digest_of(b"k") == other.digest_of(b"k")
 
 
-def test_what_another_rank_has_started_is_completed():
-    """Method: of five agreed collectives this rank has started two, another one four."""
-    lockstep, started = Lockstep(), []
-    lockstep.begin(b"k", agreed=False)
-    for name in "abcde":
-        lockstep.note(collective(name, started))
-    lockstep.end()
-    lockstep.begin(b"k", agreed=True)
-    assert lockstep.next == collective("a")
-    for name in "ab":
-        lockstep.note(collective(name))
-    assert lockstep.is_open and lockstep.reach == 2
-    lockstep.part(4)
-    assert started == ["c", "d"] and not lockstep.is_open and not lockstep.is_agreed
+@pytest.mark.parametrize("agreed", [True, False])
+def test_what_another_rank_has_started_is_completed(agreed):
+    """Method: of five collectives this rank has started two, another one four, agreed on or not. They are none of this rank's pass."""
+    lockstep, other = Lockstep(), Lockstep()
+    lockstep.stand_ins = stand_ins = StandIns()
+    for each in (lockstep, other):
+        passed(each, b"k", "abcde", agreed=False)
+        each.forget(each.total)
+        each.begin(b"k", agreed=agreed)
+    start(other, "abcd")
+    assert not agreed or lockstep.next == collective("a")
+    start(lockstep, "ab")
+    assert lockstep.is_open is agreed and lockstep.reach == 2 * agreed and (lockstep.total, other.total) == (7, 9)
+    described = torch.maximum(lockstep.described(8, 9), other.described(8, 9)).tolist()
+    for _ in range(2):  # cut short, it is done again
+        lockstep.part(9, described)
+    assert stand_ins.begun == [ord("c"), ord("d")] and not lockstep.is_open and not lockstep.is_agreed and lockstep.total == 9
+    assert [each.what for each in lockstep._started] == ["a", "b"]
+
+
+@pytest.mark.parametrize("line", range(4))
+def test_what_an_exception_strikes_as_it_starts_is_noted_where_its_transport_has_begun_it(line):
+    """Struck before its transport, in it before it has begun, in it after that, and behind it. Failing twin: none, which is not struck."""
+    lockstep, begun = Lockstep(), []
+
+    def begin() -> Any:
+        if line == 1:
+            raise KeyboardInterrupt
+        begun.append(1)
+        if line == 2:
+            raise KeyboardInterrupt
+        return work()
+
+    def count() -> int:
+        if line == 0 and not begun:
+            raise KeyboardInterrupt
+        return len(begun)
+
+    if line == 3:
+        lockstep.start(collective("a"), begin, count)
+        assert not lockstep.has_parted
+    else:
+        lockstep.expect()
+        with pytest.raises(KeyboardInterrupt):
+            lockstep.start(collective("a"), begin, count)
+        assert lockstep.has_parted
+    lockstep.settle()
+    assert lockstep.total == len(begun) and lockstep.has_parted is (line != 3)
+    lockstep.part(lockstep.total)
+    assert not lockstep.has_parted
 
 
 def test_a_pass_that_was_left_does_not_replace_a_whole_one():

@@ -14,7 +14,6 @@ import rank_jobs
 from ranks import Jobs
 
 import infinity
-from infinity.distributed.data_ranks import DataRanks
 from infinity.distributed.shared_homes import why_not
 
 pytestmark = pytest.mark.timeout(700)  # what the tests share takes minutes on a busy machine
@@ -27,7 +26,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "ahead in vain": {"config": {"speculate": True, "max_grad_norm": 1e-2}},
     "parked": HOST,
 }
-REFUSALS = {"connect": "no entry", "kernel": "do not see each other", "weights": "other weights in memory"}
+REFUSALS = {"connect": "no entry", "kernel": "several machines", "weights": "no weights are in memory", "file": "too many files",
+            "room": "no weights are in memory"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,7 @@ def two(standing_ranks, tmp_path_factory) -> Mapping[str, list[Any]]:
                 jobs[f"trains:{name}-{shares}"]["parks"] = str(folder)
     jobs |= {f"refused:{how}-{asked}": {"how": how, "asked": asked} for how in REFUSALS for asked in (True, False)}
     jobs |= {f"held_back:{share}": {"share": share} for share in (True, False)}
+    jobs |= {"partly": {}, "left": {}, "struck": {}}
     jobs["trains:compressed"] = {"config": {"compress_gathers": True}}
     return Jobs(standing_ranks(2), "sharing_jobs", jobs)
 
@@ -66,7 +67,7 @@ def test_weights_that_pass_as_codes_are_sent(two):
 def test_ranks_that_cannot_read_each_other_send_their_weights(two, how):
     """One rank finds that out, and both go on as without: with the same bits, and no memory shared."""
     for of_rank in two[f"refused:{how}-False"]:
-        assert not any(of_rank["shares"])
+        assert not of_rank["shares"]
         assert not models.differing(of_rank["weights"], two[f"refused:{how}-False"][0]["weights"])
     first = two["refused:connect-False"][0]["weights"]
     assert not models.differing(two[f"refused:{how}-False"][0]["weights"], first)
@@ -84,20 +85,32 @@ def test_a_part_that_another_rank_is_to_read_does_not_change(two):
     assert two["held_back:False"][0]["free"] == [True]
 
 
+def test_what_all_ranks_have_in_memory_is_shared_and_no_more(two):
+    """One rank has its first weights elsewhere, and the second ones of all lie beside older ones for a while, which are nowhere to be read."""
+    for of_rank in two["partly"]:
+        first, beside, after = of_rank["shared"]
+        assert first == after == [False, *[True] * (len(first) - 1)] and beside == [False, False, *first[2:]]
+        assert not models.differing(of_rank["weights"], two["partly"][0]["weights"])
+
+
+def test_nothing_of_the_memory_is_left(two):
+    """Once all have mapped it no descriptor is open, which a forked child would keep; after the unwrap nothing is mapped, and no collector is waited for."""
+    for of_rank in two["left"]:
+        (files, mappings), works = of_rank["wrapped"], of_rank["works"]
+        assert files == 0 and mappings > 0 and works
+        assert of_rank["after"] == (0, 0)
+
+
+def test_what_was_begun_and_struck_is_waited_for(two):
+    """The bytes are on their way when Ctrl-C strikes, and have come before the unit's memory is given back."""
+    assert two["struck"][0]["seen"] == [1, 0]
+
+
 def test_what_cannot_be_shared_is_said():
-    """On a GPU, over several machines, where weights pass as codes, where there is one rank; the twin is a row on one machine."""
-
-    class Row:
-        ranks = (0, 1)
-
-    def ranks(**how: Any) -> DataRanks:
-        return DataRanks(**({"size": 2, "local_size": 2, "row": Row()} | how))
-
-    assert "GPU" in why_not(ranks(), computes_on_host=False)
-    assert "several machines" in why_not(ranks(local_size=1), computes_on_host=True)
-    assert "compress_gathers" in why_not(ranks(compresses=True), computes_on_host=True)
-    assert "whole" in why_not(DataRanks(), computes_on_host=True)
-    assert why_not(ranks(), computes_on_host=True) == ""
+    """On a GPU, and where weights pass as codes; the twin is neither."""
+    assert "GPU" in why_not(computes_on_host=False, compresses=False)
+    assert "compress_gathers" in why_not(computes_on_host=True, compresses=True)
+    assert why_not(computes_on_host=True, compresses=False) == ""
 
 
 @pytest.mark.parametrize("value", ["yes", 1.5, 3])

@@ -137,22 +137,26 @@ def test_nothing_that_cannot_be_read_is_taken_to_be_missing(tmp_path):
     assert [each.part for each in found] == ["driver"] and not direct_storage.has_gpu(tmp_path / "root")
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_env_tells_what_is_missing(is_whole, machine, monkeypatch, capsys):
+@pytest.mark.parametrize("case", ["whole", "no kernels", "RAID"])
+def test_env_tells_what_is_missing(case, machine, monkeypatch, capsys):
     """Claim: `infinity env` has a line for each thing that is missing, with its remedy, and one that says what is done."""
-    if not is_whole:
+    if case == "RAID":
         machine.disk("md0", kind="md")
         machine.write("proc/driver/nvidia/version", PROPRIETARY)
     real = direct_storage.missing
     monkeypatch.setattr(direct_storage, "missing", lambda folders: real(folders, machine.root))
     monkeypatch.setattr(direct_storage, "has_gpu", lambda: True)
     monkeypatch.setattr(native, "cufile", lambda: ("1.14", ""))
+    monkeypatch.setattr(native, "gpu_kernels", lambda: (None, "not built") if case == "no kernels" else (object(), ""))
     assert cli.main(["env", "--json", "--nvme-path", str(machine.folder)]) == 0
     found = {name: each for name, each in json.loads(capsys.readouterr().out).items() if name.startswith("gpudirect")}
-    if is_whole:
-        assert (
-            list(found) == ["gpudirect storage"] and "cuFile 1.14: weights on disk come past" in found["gpudirect storage"]["value"]
-        )
+    if case != "RAID":
+        [(name, told)] = found.items()
+        assert name == "gpudirect storage"
+        if case == "whole":
+            assert "cuFile 1.14: weights on disk come past" in told["value"]
+        else:
+            assert "not used: cuFile 1.14 is there" in told["value"] and "checksums='sampled'" in told["remedy"]
         return
     assert "not used" in found["gpudirect storage"]["value"]
     assert "nvidia-open" in found["gpudirect storage, driver"]["remedy"]

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from infinity import native
+
 HERE = Path(__file__).parents[1] / "support"
 PINNING = """
 from infinity import native
@@ -23,6 +25,18 @@ region.pin()
 region.pin()
 print(region.pinned, hex(region.address), region.nbytes)
 del region
+"""
+
+COPYING = """
+import ctypes
+from infinity import native
+print(native.cuda_driver()[0])
+enter, checksums, copy_out = ctypes.cast(native.driver_calls(), ctypes.POINTER(ctypes.c_void_p * 3)).contents
+call = lambda address, *kinds: ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(address)
+source, target = ctypes.create_string_buffer(b"of the device", 14), ctypes.create_string_buffer(14)
+copy = call(copy_out, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+print(copy(target, source, 14), call(enter, ctypes.c_int)(7), call(enter, ctypes.c_int)(0), copy(target, source, 14), checksums)
+print(target.value.decode())
 """
 
 
@@ -65,6 +79,13 @@ def test_what_the_driver_refuses_is_a_typed_error_that_says_what_to_change(drive
     assert not (tmp_path / "log").exists()
 
 
+def test_the_driver_copies_out_of_a_device_for_a_thread_that_entered_it(driver, tmp_path):
+    """What sampled checksums need of it. Failing twins: a thread that has entered none, and a device that there is not."""
+    done = run(COPYING, driver, tmp_path / "log")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["13000", "1 7 0 0 None", "of the device"]
+
+
 @pytest.mark.parametrize(("refused", "told"), [
     (None, "CUDA 13.0, registers host memory"), pytest.param("old", "CUDA 11.4", marks=pytest.mark.slow),
     pytest.param("memory", "does not register host memory", marks=pytest.mark.slow),
@@ -81,3 +102,4 @@ def test_without_a_driver_that_is_told(tmp_path):
     if "(0," not in done.stdout:
         pytest.skip("this machine has a CUDA driver")
     assert "no CUDA driver: libcuda.so.1" in done.stdout
+    assert native.driver_calls() == 0

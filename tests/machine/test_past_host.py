@@ -127,6 +127,37 @@ def test_it_is_planned_and_charged(able, tmp_path):
     infinity.unwrap_model(model, optimizer)
 
 
+@pytest.fixture
+def without_kernels(able, compute_on, monkeypatch):
+    """The same, of a wheel: there is CUDA's driver, and nothing that verifies on the device."""
+    monkeypatch.setattr(Elsewhere, "driver_calls", able.driver_calls)
+    compute_on(Elsewhere)
+    return able
+
+
+@pytest.mark.parametrize("checksums", ["sampled", False])
+def test_without_kernels_weights_come_past_the_host_where_that_is_chosen(
+    checksums, without_kernels, at_once, tmp_path, monkeypatch
+):
+    """Claim: the same bits. Sampling copies out its share of what came, and no sums nothing. Failing twin: by default the road is not
+    taken."""
+    monkeypatch.setattr(past_host, "SAMPLED_READS", 2)
+    found = trained(on_disk(tmp_path, checksums=checksums), clip=True)
+    assert same(found, at_once)
+    came, copied = found[2].edges["nvme->device"].nbytes, without_kernels.count("copied")
+    assert (came / 4 < copied < came) if checksums else copied == 0 < came
+    assert "nvme->device" not in trained(on_disk(tmp_path))[2].edges
+
+
+def test_sampling_with_kernels_verifies_everything(able, tmp_path, monkeypatch):
+    """Where the device can verify, the choice takes nothing away: the first wrong read is found."""
+    able.set(changed=1)
+    model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path, checksums="sampled"))
+    train(model, optimizer, steps=1)
+    assert wrapped(model).engine.store.past_host._reader.refused["changed"][0] == 1 and able.count("copied") == 0
+    infinity.unwrap_model(model, optimizer)
+
+
 @pytest.mark.parametrize("why", ["processor", "off", "missing", "no kernels", "driver"])
 def test_it_is_off_where_something_is_missing(why, able, compute_on, monkeypatch, tmp_path):
     """Without a GPU, asked to, on a machine that lacks something, without kernels that verify, without a driver: no file is opened."""
@@ -137,6 +168,7 @@ def test_it_is_off_where_something_is_missing(why, able, compute_on, monkeypatch
     elif why == "missing":
         monkeypatch.setattr(direct_storage, "missing", lambda folders: [direct_storage.Missing("kernel", "old", "a new one")])
     elif why == "no kernels":
+        monkeypatch.setattr(Elsewhere, "driver_calls", able.driver_calls)
         compute_on(Elsewhere)
     else:
         able.set(driver=5001)

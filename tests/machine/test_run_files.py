@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from infinity.machine import run_files
+from infinity.machine.kernel import process_space
 
 
 def status(**changes) -> dict:
@@ -42,6 +43,23 @@ def test_a_run_is_over_when_its_process_is(tmp_path):
     assert not run_files.is_running(tmp_path)
     run_files.write(tmp_path, run_files.STATUS, 0, status(started=run_files.this_process().started + 1))
     assert not run_files.is_running(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "space", "known"), [
+    ("own", "own", True), ("renamed", "own", True), ("own", "another", False), ("own", "", True), ("renamed", None, False),
+])  # fmt: skip
+def test_processes_of_another_container_are_not_looked_for(name, space, known, tmp_path, monkeypatch):
+    """Method: a process that is over. A container with our host's name has numbers of its own, so it counts as running; a host that is called
+    otherwise since then has the same ones. Files of older versions name the host alone."""
+    told = {"own": process_space(), "another": "another-boot pid:[1]"}.get(space, space)
+    host = {"host": os.uname().nodename if name == "own" else "as it was called"}
+    run_files.write(tmp_path, run_files.STATUS, 0, status(started=1, **host, **({} if told is None else {"space": told})))
+    assert run_files.is_running(tmp_path) is not known
+    run_files.write(tmp_path, run_files.STATUS, 0, status(**host, **({} if told is None else {"space": told})))
+    assert run_files.is_running(tmp_path)
+    monkeypatch.setattr(run_files, "process_space", lambda: "")  # a system that does not tell is none of those that did
+    run_files.write(tmp_path, run_files.STATUS, 0, status(started=1, space="another-boot pid:[1]"))
+    assert run_files.is_running(tmp_path)
 
 
 @pytest.mark.parametrize("moment", ["read", "stat"])

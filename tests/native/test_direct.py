@@ -41,7 +41,7 @@ class Job:
         self.host = native.tensor_at(self.pool.region, self.pool.region.address, 4 * MIB, torch.uint8)
         self.device = Staging(4 * MIB)
         self.road, self.refusal = native.make_cufile_road(self.device.address, self.device.nbytes)
-        self.reader = native.DirectReader(self.disk.engine, self.road, calls=fake.calls, **options)
+        self.reader = native.DirectReader(self.disk.engine, self.road, **{"calls": fake.calls} | options)
 
     def start(self, *, after: native.Ticket | None = None, shift: int = 0, offset: int = 0) -> tuple[native.Landing, int]:
         """Starts a read of the extent from ``offset`` on into the same place of both memories; ``shift``: bytes beside it on the device."""
@@ -305,3 +305,72 @@ def test_a_reader_refuses_what_the_engine_would(job):
         native.DirectReader(made.disk.engine, made.road, calls=0, threads=0)
     with pytest.raises(UsageError, match="cannot verify"):
         native.DirectReader(made.disk.engine, made.road, calls=0)
+    with pytest.raises(UsageError, match="cannot verify"):
+        native.DirectReader(made.disk.engine, made.road, calls=0, sampled=4)
+    with pytest.raises(UsageError, match="one in -1"):
+        native.DirectReader(made.disk.engine, made.road, calls=0, sampled=-1)
+
+
+TURNS = 3  # of the four checksum blocks of an extent: one, one, two
+
+
+def test_a_sampled_read_verifies_each_byte_once_in_so_many(job, cufile):
+    """Claim: without kernels each read copies out the part whose turn it is, and no byte twice in a round. Two pieces begin at different
+    turns. Failing twin: nothing that is not sampled is copied."""
+    made = job(calls=cufile.driver_calls, sampled=TURNS)
+    copied = [0]
+    for _ in range(2 * TURNS):
+        assert made.read() == "device"
+        copied.append(cufile.count("copied"))
+    parts = [after - before for before, after in zip(copied, copied[1:])]
+    assert sorted(parts[:TURNS]) == [CHECKED, CHECKED, CHECKED + BLOCK] and parts[TURNS:] == parts[:TURNS]
+    before = cufile.count("copied")
+    assert made.read(offset=CHECKED) == "device" and cufile.count("copied") - before in (CHECKED, CHECKED + BLOCK)
+    assert made.refused() == {}
+    made.close()
+    unverified = job(calls=cufile.driver_calls, checksums=False)
+    before = cufile.count("copied")
+    assert unverified.read() == "device" and cufile.count("copied") == before
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_a_corrupt_piece_is_found_within_so_many_sampled_reads(block, job, cufile):
+    """Claim: a bit that is wrong on the disk is an error once in every round, wherever it is. Failing twin: without sums it never is."""
+    made = job(sampled=TURNS, calls=cufile.driver_calls)
+    made.disk.change_byte(made.extent.offset + block * CHECKED + 5)
+    assert found_by(made, TURNS) and made.refused() == {"changed": 1}
+    assert found_by(made, 1)  # the road to the file is closed from then on: everything is verified
+    made.close()
+    blind = job(calls=cufile.driver_calls, checksums=False)
+    blind.disk.change_byte(blind.extent.offset + block * CHECKED + 5)
+    assert not found_by(blind, 2 * TURNS)
+
+
+def test_a_road_that_changes_bytes_is_found_out_by_sampling(job, cufile):
+    """The sums are those of what arrived, not of what is on the disk: every read is changed on the way, and after a round at the latest
+    the file is read through the host, whole. What had come by then is wrong: that is what sampling costs."""
+    made = job(calls=cufile.driver_calls, sampled=TURNS)
+    cufile.set(changed=TURNS)
+    for _ in range(TURNS):
+        landing, at = made.start()
+        landing.wait()
+        if not landing.on_device:
+            break
+    assert made.finish(landing, at) == "host" and made.refused()["changed"] == 1
+
+
+def test_a_device_that_gives_nothing_back_is_refused(job, cufile):
+    made = job(calls=cufile.driver_calls, sampled=1)
+    cufile.set(device=700)
+    assert made.read() == "host" and "it cannot be verified (CUDA error 700)" in made.reader.refused["refused"][1]
+
+
+def found_by(made: Job, reads: int) -> bool:
+    """Whether one of so many reads is refused as corrupt."""
+    for _ in range(reads):
+        landing, _ = made.start()
+        try:
+            landing.wait()
+        except CorruptionError:
+            return True
+    return False

@@ -31,11 +31,11 @@ static const Status done = {0, 0};
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static long settings[SETTINGS];
-static long drivers, files, buffers, reads, held, misuses;
+static long drivers, files, buffers, reads, held, misuses, copied;
 static const char* buffer_base;
 static size_t buffer_nbytes;
 
-/* driver, buffer, device, enter: the error of opening one, of a checksum on the device, of a thread that enters it. limit: files that can be open at once. The others: how many reads to come fail so. */
+/* driver, buffer, device, enter: the error of opening one, of a checksum on the device or a copy out of it, of a thread that enters it. limit: files that can be open at once. The others: how many reads to come fail so. */
 void fake_set(const char* name, long value) {
   pthread_mutex_lock(&mutex);
   for (int i = 0; i < SETTINGS; ++i)
@@ -48,7 +48,7 @@ void fake_reset(void) {
   pthread_mutex_lock(&mutex);
   memset(settings, 0, sizeof settings);
   settings[LIMIT] = 1000;
-  reads = misuses = 0;
+  reads = misuses = copied = 0;
   pthread_cond_broadcast(&changed);
   pthread_mutex_unlock(&mutex);
 }
@@ -60,6 +60,7 @@ long fake_count(const char* name) {
                      : !strcmp(name, "buffers") ? buffers
                      : !strcmp(name, "reads")   ? reads
                      : !strcmp(name, "held")    ? held
+                     : !strcmp(name, "copied")  ? copied
                                                 : misuses;
   pthread_mutex_unlock(&mutex);
   return count;
@@ -172,8 +173,18 @@ static int checksums(const void* data, size_t nbytes, uint32_t* sums) {
   }
   return 0;
 }
+static int copy_out(void* host, const void* data, size_t nbytes) {
+  pthread_mutex_lock(&mutex);
+  const int error = (int)settings[DEVICE];
+  copied += (long)nbytes;
+  pthread_mutex_unlock(&mutex);
+  if (!error) memcpy(host, data, nbytes);
+  return error;
+}
 static const struct {
   int (*enter)(int);
   int (*checksums)(const void*, size_t, uint32_t*);
-} calls = {enter, checksums};
+  int (*copy_out)(void*, const void*, size_t);
+} calls = {enter, checksums, NULL}, driver_calls = {enter, NULL, copy_out};
 const void* fake_calls(void) { return &calls; }
+const void* fake_driver_calls(void) { return &driver_calls; }

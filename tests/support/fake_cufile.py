@@ -21,8 +21,9 @@ class FakeCuFile:
     def __init__(self, path: Path):
         self._library = ctypes.CDLL(str(path))
         self._library.fake_count.restype = ctypes.c_long
-        self._library.fake_calls.restype = ctypes.c_void_p
+        self._library.fake_calls.restype = self._library.fake_driver_calls.restype = ctypes.c_void_p
         self.calls = self._library.fake_calls()  # the address of what the GPU's module gives
+        self.driver_calls = self._library.fake_driver_calls()  # of what its driver does without that
 
     def set(self, **settings: int) -> None:
         """Has the next so many reads fail ("short", "refused", "misaligned", "late", "changed", "half"), or ("driver", "buffer", "device", "enter": an
@@ -31,7 +32,8 @@ class FakeCuFile:
             self._library.fake_set(name.encode(), ctypes.c_long(value))
 
     def count(self, what: str) -> int:
-        """Counts "drivers", "files", "buffers" that are open, "reads", reads that are "held" as late, "misuses" of the library."""
+        """Counts "drivers", "files", "buffers" that are open, "reads", reads that are "held" as late, bytes "copied" out of the device, "misuses"
+        of the library."""
         return self._library.fake_count(what.encode())
 
     def reset(self) -> None:

@@ -6,8 +6,12 @@ import random
 import re
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,8 +23,9 @@ if __name__ == "__main__":
 from ranks import serve
 
 import infinity
-from infinity.distributed import tree
+from infinity.distributed import pending, tree
 from infinity.distributed.channel import Channel
+from infinity.distributed.lockstep import DIGEST_NBYTES, Lockstep
 from infinity.distributed.meeting import Meeting
 from infinity.gradients.whole import WholeGradients
 from infinity.planning.cluster import edges_of, gathers_of
@@ -148,6 +153,94 @@ def parts(
     plain = state_of(single)
     off = max(float((weights[name] - plain[name]).abs().max()) for name in plain)
     return {"said": said, "off": off, "agreed": agreed}
+
+
+STRUCK = {  # what lies between a meeting and the collectives that it is for
+    "collectives": {"_gather", "_meet_for", "_start", "_go_on_with", "offer", "reduce", "share_flags"},
+    "exchanges": {"_do"}, "kinds": {"begin", "count_begun", "describe", "bytes_of", "_group_of"}, "meeting": {"wait", "_flags_of"},
+    "lockstep": {"expect", "start", "_note"}, "reducer": {"_start_more", "_start", "_average", "_reduce"},
+}  # fmt: skip
+OF_EXCHANGES = {"_do", "bytes_of"}  # which values pass through, too, for which everybody waits without hearing of anything
+ERRORS = (KeyboardInterrupt, MemoryError, Own)
+
+
+class Lines:
+    """Notes the lines of STRUCK that run, each with the collective that it is run for, or raises at one of them."""
+
+    def __init__(self, target: tuple | None = None, error: type[BaseException] = Own):
+        self.seen: dict[tuple, None] = {}
+        self._target, self._error = target, error
+
+    def run(self, work: Callable[[], None]) -> None:
+        sys.settrace(self._trace)
+        try:
+            work()
+        finally:
+            sys.settrace(None)
+
+    def _trace(self, frame: Any, event: str, _: Any) -> Any:
+        return self._line if frame.f_code.co_name in STRUCK.get(Path(frame.f_code.co_filename).stem, ()) else None
+
+    def _line(self, frame: Any, event: str, _: Any) -> Any:
+        if event == "line" and not (frame.f_code.co_name in OF_EXCHANGES and not _purpose(frame)):
+            place = Path(frame.f_code.co_filename).stem, frame.f_lineno, _purpose(frame)
+            self.seen[place] = None
+            if place == self._target:
+                self._target = None
+                raise self._error("struck")
+        return self._line
+
+
+def _purpose(frame: Any) -> str:
+    while frame is not None and frame.f_code.co_name not in ("_gather", "reduce", "share_flags", "offer"):
+        frame = frame.f_back
+    return frame.f_code.co_name if frame is not None else ""
+
+
+def struck(shard: str, every: int = 1, numb: bool = False, **options: Any) -> dict[str, Any]:
+    """Steps of which none is agreed; in each an exception strikes the last rank at another line between a meeting and a collective, of
+    ``every`` so many at one. Every rank tries its step again until it succeeds. ``numb``: the twin, where that rank's next meeting does not say so."""
+    with ExitStack() as changed:
+        changed.enter_context(mock.patch.object(pending, "HEARING_INTERVAL", timedelta(milliseconds=20)))
+        changed.enter_context(mock.patch.object(Lockstep, "digest_of", lambda self, key: bytes(DIGEST_NBYTES)))
+        if numb:
+            changed.enter_context(mock.patch.object(Lockstep, "has_parted", property(lambda self: self.is_open)))
+        return _struck(shard, every, options)
+
+
+def _struck(shard: str, every: int, options: dict[str, Any]) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, optimizer = wrap(shard, tight=True, **options)
+    said: list[tuple] = []
+
+    def attempt(step: int) -> None:
+        model(data(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    lines = Lines()
+    attempt(0)  # which agrees on what later steps do not ask again
+    lines.run(lambda: attempt(1))
+    places: list = [list(lines.seen)[::every]]
+    dist.broadcast_object_list(places, world - 1)
+    for step, place in enumerate(places[0], 2):
+        striker = Lines(place if rank == world - 1 else None, ERRORS[step % len(ERRORS)])
+        for number in range(6):
+            try:
+                striker.run(partial(attempt, step)) if number == 0 and rank == world - 1 else attempt(step)
+                break
+            except (*ERRORS, infinity.UsageError) as error:
+                said.append((step, place, type(error).__name__, str(error)))
+                optimizer.zero_grad()
+        else:
+            raise AssertionError(f"no way on behind {place}: {said[-6:]}")
+    weights = state_of(model)
+    infinity.unwrap_model(model, optimizer)
+    single = build()
+    in_turn(single, adamw(single), world, len(places[0]) + 2)
+    plain = state_of(single)
+    off = max(float((weights[name] - plain[name]).abs().max()) for name in plain)
+    return {"said": said, "off": off, "places": places[0]}
 
 
 def fail(*_: Any) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,7 +16,7 @@ import torch.distributed as dist
 
 import infinity
 from infinity import native
-from infinity.distributed import collectives, shared_homes
+from infinity.distributed import kinds, shared_homes
 from infinity.runtime.registry import wrapped
 
 
@@ -24,11 +28,11 @@ def _wrap(config: dict, shape: tuple[int, ...] | None = None, names: tuple[str, 
 
 def trains(config: dict, clip: float | None = None, parks: str | None = None, **mesh: Any) -> dict[str, Any]:
     """Trains. Tells the weights, how many gathers took which way, and the bytes that came from other ranks."""
-    sent, read = mock.Mock(wraps=collectives.all_gather), mock.Mock(wraps=shared_homes.SharedHomes.gather)
+    sent, read = mock.Mock(wraps=kinds.all_gather), mock.Mock(wraps=shared_homes.SharedHomes.read)
     model, optimizer = _wrap(config, **mesh)
     with (
-        mock.patch.object(collectives, "all_gather", sent),
-        mock.patch.object(shared_homes.SharedHomes, "gather", lambda homes, *given: read(homes, *given)),
+        mock.patch.object(kinds, "all_gather", sent),
+        mock.patch.object(shared_homes.SharedHomes, "read", lambda homes, *given: read(homes, *given)),
     ):
         rank_jobs.train(model, optimizer, steps=2, clip=clip)
         if parks is not None:
@@ -50,6 +54,8 @@ def refused(how: str, asked: bool) -> dict[str, Any]:
         "connect": mock.patch.object(native.SharedRow, "connect", side_effect=infinity.StorageError(13, "no entry", "/proc")),
         "kernel": mock.patch.object(shared_homes, "running_kernel", return_value="another one"),
         "weights": mock.patch.object(native.SharedRow, "owns", return_value=False),
+        "file": mock.patch.object(native, "SharedRow", side_effect=infinity.StorageError(24, "too many files", "")),
+        "room": mock.patch.object(native.SharedRow, "allocate", side_effect=infinity.StorageError(12, "no room", "")),
     }
     with patches[how] if dist.get_rank() == 1 else mock.MagicMock():
         try:
@@ -57,11 +63,91 @@ def refused(how: str, asked: bool) -> dict[str, Any]:
         except infinity.ConfigError as error:
             return {"said": str(error)}
     engine = wrapped(model).engine
-    shares = [engine.collectives.shared_row.shares(shard.weight.region) for unit in engine.units for shard in unit.shards]
     rank_jobs.train(model, optimizer, steps=2)
     weights = rank_jobs.cloned(model.state_dict())
     infinity.unwrap_model(model, optimizer)
-    return {"shares": shares, "weights": weights}
+    return {"shares": engine.ranks.row.homes is not None, "weights": weights}
+
+
+def partly() -> dict[str, Any]:
+    """One of two ranks has its first weights elsewhere; the second ones are kept beside older ones for a while."""
+    regions: list[native.Region] = []
+    owns = native.SharedRow.owns
+
+    def only_later(row: native.SharedRow, region: native.Region) -> bool:
+        regions.append(region)
+        return region is not regions[0] and owns(row, region)
+
+    with mock.patch.object(native.SharedRow, "owns", only_later) if dist.get_rank() == 1 else mock.MagicMock():
+        model, optimizer = _wrap({})
+    engine = wrapped(model).engine
+    shards = [shard for unit in engine.units for shard in unit.shards]
+
+    def read() -> list[bool]:
+        return [engine.ranks.row.homes.have(shard.weight_regions) for shard in shards]
+
+    shared = [read()]
+    shards[1].keep_older(engine.store, "a unit")
+    shared.append(read())
+    shards[1].drop_older(engine.store)
+    shared.append(read())
+    rank_jobs.train(model, optimizer, steps=2)
+    weights = rank_jobs.cloned(model.state_dict())
+    infinity.unwrap_model(model, optimizer)
+    return {"shared": shared, "weights": weights}
+
+
+def left() -> dict[str, Any]:
+    """Wraps, trains and unwraps without the garbage collector: what is open, and mapped, of the memory that ranks share."""
+
+    def found() -> tuple[int, int]:
+        links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return sum("infinity-weights" in link for link in links), Path("/proc/self/maps").read_text().count("infinity-weights")
+
+    gc.collect()
+    gc.disable()
+    try:
+        model, optimizer = _wrap({})
+        rank_jobs.train(model, optimizer, steps=2)
+        wrapped_now = found()
+        plain, _ = infinity.unwrap_model(model, optimizer)
+        after = found()
+    finally:
+        gc.enable()
+    dist.barrier()
+    return {"wrapped": wrapped_now, "after": after, "works": torch.isfinite(next(plain.parameters())).all().item()}
+
+
+def struck() -> dict[str, Any]:
+    """Ctrl-C strikes the first rank as a reading has begun that the other comes to late: who drops the unit waits for it."""
+    model, optimizer = _wrap({})
+    engine, store = wrapped(model).engine, dist.distributed_c10d._get_default_store()
+    unit, homes, read = engine.units[0], engine.ranks.row.homes, shared_homes.SharedHomes.read
+    seen: list[int] = []
+
+    def strike(*given: Any) -> None:
+        read(*given)
+        seen.append(len(homes.under_way()))
+        store.set("struck", "")
+        raise KeyboardInterrupt
+
+    dist.barrier()
+    with mock.patch.object(
+        type(engine.ranks.data), "announce", lambda *_, **__: mock.Mock(wait=lambda: torch.zeros(64, dtype=torch.uint8))
+    ):
+        if dist.get_rank() == 0:
+            with mock.patch.object(shared_homes.SharedHomes, "read", strike), contextlib.suppress(KeyboardInterrupt):
+                unit.start_gather(engine.store, engine.ledger)
+            seen.append(len(homes.under_way()))
+        else:
+            store.wait(["struck"])
+            time.sleep(0.3)
+            unit.start_gather(engine.store, engine.ledger)
+            unit.finish_gather(engine.store)
+            unit.release()
+    dist.barrier()
+    engine.shut_down()
+    return {"seen": seen}
 
 
 def held_back(share: bool) -> dict[str, Any]:
@@ -75,7 +161,9 @@ def held_back(share: bool) -> dict[str, Any]:
     if dist.get_rank() == 1:
         store.wait([key])
     # They meet before a gather that is not agreed on: here neither waits for that.
-    with mock.patch.object(type(engine.ranks.data), "rendezvous", lambda *_, **__: torch.zeros(64, dtype=torch.uint8)):
+    with mock.patch.object(
+        type(engine.ranks.data), "announce", lambda *_, **__: mock.Mock(wait=lambda: torch.zeros(64, dtype=torch.uint8))
+    ):
         unit.start_gather(engine.store, engine.ledger)
     if dist.get_rank() == 0:
         time.sleep(0.2)

@@ -224,8 +224,14 @@ def made(config: dict) -> dict[str, Any]:
         model, mesh, RULES["SGD"](model.parameters()), config, schedule="1F1B", micro_batches=MICRO, quiet=True
     )
     updates: list[int] = []
+    found_first = {
+        "numbers": told(lambda: pipe.run(batches[: dist.get_rank()], optimizer)),
+        "names": told(lambda: pipe.run([batches[0]] if dist.get_rank() else [(1, 2)], optimizer)),
+        "lengths": told(lambda: pipe.run([batches[0], {k: v[:, :6] for k, v in batches[1].items()}], optimizer)),
+        "none": str(pipe.run([], optimizer)),
+    }
     losses = pipe.run(batches, optimizer, after_update=lambda: updates.append(1))
-    found = {"losses": [loss.item() for loss in losses], "weights": weights_of(pipe.chunks), "updates": len(updates)}
+    found = found_first | {"losses": [loss.item() for loss in losses], "weights": weights_of(pipe.chunks), "updates": len(updates)}
     found["evaluates"] = pipe.eval(**batches[0]).item() < losses[0].item()
     infinity.unwrap_model(pipe.chunks, optimizer)
     newest, computing = causal("llama"), causal("llama")
@@ -241,6 +247,29 @@ def made(config: dict) -> dict[str, Any]:
         plain.step()
         versions.append(whole(newest.state_dict()))
     return found | {"expected": [loss.item() for loss in expected], "expected weights": versions[-1]}
+
+
+def shapes(config: dict, *, anew: bool) -> dict[str, Any]:
+    """Runs of batches of other shapes, with a step between two. ``anew``: the twin, each with a schedule of its own."""
+    mesh, losses = mesh_of(2), []
+    chunks, optimizer, unflushed = built("momentum", config, mesh)
+    _, numbers, count = build("1F1B", mesh)
+    first = dist.get_rank() == 0
+    kinds = (16, 8, False), (8, 5, False), (8, 5, True), (8, 5, False), (16, 5, False)
+    for number, (samples, length, flushes) in enumerate(kinds):
+        given = [(batch(2 * number + n)[:samples, :length],) * 2 for n in range(2)]
+        if anew:
+            schedule = schedule_of("1F1B", chunks, numbers, count, mesh, MICRO)
+            unflushed = infinity.parallel.without_flush(schedule, optimizer, quiet=True)
+        if not flushes:
+            losses += unflushed.run(given) or []
+            continue
+        unflushed._schedule.step(*((given[0][0],) if first else ()), **({} if first else {"target": given[0][1]}))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {"weights": weights_of(chunks), "losses": [loss.tolist() for loss in losses]}
+    infinity.unwrap_model(chunks, optimizer)
+    return found
 
 
 def made_refused() -> dict[str, str]:
@@ -302,6 +331,10 @@ def refused(path: str) -> dict[str, str]:
     found["does not divide"] = told(lambda: run([(batch(0)[:6], batch(0)[:6])]))
     found["shapes"] = told(lambda: run([*pairs([0]), (batch(1)[:8], batch(1)[:8])]))
     found["numbers"] = told(lambda: run(pairs(range(1 + dist.get_rank()))))
+    declared = torch.zeros(MICRO, 8, dtype=torch.int64), torch.zeros(MICRO, 8, 64)
+    fixed = PipelineStage(chunks[0], numbers[0], count, torch.device("cpu"), *declared, group=group)
+    fixed_run = without_flush(schedules.Schedule1F1B(fixed, MICRO, loss_fn=loss_of), optimizer, quiet=True).run
+    found["built for another shape"] = told(lambda: fixed_run([(batch(1)[:8], batch(1)[:8])]))
     with torch.no_grad():
         found["no grad"] = told(lambda: run(pairs([0])))
     params[0].grad = torch.zeros(params[0].shape)

@@ -1,0 +1,107 @@
+"""Kinds: begins the collectives of a pass, and describes them in numbers, so that a rank can begin one that only others have come to.
+
+kind      which group's ranks, and what passes between them
+numbers   all that is needed to begin one with bytes that nobody looks at
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+
+from .data_ranks import DataRanks
+from .pending import all_gather
+
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of what passes
+
+
+class Kind(IntEnum):
+    """What a collective is."""
+
+    GATHER = 1  # of a row's slices
+    GATHER_IN_NODE = 2
+    REDUCE = 3  # over a row
+    TELL = 4  # a row's ranks about gradients
+    GATHER_OVER_REPLICAS = 5
+    NOTHING = 6  # what another row reduces, and this one has for itself
+    READ = 7  # a row's slices, where they lie in shared memory
+
+
+def begin(ranks: DataRanks, kind: Kind, given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
+    """Begins a collective of this ``kind`` that passes ``given`` on and fills ``taken``: flat, of as many elements on every rank. Of one that reads
+    homes only others have the bytes."""
+    if kind is Kind.NOTHING:
+        return _Over()
+    if kind is Kind.READ:
+        return ranks.row.homes.complete(taken, given.numel())
+    group = _group_of(ranks, kind)
+    if kind is not Kind.REDUCE:
+        return all_gather(taken, given, group=group, async_op=True)
+    if ranks.reduction == "fast":
+        return reduce_scatter(taken, given, group=group, async_op=True)
+    return dist.all_to_all_single(bytes_of(taken), bytes_of(given), group=group, async_op=True)
+
+
+def count_begun(ranks: DataRanks, kind: Kind, where: torch.device) -> int:
+    """Counts what the transport of such collectives has begun: more of them after one than before it. 0 where it does not tell."""
+    if kind is Kind.NOTHING:
+        return 0
+    if kind is Kind.READ:
+        return ranks.row.homes.begun
+    try:
+        return _group_of(ranks, kind)._get_backend(where)._get_sequence_number_for_group()
+    except (AttributeError, RuntimeError):
+        return 0
+
+
+def describe(ranks: DataRanks, kind: Kind, given: torch.Tensor, taken: torch.Tensor) -> tuple[int, ...]:
+    """Describes a collective in numbers: its kind, whether it is among those with the same experts, both counts of elements, the dtype, and whether it
+    is in the host's memory."""
+    return kind, ranks.divided > 1, given.numel(), taken.numel(), DTYPES.index(given.dtype), given.device.type == "cpu"
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """Begins collectives that are described in numbers. ``ranks_of``: given whether it is among the ranks with the same experts."""
+
+    ranks_of: Callable[[bool], DataRanks]
+
+    def begin(self, numbers: Sequence[int]) -> dist.Work:
+        """Begins a collective that is described so, with zeros."""
+        kind, is_of_experts, given, taken, dtype, is_on_host = numbers
+        mine, whole = (torch.zeros(count, dtype=DTYPES[dtype], device=_place(is_on_host)) for count in (given, taken))
+        return begin(self.ranks_of(bool(is_of_experts)), Kind(kind), mine, whole)
+
+    def count(self, numbers: Sequence[int]) -> int:
+        """Counts as :func:`count_begun`, for a collective that is described so."""
+        kind, is_of_experts, *_, is_on_host = numbers
+        return count_begun(self.ranks_of(bool(is_of_experts)), Kind(kind), _place(is_on_host))
+
+
+def _place(is_on_host: int) -> torch.device:
+    return torch.device("cpu") if is_on_host else torch.accelerator.current_accelerator()
+
+
+def bytes_of(flat: torch.Tensor) -> torch.Tensor:
+    """The bytes of a flat tensor."""
+    return flat.detach().view(torch.uint8)
+
+
+def _group_of(ranks: DataRanks, kind: Kind) -> dist.ProcessGroup:
+    if kind is Kind.GATHER_OVER_REPLICAS:
+        return ranks.replicas.bulk
+    if kind is Kind.GATHER_IN_NODE:
+        return ranks.node.bulk
+    return {Kind.GATHER: ranks.row.bulk, Kind.REDUCE: ranks.row.reductions, Kind.TELL: ranks.row.group}[kind]
+
+
+class _Over(dist.Work):
+    """What passes no bytes, since no other rank has these tensors."""
+
+    def wait(self, *_: object) -> bool:
+        return True
