@@ -15,6 +15,9 @@
 #include "base/thread_pool.h"
 #include "memory/driver.h"
 
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25  // the same, of Linux 6.1
+#endif
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // of Linux, wherever the headers are older than that
 #endif
@@ -33,11 +36,11 @@ int fault_in(std::byte* data, std::size_t nbytes, bool shared) {
   return 0;
 }
 
-// Whether the kernel gives huge pages to shared memory that asks for them: a setting of its own, which is off unless somebody set it.
-bool shares_huge_pages() {
-  std::ifstream file("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+// Whether somebody has switched huge pages off for the whole machine.
+bool are_off() {
+  std::ifstream file("/sys/kernel/mm/transparent_hugepage/enabled");
   const std::string said{std::istreambuf_iterator<char>(file), {}};
-  return said.find("[never]") == std::string::npos && said.find("[deny]") == std::string::npos && !said.empty();
+  return said.find("[never]") != std::string::npos;
 }
 }
 
@@ -67,7 +70,8 @@ Region::Region(std::size_t nbytes, bool huge_pages, int touch_threads, FileRange
       throw StorageError(refused, "", concat("cannot map ", nbytes_, " bytes of shared memory"));
     }
   }
-  if (aligned) huge_pages_ = madvise(data_, nbytes_, MADV_HUGEPAGE) == 0 && (!shared_ || shares_huge_pages());
+  if (aligned) huge_pages_ = madvise(data_, nbytes_, MADV_HUGEPAGE) == 0 && !shared_;
+  collapses_ = aligned && shared_ && range.writable && !are_off();
   // A fork would copy every page that is registered with a ring or a driver, for a child that has no use for any.
   madvise(data_, nbytes_, MADV_DONTFORK);
   if (touch_threads > 0) populate(touch_threads);
@@ -101,8 +105,13 @@ void Region::populate(int threads, const std::atomic<bool>* stopped) {
   std::atomic<int> refused{0};
   pool.for_range(0, nbytes_, kHugeNbytes, [&](std::size_t begin, std::size_t end) {
     // Huge page by huge page: each call holds the lock that mapping and unmapping anything in this process needs.
-    for (std::size_t at = begin; at < end && !refused && !(stopped && *stopped); at += kHugeNbytes)
-      if (const int error = fault_in(data_ + at, std::min(kHugeNbytes, end - at), shared_)) refused = error;
+    for (std::size_t at = begin; at < end && !refused && !(stopped && *stopped); at += kHugeNbytes) {
+      const std::size_t nbytes = std::min(kHugeNbytes, end - at);
+      if (const int error = fault_in(data_ + at, nbytes, shared_)) refused = error;
+      // For shared memory the kernel heeds the advice only where it is set to, which it is not by default; this it does.
+      if (collapses_ && nbytes == kHugeNbytes)
+        madvise(data_ + at, nbytes, MADV_COLLAPSE) == 0 ? huge_pages_ = true : collapses_ = false;
+    }
   });
   if (refused) throw StorageError(refused, "", concat("cannot have ", nbytes_, " bytes of shared memory"));
 }

@@ -59,7 +59,8 @@ class Region {
  private:
   std::byte* data_ = nullptr;
   std::size_t nbytes_ = 0;
-  bool huge_pages_ = false;
+  std::atomic<bool> huge_pages_{false};
+  std::atomic<bool> collapses_{false};  // shared pages are made huge as they are made present
   bool shared_ = false;
   Driver* driver_ = nullptr;  // that it is registered with
   int device_ = 0;

@@ -217,6 +217,31 @@ TEST(shared_row, closing_ends_who_waits) {
   said_by<UsageError>([&] { row.gather(0, 0, 64, whole); });
 }
 
+TEST(shared_row, pages_that_become_huge_keep_what_is_there) {
+  // Some bytes are written first, some by another thread while the pages are made present; the other rank has all of them, and zeros between.
+  constexpr std::size_t kNbytes = 9 * 1024 * 1024 + 1;
+  for (int threads : {1, 3}) {
+    SharedRow first(1), second(1);
+    const auto home = first.allocate(kNbytes, true, 0), other = second.allocate(kNbytes, true, 0);
+    home->data()[0] = home->data()[5 * 1024 * 1024] = std::byte{7};
+    std::thread writer([&] {
+      for (std::size_t at = 1; at < kNbytes; at += kBlockNbytes) home->data()[at] = std::byte{9};
+    });
+    home->populate(threads);
+    writer.join();
+    first.connect({first.self(), second.self()}, 0);
+    second.connect({first.self(), second.self()}, 1);
+    std::vector<std::byte> mine(2 * kNbytes), theirs(2 * kNbytes), expected(kNbytes);
+    const TicketPtr one = first.gather(1, home->data(), kNbytes, mine.data(), kPatience);
+    const TicketPtr two = second.gather(1, other->data(), kNbytes, theirs.data(), kPatience);
+    one->wait();
+    two->wait();
+    for (std::size_t at = 1; at < kNbytes; at += kBlockNbytes) expected[at] = std::byte{9};
+    expected[0] = expected[5 * 1024 * 1024] = std::byte{7};
+    CHECK(std::memcmp(theirs.data(), expected.data(), kNbytes) == 0);
+  }
+}
+
 TEST(shared_row, memory_given_back_reads_as_zeros_everywhere) {
   // A region of the file is discarded: the others, who map the same pages, gather zeros, and what is written later.
   Row row(2, {4096});

@@ -12,6 +12,8 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..errors import InfinityError
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -54,6 +56,7 @@ def find(folders: list[str]) -> list[Finding]:
         _io(),
         _memlock(),
         _huge_pages(),
+        _shared_huge_pages(),
         _cuda(torch),
         _driver(),
         _kernels(),
@@ -112,6 +115,21 @@ def _huge_pages() -> Finding:
     if chosen in ("always", "madvise"):
         return Finding("huge pages", f"{chosen}: used for staging and homes in memory")
     return Finding("huge pages", chosen, f"echo madvise > {path} (as root) makes large copies cheaper")
+
+
+def _shared_huge_pages() -> Finding:
+    """Whether memory that ranks share gets huge pages, for which it has a setting of its own and, since Linux 6.1, a call."""
+    from infinity import native
+
+    name = "huge pages, shared"
+    try:
+        is_huge = native.SharedRow(1).allocate(4 * 1024 * 1024).huge_pages
+    except InfinityError as error:
+        return Finding(name, f"none: {error}", "several ranks on the processor send each other their weights")
+    if is_huge:
+        return Finding(name, "used for weights that several ranks of this machine read in memory")
+    remedy = "Linux 6.1 or newer, with huge pages not off, has several ranks on the processor read each other's weights faster"
+    return Finding(name, "none", remedy)
 
 
 def _cuda(torch) -> Finding:

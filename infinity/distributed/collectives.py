@@ -206,7 +206,7 @@ class Collectives(Exchanges):
 
         def finish() -> None:
             edge = "all-gather in node" if kind is Kind.GATHER_IN_NODE else "all-gather"
-            self._count(edge, whole.numel() - mine.numel(), what, start)
+            self.traffic.received(edge, whole.numel() - mine.numel(), what, start)
             if then is not None:
                 then()
                 for tensor in (whole, mine):  # coded, of another stream than the one that decodes
@@ -267,7 +267,7 @@ class Collectives(Exchanges):
                 everyones = self._gather_over_replicas(total, what)
                 total = _ordered_sum(everyones)
                 moved += everyones.nbytes - total.nbytes
-            self._count("reduce-scatter", moved, what, start)
+            self.traffic.received("reduce-scatter", moved, what, start)
             done(total.div_(self.ranks.data_size))
 
         return self._pending(works, what, finish, flat.device)
@@ -336,13 +336,6 @@ class Collectives(Exchanges):
             lost += self.ranks.row.homes.under_way()
         for work in lost:
             self._pending([work], "what an exception left", lambda: None, torch.device("cpu")).drop()
-
-    def _count(self, edge: str, nbytes: int, what: str, start: float) -> None:
-        now = time.perf_counter()
-        counted = self.traffic.collectives[edge]
-        counted.nbytes += nbytes
-        counted.busy_seconds += now - start
-        self.traffic.mark(edge, what, start, now)
 
 
 def _key_of(trace: Iterable[int], resident: list[int], number: int) -> bytes:

@@ -57,6 +57,13 @@ class Traffic:
         traffic.busy_seconds += end - start
         self.mark(edge, what, start, end)
 
+    def received(self, collective: str, nbytes: int, what: str, start: float) -> None:
+        """Counts what came from other ranks by a collective that ends now."""
+        now, traffic = time.perf_counter(), self.collectives[collective]
+        traffic.nbytes += nbytes
+        traffic.busy_seconds += now - start
+        self.mark(collective, what, start, now)
+
     @contextmanager
     def copying(self, edge: str, nbytes: int, what: str = "") -> Iterator[None]:
         """Counts a copy of ``nbytes`` made by the training thread itself: busy and stalled are the same."""

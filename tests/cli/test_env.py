@@ -8,7 +8,7 @@ import pytest
 
 from infinity import cli, native
 
-NAMES = {"storage guard", "python", "simd", "io", "fixed buffers", "huge pages", "cuda", "cuda driver", "cuda kernels", "gpudirect storage",
+NAMES = {"storage guard", "python", "simd", "io", "fixed buffers", "huge pages", "huge pages, shared", "cuda", "cuda driver", "cuda kernels", "gpudirect storage",
          "memory"}  # fmt: skip
 
 
