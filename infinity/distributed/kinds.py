@@ -82,7 +82,7 @@ def _place(is_on_host: int) -> torch.device:
 
 
 def bytes_of(flat: torch.Tensor) -> torch.Tensor:
-    """The bytes of a flat tensor."""
+    """Returns the bytes of a flat tensor."""
     return flat.detach().view(torch.uint8)
 
 
