@@ -88,7 +88,7 @@ def _place(is_on_host: int) -> torch.device:
 
 
 def bytes_of(flat: torch.Tensor) -> torch.Tensor:
-    """Makes the bytes of a flat tensor, which are the tensor's own."""
+    """Views a flat tensor as its bytes."""
     return flat.detach().view(torch.uint8)
 
 
