@@ -131,8 +131,8 @@ def test_two_hosts_train_with_the_bits_of_one_process(hosts, tmp_path, launcher)
     if launcher == "none":
         ranks = [hosts.start_rank(host, folder, seconds="60") for host in range(2)]
         for rank in ranks:
-            said = rank.wait(SECONDS)
-            assert rank.returncode == 0, said[-3000:]
+            rank.wait(SECONDS)
+            assert rank.returncode == 0, rank.stderr[-3000:]
     else:
         for host in range(2):
             hosts.start(host, folder, seconds="60")

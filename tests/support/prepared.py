@@ -3,8 +3,9 @@
 Words used here:
 
 **prepared**: that process. It starts when a test first asks for it, and ends with the process of the tests.
-**child**: a fork of it. It runs a script as the main module and ends as any interpreter does. Unlike an interpreter of its own it has the
-hash seed of the others, and no libraries put before its own (``LD_PRELOAD``).
+**child**: a fork of it. It runs a command of Python's (a script, ``-c`` and code, or ``-m`` and a module) as the main module, and ends as
+any interpreter does. It is for what needs a process, not an interpreter of its own: all children have one hash seed, and what is read
+when a process starts (``LD_PRELOAD``, ``MALLOC_*``) is read no more.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import gc
+import importlib
 import os
 import pickle
 import runpy
@@ -24,26 +27,39 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 SIZE = struct.Struct("!I")  # of a message, which follows
 DIES_WITH_PARENT, NEW_NETWORK = 1, 0x40000000  # PR_SET_PDEATHSIG, CLONE_NEWNET
+LANGUAGE_MODELS = (
+    "transformers",
+    "rich.progress",
+    "infinity.cli.train",
+    "infinity.cli.plan",
+)  # what the command line imports for them
 
 
 class Child:
-    """A script that runs in a fork of the prepared process, at the head of a session of its own."""
+    """A command that runs in a fork of the prepared process, at the head of a session of its own."""
 
-    def __init__(self, pid: int, end: socket.socket, said: Any):
-        self.pid, self._end, self._said = pid, end, said
+    def __init__(self, pid: int, command: list[str], end: socket.socket, out: IO[bytes], err: IO[bytes]):
+        self.pid, self.command, self._end, self._out, self._err = pid, command, end, out, err
         self.returncode: int | None = None  # as subprocess has it: minus the signal that killed it
 
-    def wait(self, seconds: float) -> str:
-        """Waits for the end. What the child wrote on stdout and stderr. Raises TimeoutError."""
+    @property
+    def stdout(self) -> str:
+        return _read(self._out)
+
+    @property
+    def stderr(self) -> str:
+        return _read(self._err)
+
+    def wait(self, seconds: float) -> None:
+        """Waits for the end. Raises TimeoutError."""
         if self.returncode is None:
-            if not select.select([self._end], [], [], seconds)[0]:
-                raise TimeoutError(f"no end within {seconds} s: {self._text()[-4000:]}")
+            if not select.select([self._end], [], [], max(0.0, seconds))[0]:
+                raise TimeoutError(f"no end within {seconds} s:\n{self.stdout[-2000:]}\n{self.stderr[-2000:]}")
             self.returncode = _receive(self._end)
-        return self._text()
 
     def kill(self) -> None:
         """Ends the child and what it started, and waits for it."""
@@ -51,29 +67,44 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         self.wait(60)
 
-    def _text(self) -> str:
-        self._said.seek(0)
-        return self._said.read().decode(errors="replace")
+
+def run(*command: object, seconds: float = 280, **options: Any) -> subprocess.CompletedProcess:
+    """Runs ``command`` to its end, as :func:`start` does. No process is left behind."""
+    child = start(*command, **options)
+    try:
+        child.wait(seconds)
+    finally:
+        child.kill()
+    return subprocess.CompletedProcess(child.command, child.returncode, child.stdout, child.stderr)
 
 
-def start(script: Path, *arguments: object, variables: dict[str, str] | None = None, network: Path | None = None) -> Child:
-    """Runs ``script`` with ``arguments`` in a child that has this process's environment and ``variables``; in a ``network`` namespace of its
-    own where one is named."""
-    command = [str(script), *map(str, arguments)]
-    environment = dict(os.environ) | (variables or {})
-    said = tempfile.TemporaryFile()
+def start(
+    *command: object,
+    variables: dict[str, str] | None = None,
+    folder: Path | None = None,
+    stdin: str = "",
+    network: Path | None = None,
+    imports: tuple[str, ...] = (),
+) -> Child:
+    """Runs ``command`` in a child that has this process's environment and ``variables``, in ``folder`` or this process's own; in a
+    ``network`` namespace where one is named. ``imports``: what all later children have too."""
+    words = [str(word) for word in command]
+    given = tempfile.TemporaryFile()
+    given.write(stdin.encode())
+    given.seek(0)
+    out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
     ours, theirs = socket.socketpair()
-    with theirs:
-        raw = pickle.dumps((command, environment, os.getcwd(), network and str(network)))
+    with theirs, given:
         prepared = _prepared(os.getpid())
-        prepared.sendall(SIZE.pack(len(raw)) + raw)
-        socket.send_fds(prepared, [b"f"], [said.fileno(), theirs.fileno()])
-    return Child(_receive(ours), ours, said)
+        environment = dict(os.environ) | (variables or {})
+        _send(prepared, (words, environment, str(folder or os.getcwd()), network and str(network), imports))
+        socket.send_fds(prepared, [b"f"], [given.fileno(), out.fileno(), err.fileno(), theirs.fileno()])
+    return Child(_receive(ours), words, ours, out, err)
 
 
 @functools.cache
 def _prepared(pid: int) -> socket.socket:
-    """The prepared process of this one, which starts it: a fork of this one would need its own."""
+    """The connection to the prepared process of the process ``pid``, this one: a fork of it would start its own."""
     ours, theirs = socket.socketpair()
     with theirs:
         variables = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -91,6 +122,10 @@ def _prepared(pid: int) -> socket.socket:
     return ours
 
 
+def _read(file: IO[bytes]) -> str:
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+
+
 def _receive(connection: socket.socket) -> Any:
     """The next message. Raises EOFError where the other end is closed."""
     (nbytes,) = SIZE.unpack(_exactly(connection, SIZE.size))
@@ -101,28 +136,25 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
     found = b""
     while len(found) < nbytes:
         if not (part := connection.recv(nbytes - len(found))):
-            raise EOFError("the prepared process has ended")
+            raise EOFError("the other end has gone")
         found += part
     return found
 
 
 def _send(connection: socket.socket, message: Any) -> None:
     raw = pickle.dumps(message)
-    with contextlib.suppress(OSError):  # who asked is gone
-        connection.sendall(SIZE.pack(len(raw)) + raw)
+    connection.sendall(SIZE.pack(len(raw)) + raw)
 
 
 # --- the prepared process ---
 
 
 def _import() -> None:
-    """Imports what scripts use; torch imports half of itself when the first optimizer is made."""
-    import gc
-
+    """Imports what the children use."""
     import torch
 
     torch.set_num_threads(1)
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # with the first optimizer torch imports half of itself
     import models  # noqa: F401
     import rank_jobs  # noqa: F401
 
@@ -130,54 +162,57 @@ def _import() -> None:
 
     for name in infinity.__all__:
         getattr(infinity, name)
-    gc.collect()
-    gc.freeze()
 
 
 def _serve(asked: socket.socket) -> list[str]:
-    """Forks children until who asks is gone, and ends them with itself. Returns, in a child alone, what it shall run."""
+    """Forks children until who asks is gone, and ends them with itself. Returns, in a child alone, the command that it shall run."""
     running: dict[int, tuple[int, socket.socket]] = {}  # a descriptor that tells the end -> the process, and who is told
     while True:
         for ready in select.select([asked, *running], [], [])[0]:
             if ready is not asked:
                 pid, told = running.pop(ready)
                 os.close(ready)
-                _send(told, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-                told.close()
+                with told, contextlib.suppress(OSError):  # who asked does not care any more
+                    _send(told, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
                 continue
             try:
-                command, environment, folder, network = _receive(asked)
-                _, (said, end), _, _ = socket.recv_fds(asked, 1, 2)
+                command, *settings, imports = _receive(asked)
+                _, descriptors, _, _ = socket.recv_fds(asked, 1, 4)
             except (EOFError, OSError):
                 for pid, _ in running.values():
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(pid, signal.SIGKILL)
                 os._exit(0)
-            told = socket.socket(fileno=end)
+            for name in imports:
+                importlib.import_module(name)
+            gc.collect()
+            gc.freeze()  # else each child's collections go through all that is imported
             parent = os.getpid()
             if (pid := os.fork()) == 0:
-                os.setsid()
-                _become(parent, said, environment, folder, network)
-                for other, connection in running.items():
+                for other, connection in ((-1, asked), *running.values()):
+                    connection.close()
+                for other in (*running, descriptors[3]):
                     os.close(other)
-                    connection[1].close()
-                told.close()
-                asked.close()
+                _become(parent, descriptors[:3], *settings)
                 return command
-            os.close(said)
+            for descriptor in descriptors[:3]:
+                os.close(descriptor)
+            told = socket.socket(fileno=descriptors[3])
             running[os.pidfd_open(pid)] = pid, told
-            _send(told, pid)
+            with contextlib.suppress(OSError):
+                _send(told, pid)
 
 
-def _become(parent: int, said: int, environment: dict[str, str], folder: str, network: str | None) -> None:
+def _become(parent: int, standard: list[int], environment: dict[str, str], folder: str, network: str | None) -> None:
     """Gives a child what it was asked to have."""
+    os.setsid()
     library = ctypes.CDLL(None, use_errno=True)
     library.prctl(DIES_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    for number in (1, 2):
-        os.dup2(said, number)
-    os.close(said)
+    for number, descriptor in enumerate(standard):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -190,5 +225,14 @@ def _become(parent: int, said: int, environment: dict[str, str], folder: str, ne
 if __name__ == "__main__":
     _import()
     sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
-    sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif sys.argv[0] == "-c":
+        sys.path[0] = ""
+        code = compile(sys.argv.pop(1), "<string>", "exec")
+        exec(code, {"__name__": "__main__", "__builtins__": __builtins__})
+    else:
+        sys.path[0] = str(Path(sys.argv[0]).parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")

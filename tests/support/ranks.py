@@ -235,7 +235,7 @@ def launch_without(
     last: int | None = None,
 ) -> tuple[dict[str, list[Any]], list[tuple[int | None, str]]]:
     """Runs ``jobs`` as :func:`launch` does, but without torchrun, which would end all ranks with the first one that fails; the ranks come at
-    once (see `prepared`). What each job returned, and how each rank ended and what it said. ``last``: the only rank that is waited for."""
+    once (see `prepared`). What each job returned, and how each rank ended and what is on its stderr. ``last``: the only rank that is waited for."""
     _write_jobs(folder, jobs)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -252,7 +252,7 @@ def launch_without(
     finally:
         for child in ranks:
             child.kill()
-    return _results(folder, world, jobs), [(child.returncode, child.wait(0)) for child in ranks]
+    return _results(folder, world, jobs), [(child.returncode, child.stderr) for child in ranks]
 
 
 def rank_variables(rank: int, world: int, address: str, *, of_host: int | None = None) -> dict[str, str]:
