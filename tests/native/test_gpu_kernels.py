@@ -5,7 +5,7 @@ Words used here:
 
 **form, arrays**: see `homes`.
 **stand-in**: the `_cuda` module of the same sources, compiled for this processor with a launch that runs each block's
-threads as threads (`csrc/tests/cuda_on_cpu.h`).
+threads in turns (`csrc/tests/cuda_on_cpu.h`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GPU's module, compiled for this processor: the same sources, with a launch that runs a grid's threads one by one."""
+"""The GPU's module, compiled for this processor: the same sources, with a launch that runs a grid's threads in turns."""
 
 from __future__ import annotations
 
