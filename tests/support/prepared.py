@@ -38,6 +38,12 @@ LANGUAGE_MODELS = (
     "infinity.cli.plan",
 )  # what the command line imports for them
 
+# The C library then gives back at once what torch frees; else it would keep up to 32 MiB at a time, and of each thread's arena.
+GIVES_BACK = """
+import ctypes
+assert all(ctypes.CDLL(None).mallopt(option, value) for option, value in ((-3, 65536), (-8, 1)))  # M_MMAP_THRESHOLD, M_ARENA_MAX
+"""
+
 
 class Child:
     """A command that runs in a fork of the prepared process, at the head of a session of its own."""
