@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from marks import refuse_kept_errors
+from order import OF_STANDING_RANKS, longest_first, name_of
 from ranks import StandingRanks
 
 
@@ -87,3 +89,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item, _ in combinations:
             if item not in chosen:
                 item.add_marker(pytest.mark.slow)
+    if hasattr(items[0].config if items else None, "workerinput"):
+        longest_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives files to workers as `order` has them."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "standing ranks" if name_of(nodeid) in OF_STANDING_RANKS else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # by the number of tests
+    return ByFile(config, log)

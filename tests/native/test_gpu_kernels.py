@@ -36,9 +36,9 @@ MOMENTS = [torch.float32, torch.bfloat16, torch.uint8]
 
 
 @pytest.fixture(scope="module")
-def stand_in(tmp_path_factory) -> ModuleType:
+def stand_in() -> ModuleType:
     """The GPU's module, for this processor."""
-    return build_stand_in(tmp_path_factory)
+    return build_stand_in()
 
 
 def state(weight, master, grad, moments, generator) -> dict[str, torch.Tensor]:
