@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+gc.disable()  # until all is imported: collections that find nothing take a quarter of that time
+
 import torch
 from marks import refuse_kept_errors
 from order import OF_STANDING_RANKS, longest_first, name_of
@@ -68,6 +71,10 @@ def chosen(request) -> Callable[..., set[tuple]]:
     return lambda *names: {tuple(case[name] for name in names) for case in cases if set(names) <= set(case)}
 
 
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as slow what `make test` can do without: of a test with several parameters it runs so many cases that each value of each
     parameter is in one; `make test-all` runs every combination."""
@@ -96,6 +103,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Gives files to workers as `order` has them."""
+    gc.enable()  # this process collects no tests
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
