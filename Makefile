@@ -8,6 +8,8 @@ SOURCES := $(shell find csrc -path csrc/tests -prune -o -name '*.cpp' -print -o 
 
 export PIP_NO_CACHE_DIR := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Hundreds of processes import the package: each would compile it anew, and each of pytest's workers every test.
+export PYTHONDONTWRITEBYTECODE :=
 export HF_HUB_OFFLINE := 1
 export HF_HOME := $(CURDIR)/build/huggingface
 export INFINITY_CACHE := $(CURDIR)/build/cache

@@ -5,10 +5,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+gc.disable()  # until all is imported: collections that find nothing take a quarter of that time
+
 import torch
 from marks import refuse_kept_errors
+from order import OF_STANDING_RANKS, longest_first, name_of
 from ranks import StandingRanks
 
 
@@ -66,6 +71,10 @@ def chosen(request) -> Callable[..., set[tuple]]:
     return lambda *names: {tuple(case[name] for name in names) for case in cases if set(names) <= set(case)}
 
 
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as slow what `make test` can do without: of a test with several parameters it runs so many cases that each value of each
     parameter is in one; `make test-all` runs every combination."""
@@ -87,3 +96,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item, _ in combinations:
             if item not in chosen:
                 item.add_marker(pytest.mark.slow)
+    if hasattr(items[0].config if items else None, "workerinput"):
+        longest_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives files to workers as `order` has them."""
+    gc.enable()  # this process collects no tests
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "standing ranks" if name_of(nodeid) in OF_STANDING_RANKS else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # by the number of tests
+    return ByFile(config, log)

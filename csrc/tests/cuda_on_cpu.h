@@ -1,15 +1,18 @@
-// Enough of CUDA to run the GPU's kernels on a processor, for tests: each block's threads are real ones, one block after
-// the other. Given to the compiler with -include, before anything else.
+// Enough of CUDA to run the GPU's kernels on a processor, for tests: a block's threads are fibers of the thread that launches, one
+// block after the other. Given to the compiler with -include, before anything else.
 #pragma once
+
+#include <ucontext.h>
 
 #include <algorithm>
 #include <cmath>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
+#include <memory>
 #include <mutex>
-#include <thread>
+#include <random>
 #include <vector>
 
 #define __device__
@@ -30,24 +33,31 @@ inline thread_local Dim threadIdx, blockIdx, blockDim, gridDim;
 
 namespace on_cpu {
 
-// All `count` threads leave when the last one has come.
+// One of a block's threads.
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  bool over = false;
+};
+
+inline thread_local ucontext_t launcher;
+inline thread_local Fiber* running = nullptr;
+inline thread_local const std::function<void()>* work = nullptr;
+
+// All `count` fibers leave when the last one has come.
 class Barrier {
  public:
   explicit Barrier(unsigned count) : count_(count) {}
   void wait() {
-    std::unique_lock lock(mutex_);
     const unsigned round = round_;
     if (++waiting_ == count_) {
       waiting_ = 0, ++round_;
-      all_.notify_all();
     } else {
-      all_.wait(lock, [&] { return round_ != round; });
+      while (round_ == round) swapcontext(&running->context, &launcher);
     }
   }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable all_;
   unsigned count_, waiting_ = 0, round_ = 0;
 };
 
@@ -59,23 +69,58 @@ struct Warp {
 inline thread_local Barrier* block = nullptr;
 inline thread_local Warp* warp = nullptr;
 
+inline void enter() {
+  (*work)();
+  running->over = true;
+}
+
+// Runs a block's threads, each until it waits for others, in another order each time: who reads what another one writes, without a
+// barrier between them, comes too early in some.
+inline void run_block(unsigned threads, const std::function<void()>& kernel) {
+  constexpr std::size_t kStackNbytes = 64 * 1024;
+  static std::vector<std::unique_ptr<char[]>> stacks;  // a fiber that ends leaves its own to the next
+  static std::minstd_rand drawn;
+  Barrier barrier(threads);
+  std::vector<Warp> warps(threads / 32);
+  std::vector<Fiber> fibers(threads);
+  block = &barrier, work = &kernel;
+  unsigned left = threads;
+  while (left) {
+    const unsigned first = drawn() % threads, stride = drawn() | 1;  // odd: it comes to each of a power of two
+    for (unsigned i = 0; i < threads; ++i) {
+      const unsigned t = (first + i * stride) % threads;
+      running = &fibers[t];
+      if (running->over) continue;
+      threadIdx = {t}, warp = &warps[t / 32];
+      if (!running->stack) {
+        if (stacks.empty()) stacks.emplace_back(new char[kStackNbytes]);
+        running->stack = std::move(stacks.back());
+        stacks.pop_back();
+        getcontext(&running->context);
+        running->context.uc_stack.ss_sp = running->stack.get();
+        running->context.uc_stack.ss_size = kStackNbytes;
+        running->context.uc_link = &launcher;
+        makecontext(&running->context, enter, 0);
+      }
+      swapcontext(&launcher, &running->context);
+      if (running->over) {
+        stacks.push_back(std::move(running->stack));
+        --left;
+      }
+    }
+  }
+}
+
+inline std::mutex one_at_a_time;  // what a block shares is static
+
 template <class Kernel>
 auto launch(Kernel kernel, unsigned blocks, unsigned threads) {
   return [=](auto... arguments) {
-    static std::mutex one_at_a_time;  // what a block shares is static
     const std::lock_guard lock(one_at_a_time);
+    blockDim = {threads}, gridDim = {blocks};
     for (unsigned b = 0; b < blocks; ++b) {
-      Barrier barrier(threads);
-      std::vector<Warp> warps(threads / 32);
-      std::vector<std::thread> running;
-      for (unsigned t = 0; t < threads; ++t) {
-        running.emplace_back([&, b, t] {
-          threadIdx = {t}, blockIdx = {b}, blockDim = {threads}, gridDim = {blocks};
-          block = &barrier, warp = &warps[t / 32];
-          kernel(arguments...);
-        });
-      }
-      for (std::thread& thread : running) thread.join();
+      blockIdx = {b};
+      run_block(threads, [=] { kernel(arguments...); });
     }
   };
 }

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
+import prepared
 import pytest
 import torch
 from torch import nn
@@ -92,7 +91,7 @@ dist.destroy_process_group()
 
 def test_models_of_torchs_own_ranks_are_refused(tmp_path):
     """In a child: a process group of one."""
-    done = subprocess.run([sys.executable, "-c", OF_RANKS, str(tmp_path / "meeting")], capture_output=True, text=True, timeout=280)
+    done = prepared.run("-c", OF_RANKS, tmp_path / "meeting")
     assert done.returncode == 0, done.stderr
     for kind, said in zip(("DistributedDataParallel", "FSDPSequential"), done.stdout.splitlines(), strict=True):
         assert said.startswith("ConfigError") and kind in said

@@ -8,6 +8,7 @@ import os
 import threading
 from pathlib import Path
 
+import prepared
 import pytest
 import torch
 from contract_cases import LR, MIB, SEED, held, step, wrapped
@@ -148,8 +149,6 @@ def test_the_process_grows_by_no_more_than_its_budget(dtype, tmp_path):
     """Method: in a process of its own, wrap a model of 96 MB (fp32) on meta, with everything on disk and a host budget
     of 24 MiB more than the least; resident memory after three steps has grown by no more than the budget, the gathered
     weights, one unit's gradients and activations of torch's own, and 32 MiB."""
-    import subprocess
-    import sys
 
     width, blocks = 1024, 24
     config = at_home("nvme", "nvme", tmp_path, param_dtype=dtype)
@@ -160,9 +159,7 @@ def test_the_process_grows_by_no_more_than_its_budget(dtype, tmp_path):
     script = GROWTH.format(
         root=root, tests=str(Path(__file__).parents[1] / "support"), config=config, width=width, blocks=blocks, budget=budget
     )
-    # Without this, glibc keeps what torch frees, up to 32 MiB at a time.
-    variables = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280, env=variables)
+    done = prepared.run("-c", prepared.GIVES_BACK + script)
     assert done.returncode == 0, done.stderr
     grown, host, device, wrapping = map(int, done.stdout.split())
     assert host <= budget

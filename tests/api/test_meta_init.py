@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 from meta_cases import (  # noqa: F401
@@ -603,9 +601,7 @@ def grown(tmp_path_factory) -> dict[str, int]:
         root=str(Path(infinity.__file__).parents[1]), width=WIDTH, blocks=BLOCKS, folder=str(folder), tied=str(tied),
         config=at_home("nvme", "auto", swap),
     )  # fmt: skip
-    # Without this, glibc keeps what torch frees, up to 32 MiB at a time.
-    variables = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280, env=variables)
+    done = prepared.run("-c", prepared.GIVES_BACK + script)
     for path in (folder, tied):
         shutil.rmtree(path)
     assert done.returncode == 0, done.stderr

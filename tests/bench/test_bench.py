@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
+import prepared
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,8 +26,7 @@ ROWS = {
 
 
 def bench(*arguments: str, folder, timeout: float = 200) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "infinity", "bench", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout)
+    return prepared.run("-m", "infinity", "bench", *arguments, folder=folder, seconds=timeout)
 
 
 @pytest.mark.parametrize("theme", ROWS)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import prepared
 import pytest
 import torch
 from torch import nn
@@ -76,8 +77,7 @@ def test_jobs_that_save_load_and_export_at_one_time_all_get_whole_checkpoints(tm
     """Method: two jobs save to one folder as fast as they can, a third loads, a fourth exports. Each save is done or refused by
     name, each load has the values of one of the savers, whole, and the folder holds one whole checkpoint in the end."""
     folder = tmp_path / "checkpoint"
-    command = [sys.executable, "-c", JOBS, str(folder), "2", "save", "save", "load", "export"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    found = prepared.run("-c", JOBS, folder, "1", "save", "save", "load", "export")
     assert found.returncode == 0, found.stderr
     counts = [tuple(map(int, line.split()[1:])) for line in sorted(found.stdout.splitlines())[1:]]
     assert len(counts) == 4

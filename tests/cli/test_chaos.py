@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import prepared
 import pytest
 
 pytest.importorskip("transformers")
@@ -81,8 +80,8 @@ def chaos(folder: Path, kills: int, steps: int, seed: int) -> dict:
         "eos_token_id": 0, "embd_pdrop": 0.1, "resid_pdrop": 0.0, "attn_pdrop": 0.0,
     }))  # fmt: skip
     (folder / "text" / "0.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 300)
-    command = [sys.executable, "-c", PROGRAM, folder, str(kills), str(LONGEST), str(seed), str(steps)]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = ["-c", PROGRAM, folder, kills, LONGEST, seed, steps]
+    done = prepared.run(*command, seconds=3600, imports=prepared.LANGUAGE_MODELS)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)

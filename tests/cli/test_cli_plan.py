@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import prepared
 import pytest
 import torch
 from marks import few
@@ -402,9 +401,7 @@ def test_a_huge_config_is_planned_without_its_memory(place, what):
         "status = infinity.cli.main(sys.argv[1:]);"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(status)"
     )
-    root = str(Path(infinity.__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=280, env=environment)
+    done = prepared.run("-c", code, *words, imports=prepared.LANGUAGE_MODELS)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["parameters"] > 100e9

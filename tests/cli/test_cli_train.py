@@ -11,6 +11,7 @@ import sys
 import types
 from pathlib import Path
 
+import prepared
 import pytest
 import torch
 
@@ -508,6 +509,9 @@ def test_a_place_that_is_too_small_is_found_before_the_training(place, capsys, m
 
 BLOCKED = """
 import sys
+for name in list(sys.modules):
+    if name.startswith("infinity.cli") or name.partition(".")[0] in {blocked!r}:
+        del sys.modules[name]
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {blocked!r}:
@@ -529,9 +533,11 @@ sys.exit(main({argv!r}))
 ])  # fmt: skip
 def test_what_is_not_installed_is_one_line(tmp_path, argv, blocked, said):
     (tmp_path / "model.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}')
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKED.format(blocked=blocked, argv=argv)], capture_output=True, text=True, cwd=tmp_path
-    )
+    code = BLOCKED.format(blocked=blocked, argv=argv)
+    if "torch" in blocked:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    else:
+        done = prepared.run("-c", code, folder=tmp_path)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import prepared
 import pytest
 import torch
 from marks import few
@@ -67,6 +66,14 @@ def test_a_trace_cannot_move_the_terminal(tmp_path, capsys):
 # --- models ---
 
 CODE = "from pathlib import Path\nPath('{mark}').touch()\nfrom transformers import PretrainedConfig\nclass Own(PretrainedConfig):\n    model_type = 'own'\n"
+AS_A_COMMAND = """
+import sys
+from transformers import dynamic_module_utils
+from transformers.utils import hub
+hub.HF_MODULES_CACHE = dynamic_module_utils.HF_MODULES_CACHE = sys.argv[1]
+from infinity.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
 
 
 @pytest.mark.parametrize("command", few([["plan"], ["train", "--steps", "1"]], 1))
@@ -78,9 +85,9 @@ def test_code_in_a_models_folder_runs_only_where_that_is_said(command, allowed, 
     (folder / "own.py").write_text(CODE.format(mark=mark))
     (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}))
     save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
-    command = [sys.executable, "-m", "infinity", *command, "--model", str(folder), *(["--trust-remote-code"] if allowed else [])]
-    variables = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run(command, input="y\ny\ny\n", capture_output=True, text=True, env=variables, timeout=280)
+    command = [*command, "--model", str(folder), *(["--trust-remote-code"] if allowed else [])]
+    words = ["-c", AS_A_COMMAND, tmp_path / "modules", *command]
+    done = prepared.run(*words, stdin="y\ny\ny\n", imports=prepared.LANGUAGE_MODELS)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert mark.exists() == allowed, done.stderr
     assert allowed or "--trust-remote-code" in done.stderr

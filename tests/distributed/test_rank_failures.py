@@ -6,15 +6,15 @@ Words used here: see `ranks` (job, launch) and `rank_jobs`.
 from __future__ import annotations
 
 import json
-import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import models
 import pytest
 import rank_jobs
 import torch
-from ranks import Failed, launch, run_torchrun
+from ranks import Failed, launch, launch_without, run_torchrun
 from safetensors.torch import load_file
 
 import infinity
@@ -32,17 +32,33 @@ from infinity.cli import main
 def test_a_rank_that_falls_ends_the_job_on_all(tmp_path, how, told):
     """Rank 1 of 2 is killed, raises, reads a damaged disk or hangs: rank 0 ends with a PeerError that tells, soon, and the
     last checkpoint is whole."""
-    results, done = launch(tmp_path, 2, {"one_falls": {"how": how, "folder": str(tmp_path)}}, environment={"RANK_TIMEOUT": "8"})
-    assert done.returncode != 0
-    assert (tmp_path / "saved").exists()
-    path = tmp_path / "one_falls.0"
-    failed = pickle.loads(path.read_bytes()) if path.exists() else None
-    if failed is not None:  # torchrun may have ended it first
-        assert isinstance(failed, Failed) and failed.kind == "PeerError" and told in failed.text, failed
-        assert float((tmp_path / "took.0").read_text()) < 30
+    jobs = {"one_falls": {"how": how, "folder": str(tmp_path)}}
+    last = 0 if how == "hangs" else None
+    results, ends = launch_without(tmp_path, 2, jobs, environment={"RANK_TIMEOUT": "8"}, last=last)
+    assert all(status != 0 for status, _ in ends)
+    failed = results["one_falls"][0]
+    assert isinstance(failed, Failed) and failed.kind == "PeerError" and told in failed.text, failed
+    assert float((tmp_path / "took.0").read_text()) < 30
+    check_saved(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_a_job_of_torchrun(tmp_path):
+    """torchrun ends the other rank, which may have said what it saw; the last checkpoint is whole."""
+    jobs = {"one_falls": {"how": "killed", "folder": str(tmp_path)}}
+    results, done = launch(tmp_path, 2, jobs, environment={"RANK_TIMEOUT": "8"})
+    assert done.returncode != 0 and results["one_falls"][1] is None
+    failed = results["one_falls"][0]
+    assert failed is None or failed.kind == "PeerError", failed
+    check_saved(tmp_path)
+
+
+def check_saved(folder: Path) -> None:
+    """The checkpoint that the job made before a rank fell is loaded."""
+    assert (folder / "saved").exists()
     model = rank_jobs.build(9)
     model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"})
-    assert infinity.load_checkpoint(tmp_path / "checkpoint", model, optimizer) == {"step": 2}
+    assert infinity.load_checkpoint(folder / "checkpoint", model, optimizer) == {"step": 2}
     infinity.unwrap_model(model, optimizer)
 
 
@@ -99,7 +115,7 @@ def test_the_command_line_trains_under_torchrun_and_exports(tmp_path):
 ])  # fmt: skip
 def test_ranks_that_part_are_told(tmp_path, how, told):
     """Each in a launch of its own: such a job is over. Both ranks raise within seconds, naming what each is at."""
-    results, _ = launch(tmp_path, 2, {"apart": {"how": how}}, environment={"RANK_TIMEOUT": "20"})
+    results, _ = launch_without(tmp_path, 2, {"apart": {"how": how}}, environment={"RANK_TIMEOUT": "20"})
     said = [found["said"] for found in results["apart"]]
     assert all(text.startswith(("UsageError", "PeerError", "RuntimeError")) or "Storage" in text for text in said), said
     assert any(told in text for text in said), said

@@ -8,6 +8,7 @@ and with a power of two of ranks that is the same sum in the same order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
         for home in HOMES:
             jobs[f"parity:{mode}-{home}"] = {"config": models.at_home(home, home, folder / "swap") | {"shard": mode}}
         jobs[f"gradients:{mode}"] = {"shard": mode, "home": "host", "folder": str(folder / "swap")}
-        jobs |= jobs_elsewhere(mode, folder, build_stand_in(tmp_path_factory).__file__, str(build_cufile(tmp_path_factory)))
+        jobs |= jobs_elsewhere(mode, folder, build_stand_in().__file__, str(build_cufile(tmp_path_factory)))
         jobs[f"parity:clip-{mode}"] = {"config": {"params": "host", "optimizer": "host", "shard": mode}, "clip": 0.5}
         jobs[f"unused:{mode}"] = {"shard": mode}
         jobs[f"states:{mode}"] = {"shard": mode, "folder": str(folder / "swap")}
@@ -77,7 +78,7 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     split = models.at_home("nvme", "nvme", folder / "swap")
     jobs["parity:reversed"] = {"config": {"params": "host", "optimizer": "host"}, "shape": [1, 0], "names": ("dp",)}
     jobs["parity:bf16"] = {"config": split, "dtype": torch.bfloat16}
-    jobs["parity:tight"] = {"config": split | {"host_memory": "6MiB", "device_memory": "2.5MiB"}}
+    jobs["parity:tight"] = {"config": split | {"host_memory": "4.5MiB", "device_memory": "1.75MiB"}}
     jobs["parity:compressed"] = {"config": {"params": "host", "optimizer": "host", "compress_gathers": True}}
     jobs["parity:fast"] = {"config": {"params": "host", "optimizer": "host", "reduction": "fast"}}
     jobs["parity:int8"] = {"config": {"params": "host", "optimizer": "host", "moments": "int8"}}
@@ -358,15 +359,16 @@ def test_micro_batches_accumulate(two):
 # --- bytes ---
 
 
-def elements(world: int = 2) -> int:
+@functools.cache
+def elements_of_units(world: int = 2) -> list[int]:
     """Of the weights as the engine lays them out: padded, for ``world`` ranks."""
     model = rank_jobs.build()
     model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"})
     units = infinity.runtime.registry.wrapped(model).engine.units
     padding = 4096 * world
-    total = sum(-(-shard.layout.numel // padding) * padding for unit in units for shard in unit.shards)
+    of_units = [sum(-(-shard.layout.numel // padding) * padding for shard in unit.shards) for unit in units]
     infinity.unwrap_model(model, optimizer)
-    return total
+    return of_units
 
 
 @pytest.mark.parametrize(("mode", "gathers", "reduces", "micro"), [
@@ -374,21 +376,23 @@ def elements(world: int = 2) -> int:
     ("parameters", 6, 3, 3), ("gradients", 1, 3, 3), ("optimizer", 1, 1, 3),
 ])  # fmt: skip
 def test_what_passes_between_ranks_is_the_papers_volume(two, mode, gathers, reduces, micro):
-    """ZeRO: 2, 2 and 3 times the parameters per step, of which each of two ranks receives half. A unit that ends the
-    forward is there already when the backward begins, and state_dict() gathers nothing through these edges."""
+    """ZeRO: 2, 2 and 3 times the parameters per step, of which each of two ranks receives half. The units that end
+    the forward are there already when the backward begins, and state_dict() gathers nothing through these edges."""
     name = f"parity:micro-{mode}" if micro > 1 else f"parity:{mode}-host"
-    psi = 4 * elements() // 2  # bytes of fp32 weights that one rank receives when all are gathered
+    of_units = elements_of_units()
+    psi = 4 * sum(of_units) // 2  # bytes of fp32 weights that one rank receives when all are gathered
+    there = 4 * (2 * max(of_units) + min(of_units)) // 2  # two blocks and the head
     for found in two[name]:
         moved = {edge: counted["nbytes"] for edge, counted in found["stats"]["collectives"].items()}
         assert moved["reduce-scatter"] == STEPS * reduces * psi
-        assert 0.8 * STEPS * gathers * psi < moved["all-gather"] <= STEPS * gathers * psi
+        assert STEPS * (gathers * psi - micro * there) <= moved["all-gather"] <= STEPS * gathers * psi
 
 
 @pytest.mark.parametrize(("mode", "nbytes"), [("parameters", 8), ("gradients", 8), ("optimizer", 10)])
 def test_every_rank_has_an_equal_slice_at_home(two, mode, nbytes):
     """fp32 state is 16 bytes per parameter: half of it on each of two ranks, and with ZeRO-1 the whole gradient."""
     for found in two[f"parity:{mode}-host"]:
-        assert found["home"] == elements() * nbytes
+        assert found["home"] == sum(elements_of_units()) * nbytes
 
 
 @pytest.mark.slow
@@ -399,7 +403,7 @@ def test_second_slices_change_no_bit_and_keep_the_backwards_gather_in_the_machin
         assert not models.differing(found["weights"], plain["weights"])
         far, near = (found["stats"]["collectives"][edge]["nbytes"] for edge in ("all-gather", "all-gather in node"))
         alone = plain["stats"]["collectives"]["all-gather"]["nbytes"]
-        psi = STEPS * 4 * elements(4) * 3 // 4
+        psi = STEPS * 4 * sum(elements_of_units(4)) * 3 // 4
         assert far == psi, "forward: each unit once from everywhere"
         assert near == (alone - psi) * 2 // 3, "backward: half of each from the neighbour instead of three quarters"
         device = found["stats"]["tiers"]["device"]
@@ -539,7 +543,7 @@ def test_models_on_meta_are_the_first_ranks(two):
 
 @pytest.mark.parametrize(("what", "kind", "said"), [
     ("config", "ConfigError", r"Config\(moments\) is 'fp32' on rank 0 and 'bf16' on rank 1"),
-    ("model", "ConfigError", r"parameter blocks\.5.* is \(.* on rank 0 and absent on rank 1"),
+    ("model", "ConfigError", r"parameter blocks\.3.* is \(.* on rank 0 and absent on rank 1"),
     ("budget", "ConfigError", r"Config\(host_memory\) is None on rank 0 and 1000 on rank 1"),
     ("budget everywhere", "CapacityError", "host_memory is 500 B"),
     ("bad model", "", "the optimizer has a parameter"),

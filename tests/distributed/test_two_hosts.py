@@ -1,4 +1,4 @@
-"""Two hosts: network namespaces with addresses of their own, one torchrun in each, gloo over the wire between them.
+"""Two hosts: network namespaces with addresses of their own, a rank in each, gloo over the wire between them.
 
 Words used here:
 
@@ -19,9 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import models
+import prepared
 import pytest
 import rank_jobs
-from ranks import HERE, Failed
+from prepared import Child
+from ranks import HERE, Failed, rank_variables
 
 import infinity
 
@@ -53,22 +55,38 @@ class Hosts:
             ip("-n", name, "link", "set", "lo", "up")
         return self
 
-    def start(self, host: int, folder: Path, jobs: dict[str, dict], *, seconds: str) -> None:
-        """One torchrun with one rank on ``host``."""
+    def prepare(self, folder: Path, jobs: dict[str, dict]) -> None:
+        """Writes what the ranks shall do."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "jobs").write_bytes(pickle.dumps(jobs))
+
+    def variables(self, host: int, seconds: str) -> dict[str, str]:
+        return {
+            "GLOO_SOCKET_IFNAME": self.cables[host], "OMP_NUM_THREADS": "1", "RANK_TIMEOUT": seconds,
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }  # fmt: skip
+
+    def start_rank(self, host: int, folder: Path, *, seconds: str) -> Child:
+        """The rank of ``host``, without torchrun."""
+        variables = rank_variables(host, 2, f"{self.addresses[0]}:29400", of_host=host) | self.variables(host, seconds)
+        network = Path("/run/netns", self.names[host])
+        return prepared.start(HERE / "rank_jobs.py", folder, variables=variables, network=network)
+
+    def start(self, host: int, folder: Path, *, seconds: str) -> None:
+        """One torchrun with one rank on ``host``."""
         command = [
             "ip", "netns", "exec", self.names[host], sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
             "--node-rank", str(host), "--nproc-per-node", "1", "--master-addr", self.addresses[0], "--master-port", "29400",
             str(HERE / "rank_jobs.py"), str(folder),
         ]  # fmt: skip
-        variables = os.environ | {
-            "GLOO_SOCKET_IFNAME": self.cables[host], "OMP_NUM_THREADS": "1", "RANK_TIMEOUT": seconds,
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }  # fmt: skip
         self.processes.append(
             subprocess.Popen(
-                command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+                command,
+                env=os.environ | self.variables(host, seconds),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
             )
         )
 
@@ -104,20 +122,28 @@ def hosts() -> Iterator[Hosts]:
         made.__exit__()
 
 
-def test_two_hosts_train_with_the_bits_of_one_process(hosts, tmp_path):
+@pytest.mark.parametrize("launcher", ["none", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_two_hosts_train_with_the_bits_of_one_process(hosts, tmp_path, launcher):
     """One rank on each host; weights as one process has them that is given both batches."""
     (tmp_path / "swap").mkdir()
-    jobs = {"parity": {"config": models.at_home("nvme", "nvme", tmp_path / "swap")}}
-    for host in range(2):
-        hosts.start(host, tmp_path / "launch", jobs, seconds="60")
-    for process in hosts.processes:
-        out, _ = process.communicate(timeout=SECONDS)
-        assert process.returncode == 0, out[-3000:]
+    folder = tmp_path / "launch"
+    hosts.prepare(folder, {"parity": {"config": models.at_home("nvme", "nvme", tmp_path / "swap")}})
+    if launcher == "none":
+        ranks = [hosts.start_rank(host, folder, seconds="60") for host in range(2)]
+        for rank in ranks:
+            rank.wait(SECONDS)
+            assert rank.returncode == 0, rank.stderr[-3000:]
+    else:
+        for host in range(2):
+            hosts.start(host, folder, seconds="60")
+        for process in hosts.processes:
+            out, _ = process.communicate(timeout=SECONDS)
+            assert process.returncode == 0, out[-3000:]
     model = rank_jobs.build(3)
     model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "device", "optimizer": "device"})
     rank_jobs.in_turn(model, optimizer, 2, steps=3)
     for host in range(2):
-        found = pickle.loads((tmp_path / "launch" / f"parity.{host}").read_bytes())
+        found = pickle.loads((folder / f"parity.{host}").read_bytes())
         assert not models.differing(found["weights"], rank_jobs.cloned(model.state_dict()))
     infinity.unwrap_model(model, optimizer)
 
@@ -126,8 +152,9 @@ def test_two_hosts_train_with_the_bits_of_one_process(hosts, tmp_path):
 def test_a_host_that_is_cut_off_ends_the_job_on_the_other(hosts, tmp_path):
     """The cable is pulled while they train: both end within the process group's timeout and some, with a PeerError that
     tells, and the last checkpoint is whole."""
+    hosts.prepare(tmp_path, {"one_falls": {"how": "cut off", "folder": str(tmp_path), "steps": 100_000}})
     for host in range(2):
-        hosts.start(host, tmp_path, {"one_falls": {"how": "cut off", "folder": str(tmp_path), "steps": 100_000}}, seconds="8")
+        hosts.start(host, tmp_path, seconds="8")
     deadline = time.monotonic() + SECONDS
     while not (tmp_path / "saved").exists() and time.monotonic() < deadline:
         time.sleep(0.1)

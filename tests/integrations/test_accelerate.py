@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from lazily import Lazily
 from models import differing
 from trainer_cases import SEED, llama, on_disk, rows
 
 import infinity
+from infinity import integrations
 
-accelerate = pytest.importorskip("accelerate")
+accelerate = Lazily("accelerate")
 
-from infinity.integrations import InfinityAccelerator
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -49,8 +50,8 @@ class Loop:
         return {name: value.clone() for name, value in self.accelerator.unwrap_model(self.model).state_dict().items()}
 
 
-def ours(folder: Path, **more: Any) -> InfinityAccelerator:
-    return InfinityAccelerator(cpu=True, gradient_accumulation_steps=2, infinity=on_disk(folder), **more)
+def ours(folder: Path, **more: Any) -> integrations.InfinityAccelerator:
+    return integrations.InfinityAccelerator(cpu=True, gradient_accumulation_steps=2, infinity=on_disk(folder), **more)
 
 
 @pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])

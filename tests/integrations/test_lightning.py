@@ -11,48 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from lazily import Lazily
 from models import differing, seeded
-from torch import nn
 from trainer_cases import SEED, on_disk
 
 import infinity
+from infinity import integrations
 
-lightning = pytest.importorskip("lightning")
+lightning = Lazily("lightning")
+lightning_cases = Lazily("lightning_cases")
 
-from infinity.integrations import InfinityStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
-
-class Module(lightning.LightningModule):
-    """Two blocks, and a bias of the module's own that its steps use outside any submodule."""
-
-    optimizers_count = 1
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2)))
-        self.bias = nn.Parameter(torch.zeros(32))
-        self.seen: list[tuple[str, float]] = []
-
-    def _loss(self, name: str, batch: torch.Tensor) -> torch.Tensor:
-        loss = ((self.blocks(batch) + self.bias - batch.flip(1)) ** 2).mean()
-        self.seen.append((name, loss.item()))
-        return loss
-
-    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
-        return self._loss("train", batch)
-
-    def validation_step(self, batch: torch.Tensor, number: int) -> None:
-        self.log("val_loss", self._loss("validate", batch))
-
-    def predict_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
-        return self.blocks(batch) + self.bias
-
-    def configure_optimizers(self) -> Any:
-        made = [torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True) for _ in range(self.optimizers_count)]
-        return made, [torch.optim.lr_scheduler.StepLR(made[0], 1, gamma=0.5)]
 
 
 def loader(shuffle: bool = True) -> torch.utils.data.DataLoader:
@@ -66,7 +37,7 @@ def trainer(folder: Path, *, ours: bool, **changes: Any) -> Any:
              "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": str(folder),
              "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}  # fmt: skip
     if ours:
-        given["strategy"] = InfinityStrategy(on_disk(folder))
+        given["strategy"] = integrations.InfinityStrategy(on_disk(folder))
     return lightning.Trainer(**{**given, **changes})
 
 
@@ -74,7 +45,7 @@ def test_a_fit_is_the_same(tmp_path):
     """Also: predict and validate afterwards, a second fit, and that the order of the samples is the plain one's."""
     found = []
     for ours in (True, False):
-        module = seeded(SEED, Module)
+        module = seeded(SEED, lightning_cases.Module)
         torch.manual_seed(SEED)
         job = trainer(tmp_path / str(ours), ours=ours)
         job.fit(module, loader(), loader(shuffle=False))
@@ -91,7 +62,7 @@ def test_a_checkpoint_resumes_to_the_bit(tmp_path):
     weights in Lightning's own file."""
 
     def fit(name: str, epochs: int, start: Path | None = None) -> Any:
-        module = seeded(SEED, Module)
+        module = seeded(SEED, lightning_cases.Module)
         job = trainer(tmp_path / name, ours=True, max_epochs=epochs, limit_val_batches=0)
         job.fit(module, loader(shuffle=False), ckpt_path=start)
         return job, {name: value.clone() for name, value in module.state_dict().items()}
@@ -106,7 +77,7 @@ def test_a_checkpoint_resumes_to_the_bit(tmp_path):
 
 def test_a_checkpoint_of_weights_is_validated(tmp_path):
     """Method: save_checkpoint(weights_only=True) writes safetensors; validate with ckpt_path reads them into a new module."""
-    module, other = seeded(SEED, Module), seeded(SEED + 1, Module)
+    module, other = seeded(SEED, lightning_cases.Module), seeded(SEED + 1, lightning_cases.Module)
     job = trainer(tmp_path, ours=True, limit_val_batches=0)
     job.fit(module, loader())
     job.save_checkpoint(tmp_path / "weights", weights_only=True)
@@ -119,11 +90,11 @@ def test_a_plain_checkpoint_is_resumed(tmp_path):
     """Method: a plain Trainer saves a file; ours goes on from it, and ends as the plain one does."""
     ends = []
     for ours in (False, True):
-        module = seeded(SEED, Module)
+        module = seeded(SEED, lightning_cases.Module)
         plain = trainer(tmp_path / "plain", ours=False, max_epochs=1, limit_val_batches=0)
         plain.fit(module, loader(shuffle=False))
         plain.save_checkpoint(tmp_path / "plain.ckpt")
-        again = seeded(SEED + 1, Module)
+        again = seeded(SEED + 1, lightning_cases.Module)
         job = trainer(tmp_path / str(ours), ours=ours, limit_val_batches=0)
         job.fit(again, loader(shuffle=False), ckpt_path=tmp_path / "plain.ckpt", weights_only=False)
         ends.append({name: value.clone() for name, value in again.state_dict().items()})
@@ -133,7 +104,7 @@ def test_a_plain_checkpoint_is_resumed(tmp_path):
 def test_optimizing_by_hand_is_the_same(tmp_path):
     """Method: a module with automatic_optimization=False, which calls itself, manual_backward and step."""
 
-    class ByHand(Module):
+    class ByHand(lightning_cases.Module):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
@@ -158,7 +129,7 @@ def test_optimizing_by_hand_is_the_same(tmp_path):
 
 
 def test_several_optimizers_are_refused(tmp_path):
-    module = Module()
+    module = lightning_cases.Module()
     module.optimizers_count, module.automatic_optimization = 2, False
     with pytest.raises(infinity.ConfigError, match="gives 2 optimizers"):
         trainer(tmp_path, ours=True, gradient_clip_val=None, accumulate_grad_batches=1).fit(module, loader())

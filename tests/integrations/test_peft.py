@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from lazily import Lazily
 from models import differing, seeded
 from torch import nn
 from trainer_cases import SEED, arguments, assert_same, llama, on_disk, rows, values
 
 import infinity
+from infinity import integrations
 from infinity.cli import main
 
-peft = pytest.importorskip("peft")
+peft = Lazily("peft")
 transformers = pytest.importorskip("transformers")
 
-from infinity.integrations import InfinityTrainer, merge_adapters, save_merged, unmerge_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -57,7 +58,7 @@ def test_a_trainer_trains_saves_and_resumes_adapters(name, tmp_path):
     """Method: the same run with and without us; from_pretrained loads what was saved; a new Trainer resumes to the bit."""
 
     def run(folder: Path, ours: bool, start: Path | None = None) -> Any:
-        kind, more = (InfinityTrainer, {"infinity": on_disk(tmp_path)}) if ours else (transformers.Trainer, {})
+        kind, more = (integrations.InfinityTrainer, {"infinity": on_disk(tmp_path)}) if ours else (transformers.Trainer, {})
         best = {
             "eval_strategy": "steps",
             "eval_steps": 2,
@@ -91,7 +92,7 @@ def test_merging_at_home_equals_merging_in_memory(name, tmp_path):
     before, batch = values(model), torch.utils.data.default_collate(rows(2))
     with pytest.raises(infinity.UsageError, match="merge_adapters"):
         model.merge_adapter()
-    for merge in (lambda: merge_adapters(model), lambda: _merge_in_full_params(model)):
+    for merge in (lambda: integrations.merge_adapters(model), lambda: _merge_in_full_params(model)):
         if name == "embeddings":
             plain.merge_adapter(), merge()
         else:
@@ -99,7 +100,7 @@ def test_merging_at_home_equals_merging_in_memory(name, tmp_path):
         assert differing(values(model), values(plain)) == []
         with torch.no_grad():
             assert torch.equal(model(**batch).logits, plain(**batch).logits)
-        plain.unmerge_adapter(), unmerge_adapters(model)
+        plain.unmerge_adapter(), integrations.unmerge_adapters(model)
         assert differing(values(model), values(plain)) == []
         torch.testing.assert_close(values(model), before, rtol=1e-5, atol=1e-6)
     infinity.unwrap_model(model)
@@ -115,7 +116,7 @@ def _merge_in_full_params(model: nn.Module) -> None:
 def test_a_merged_model_is_saved_without_changing_the_one_at_home(name, tmp_path):
     model = wrapped(name, tmp_path, torch.bfloat16)
     before = values(model)
-    save_merged(model, tmp_path / "merged")
+    integrations.save_merged(model, tmp_path / "merged")
     assert differing(values(model), before) == []
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
     assert differing(loaded.state_dict(), adapted(name, torch.bfloat16).merge_and_unload().state_dict()) == []
@@ -163,7 +164,7 @@ def test_the_adapters_that_are_active_are_merged_in_their_own_dtype(name, tmp_pa
         loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.bfloat16)
         assert differing(loaded.state_dict(), expected) == []
     infinity.wrap_model(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), on_disk(tmp_path))
-    save_merged(model, tmp_path / "merged")
+    integrations.save_merged(model, tmp_path / "merged")
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
     assert differing(loaded.state_dict(), expected) == []
 

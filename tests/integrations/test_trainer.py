@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from lazily import Lazily
 from models import differing
 from ranks import run_torchrun
 from torch import nn
 from trainer_cases import SEED, arguments, assert_same, llama, logged, on_disk, rows, sizes, values
 
 import infinity
+from infinity import integrations
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+Lazily("accelerate")
 
-from infinity.integrations import InfinityMixin, InfinityTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -34,7 +35,7 @@ def trained(
     given = {"model": model, "args": arguments(folder, **changes), "train_dataset": rows(20), "eval_dataset": rows(4)}
     if ours:
         (folder / "swap").mkdir(parents=True, exist_ok=True)
-        trainer = InfinityTrainer(**given, infinity=home or on_disk(folder / "swap"))
+        trainer = integrations.InfinityTrainer(**given, infinity=home or on_disk(folder / "swap"))
     else:
         trainer = transformers.Trainer(**given)
     for _ in range(runs):
@@ -95,7 +96,7 @@ def test_a_run_in_bf16_resumes_to_the_bit(tmp_path):
     assert not (half / "optimizer.pt").exists() and (half / "infinity" / "manifest.json").exists()
     with torch.device("meta"):
         again = llama(torch.bfloat16)
-    resumed = InfinityTrainer(
+    resumed = integrations.InfinityTrainer(
         model=again, args=arguments(tmp_path / "again", **saving), train_dataset=rows(20), infinity=on_disk(tmp_path / "swap")
     )
     resumed.train(resume_from_checkpoint=str(half))
@@ -110,7 +111,9 @@ def test_a_run_in_bf16_resumes_to_the_bit(tmp_path):
 def test_a_plain_checkpoint_is_resumed(tmp_path):
     """Method: transformers' Trainer saves after two steps; ours goes on from there, and ends as the plain one does."""
     theirs = trained(tmp_path, llama(), ours=False, save_strategy="steps", save_steps=2)
-    ours = InfinityTrainer(model=llama(), args=arguments(tmp_path / "ours"), train_dataset=rows(20), infinity=on_disk(tmp_path))
+    ours = integrations.InfinityTrainer(
+        model=llama(), args=arguments(tmp_path / "ours"), train_dataset=rows(20), infinity=on_disk(tmp_path)
+    )
     ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert differing(values(ours.model), values(theirs.model)) == []
 
@@ -124,7 +127,11 @@ def test_a_model_on_meta_is_evaluated_and_trained_without_being_whole(tmp_path):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes(attention_dropout=0.1)))
     found = []
     for ours in (True, False):
-        kind, more = (InfinityTrainer, {"infinity": on_disk(tmp_path, weights=str(source))}) if ours else (transformers.Trainer, {})
+        kind, more = (
+            (integrations.InfinityTrainer, {"infinity": on_disk(tmp_path, weights=str(source))})
+            if ours
+            else (transformers.Trainer, {})
+        )
         trainer = kind(
             model=model if ours else llama(), args=arguments(tmp_path / "out", max_steps=2), train_dataset=rows(20),
             eval_dataset=rows(4), **more,
@@ -143,7 +150,7 @@ def test_predict_with_generate_gives_the_same_tokens(tmp_path):
         decoder_start_token_id=2,
     )  # fmt: skip
 
-    class Ours(InfinityMixin, transformers.Seq2SeqTrainer):
+    class Ours(integrations.InfinityMixin, transformers.Seq2SeqTrainer):
         pass
 
     found = []
@@ -162,7 +169,7 @@ def test_predict_with_generate_gives_the_same_tokens(tmp_path):
 @pytest.mark.parametrize("changes", [{"bf16_full_eval": True}, {"fp16_full_eval": True}], ids=lambda changes: next(iter(changes)))
 def test_what_casts_the_model_is_refused(changes, tmp_path):
     with pytest.raises(infinity.ConfigError, match=next(iter(changes))):
-        InfinityTrainer(model=llama(), args=arguments(tmp_path, **changes), train_dataset=rows(4))
+        integrations.InfinityTrainer(model=llama(), args=arguments(tmp_path, **changes), train_dataset=rows(4))
 
 
 @pytest.mark.slow

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from lazily import Lazily
 from sft_cases import texts, tokenizer
 from trainer_cases import SEED, arguments, assert_same, llama, on_disk
 
 import infinity
+from infinity import integrations
 from infinity.runtime.registry import is_wrapped
 
-trl = pytest.importorskip("trl")
-pytest.importorskip("datasets")
+trl = Lazily("trl")
+Lazily("datasets")
 
-from infinity.integrations import InfinityDPOTrainer, InfinitySFTTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -40,7 +41,7 @@ def lora() -> Any:
 @pytest.mark.parametrize("packing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sft_is_the_same(packing, tmp_path):
     data = texts(text=10)
-    ours = run(InfinitySFTTrainer, tmp_path, trl.SFTConfig, data, {"infinity": on_disk(tmp_path)}, packing=packing)
+    ours = run(integrations.InfinitySFTTrainer, tmp_path, trl.SFTConfig, data, {"infinity": on_disk(tmp_path)}, packing=packing)
     theirs = run(trl.SFTTrainer, tmp_path, trl.SFTConfig, data, {}, packing=packing)
     assert_same(ours, theirs)
 
@@ -49,7 +50,7 @@ def test_dpo_with_a_reference_that_streams_is_the_same(tmp_path):
     """Also: the reference model has a home and budgets of its own, and nothing of it is stepped."""
     data = texts(prompt=4, chosen=5, rejected=5)
     homes = {"infinity": on_disk(tmp_path), "infinity_reference": on_disk(tmp_path, host_memory="64MiB")}
-    ours = run(InfinityDPOTrainer, tmp_path, trl.DPOConfig, data, {"ref_model": llama(), **homes})
+    ours = run(integrations.InfinityDPOTrainer, tmp_path, trl.DPOConfig, data, {"ref_model": llama(), **homes})
     theirs = run(trl.DPOTrainer, tmp_path, trl.DPOConfig, data, {"ref_model": llama()})
     assert_same(ours, theirs)
     assert is_wrapped(ours.ref_model)
@@ -62,8 +63,8 @@ def test_dpo_with_a_reference_that_streams_is_the_same(tmp_path):
 def test_lora_is_the_same(kind, tmp_path):
     """Method: peft_config; DPO's reference is then the base model, its adapters off."""
     ours, theirs, args = {
-        "sft": (InfinitySFTTrainer, trl.SFTTrainer, trl.SFTConfig),
-        "dpo": (InfinityDPOTrainer, trl.DPOTrainer, trl.DPOConfig),
+        "sft": (integrations.InfinitySFTTrainer, trl.SFTTrainer, trl.SFTConfig),
+        "dpo": (integrations.InfinityDPOTrainer, trl.DPOTrainer, trl.DPOConfig),
     }[kind]
     data = texts(text=10) if kind == "sft" else texts(prompt=4, chosen=5, rejected=5)
     assert_same(
@@ -77,4 +78,4 @@ def test_a_reference_that_follows_the_policy_is_refused(tmp_path):
     data = texts(prompt=4, chosen=5, rejected=5)
     more = {"ref_model": llama(), "infinity": on_disk(tmp_path)}
     with pytest.raises(infinity.UsageError, match="sync_ref_model"):
-        run(InfinityDPOTrainer, tmp_path, trl.DPOConfig, data, more, sync_ref_model=True, ref_model_sync_steps=1)
+        run(integrations.InfinityDPOTrainer, tmp_path, trl.DPOConfig, data, more, sync_ref_model=True, ref_model_sync_steps=1)

@@ -128,8 +128,8 @@ class Elsewhere(Delayed):
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    return build_stand_in(tmp_path_factory)
+def kernels():
+    return build_stand_in()
 
 
 @pytest.fixture

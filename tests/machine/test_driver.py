@@ -7,11 +7,10 @@ Words used here:
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
+import prepared
 import pytest
 
 from infinity import native
@@ -44,15 +43,16 @@ print(target.value.decode())
 def driver(tmp_path_factory) -> Path:
     """A folder with the driver in it."""
     folder = tmp_path_factory.mktemp("driver")
-    command = ["cc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(HERE / "fake_driver.c")]
+    target = folder / "libcuda.so.1"
+    command = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{target.name}", "-o", str(target), str(HERE / "fake_driver.c")]
     subprocess.run(command, check=True)
     return folder
 
 
 def run(script: str, folder: Path | None, log: Path, **variables: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"FAKE_CUDA_LOG": str(log)} | variables
-    environment["LD_LIBRARY_PATH"] = f"{folder or '/nowhere'}:{environment.get('LD_LIBRARY_PATH', '')}"
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=280)
+    """Runs ``script`` in a process that has loaded the driver in ``folder``: whoever asks for it by name gets this one."""
+    loads = f"import ctypes; ctypes.CDLL({str(folder / 'libcuda.so.1')!r})\n" if folder else ""
+    return prepared.run("-c", loads + script, variables={"FAKE_CUDA_LOG": str(log)} | variables)
 
 
 def test_a_region_is_registered_once_and_unregistered_when_it_goes(driver, tmp_path):

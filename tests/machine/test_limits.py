@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import prepared
 import psutil
 import pytest
 
@@ -162,7 +163,7 @@ def test_env_tells_what_a_group_leaves(tmp_path):
             "import os, sys; open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
             "from infinity.cli import main; sys.exit(main(['env']))"
         )
-        done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=280)
+        done = prepared.run("-c", code, folder)
     (line,) = [line for line in done.stdout.splitlines() if "control groups" in line]
     assert "MiB" in line or "GiB" in line
 
@@ -170,8 +171,7 @@ def test_env_tells_what_a_group_leaves(tmp_path):
 def test_a_job_that_fits_nowhere_is_told_and_not_killed(tmp_path):
     """The twin: the same without a folder; a CapacityError with numbers."""
     with group(GIB) as folder:
-        command = [sys.executable, "-c", JOB, str(folder), "", "2048", "20"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = prepared.run("-c", JOB, folder, "", "2048", "20")
     assert done.returncode == 1 and "CapacityError" in done.stderr and "nvme_paths" in done.stderr, (
         done.returncode,
         done.stderr[-2000:],

@@ -5,7 +5,7 @@ Words used here:
 
 **form, arrays**: see `homes`.
 **stand-in**: the `_cuda` module of the same sources, compiled for this processor with a launch that runs each block's
-threads as threads (`csrc/tests/cuda_on_cpu.h`).
+threads in turns (`csrc/tests/cuda_on_cpu.h`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ MOMENTS = [torch.float32, torch.bfloat16, torch.uint8]
 
 
 @pytest.fixture(scope="module")
-def stand_in(tmp_path_factory) -> ModuleType:
+def stand_in() -> ModuleType:
     """The GPU's module, for this processor."""
-    return build_stand_in(tmp_path_factory)
+    return build_stand_in()
 
 
 def state(weight, master, grad, moments, generator) -> dict[str, torch.Tensor]:

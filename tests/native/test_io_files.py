@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import prepared
 import pytest
 import torch
 from io_cases import BLOCK, CHECKED, kind  # noqa: F401
@@ -139,12 +140,12 @@ def no_tmpfile(tmp_path_factory) -> Path:
 def test_swap_files_have_no_name_on_any_file_system(lacking, tmp_path, no_tmpfile):
     """Method: a process makes a swap file where the file system has all, some, or none of what it asks for; no name is left,
     the bytes come back, and the folder of the process is not touched."""
-    variables = dict(os.environ)
-    if lacking != "nothing":
-        variables |= {"LD_PRELOAD": str(no_tmpfile)} | ({"NO_DIRECT": "1"} if "O_DIRECT" in lacking else {})
-    done = subprocess.run(
-        [sys.executable, "-c", SWAP_FILE, str(tmp_path)], capture_output=True, text=True, env=variables, timeout=280
-    )
+    if lacking == "nothing":
+        done = prepared.run("-c", SWAP_FILE, tmp_path)
+    else:
+        variables = os.environ | {"LD_PRELOAD": str(no_tmpfile)} | ({"NO_DIRECT": "1"} if "O_DIRECT" in lacking else {})
+        command = [sys.executable, "-c", SWAP_FILE, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=280)
     assert done.returncode == 0, done.stderr
     names, nameless, right, direct = done.stdout.split(maxsplit=3)
     assert (names, nameless, right) == ("[]", "1", "True")

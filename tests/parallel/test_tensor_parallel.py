@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import models
@@ -254,7 +253,7 @@ def test_dropout_masks_differ_inside_a_region_only(two, checkpoints):
 )
 def test_a_rank_that_falls_ends_the_others_which_name_it(tmp_path, how):
     """In a collective of torch's own, without a launcher that ends the others first."""
-    said = fall(tmp_path, how, script=Path(parallel_jobs.__file__))
+    said = fall(tmp_path, how, script="parallel_jobs.py")
     told = "rank 1 (process" if how == "killed" else "rank 1 failed: ValueError: the user's own"
     assert told in said, said[-3000:]
 

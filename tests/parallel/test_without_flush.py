@@ -70,7 +70,7 @@ def two(launch_folder, standing_ranks, tmp_path_factory) -> Mapping[str, Any]:
     jobs["trained:AdamW-narrow"] = {"rule": "AdamW", "config": config["nvme"] | {"device_memory": NARROW}}
     halves = {"param_dtype": torch.bfloat16}
     jobs |= {f"trained:bf16-{home}": {"rule": "AdamW", "config": config[home] | halves} for home in HOMES}
-    kernels = build_stand_in(tmp_path_factory).__file__
+    kernels = build_stand_in().__file__
     jobs |= {
         f"elsewhere:{where}": {"rule": "AdamW", "config": config["host"] | more, "kernels": by and kernels}
         for where, more, by in ELSEWHERE

@@ -228,7 +228,7 @@ def test_a_model_that_does_not_fit_says_which_budget_and_how_much(tmp_path, budg
     homes = {"params": "host", "optimizer": "host"} if budget != "nvme_capacity" else {"params": "nvme", "optimizer": "nvme"}
 
     def plan(size):
-        model = transformer(SEED)
+        model = transformer(SEED, blocks=6)
         return lay_out(model, adamw(model, 1e-3), Config(**ample | homes | {budget: size}, nvme_paths=[str(tmp_path)]))
 
     with pytest.raises(CapacityError) as told:
@@ -352,7 +352,7 @@ def test_no_budget_changes_a_bit(swap):
 
     def run(config, seed=SEED, look=lambda model: None):
         torch.manual_seed(SEED)
-        model = transformer(seed)
+        model = transformer(seed, blocks=6)
         return wrapped_run(model, batches, config=config, look=look, **settings)
 
     expected = run({"params": "host", "optimizer": "host"})
@@ -567,7 +567,7 @@ def test_predicted_seconds_with_a_disk(tmp_path):
 
 def test_lay_out_allocates_nothing_and_changes_nothing(swap):
     """lay_out of a model with everything on disk: no file appears, parameters stay plain, and wrap_model follows it."""
-    model = transformer(SEED)
+    model = transformer(SEED, blocks=6)
     optimizer = adamw(model, 1e-3)
     config = Config(params="nvme", optimizer="nvme", nvme_paths=[str(swap)], host_memory="8MiB", device_memory="1MiB")
     plan, units = lay_out(model, optimizer, config)
@@ -583,9 +583,9 @@ def test_a_meta_model_is_laid_out_like_a_real_one(tmp_path):
     config = Config(
         params="auto", optimizer="auto", device_memory="1MiB", host_memory="4MiB", nvme_capacity="1GiB", nvme_paths=[str(tmp_path)]
     )
-    real = transformer(SEED)
+    real = transformer(SEED, blocks=6)
     with torch.device("meta"):
-        bare = type(real)()
+        bare = type(real)(blocks=6)
     for model in (real, bare):
         model.optimizer = adamw(model, 1e-3)
     assert lay_out(real, real.optimizer, config) == lay_out(bare, bare.optimizer, config)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import numpy
+import prepared
 import pytest
 import torch
 from ranks import run_torchrun
@@ -40,15 +41,8 @@ def model(tmp_path_factory) -> Path:
 
 
 def run(name: str, *words: object, cwd: Path) -> str:
-    command = [sys.executable, EXAMPLES / name, *map(str, words)]
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "INFINITY_CACHE": str(cwd / "cache")},
-    )
+    variables = {"INFINITY_CACHE": str(cwd / "cache")}
+    done = prepared.run(EXAMPLES / name, *words, folder=cwd, variables=variables, imports=prepared.LANGUAGE_MODELS)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -9,6 +9,7 @@ Words used here:
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 from collections.abc import Iterator
@@ -30,6 +31,9 @@ CORES = ("_C", "_cuda")  # the compiled modules
 Import = tuple[str, str, int]  # the file that imports, the module that it imports from, and the line
 
 
+parse = functools.cache(ast.parse)
+
+
 def modules_of(sources: dict[str, str]) -> set[str]:
     return {".".join(Path(path).with_suffix("").parts) for path in sources}
 
@@ -37,7 +41,7 @@ def modules_of(sources: dict[str, str]) -> set[str]:
 def imports_of(source: str, path: str, modules: set[str], *, at_once: bool = False) -> Iterator[Import]:
     """The imports of infinity's own modules in ``source``, which lies at ``path`` below the package. ``at_once``: those that are run
     when it is imported itself."""
-    package, tree = list(Path(path).parts[:-1]), ast.parse(source)
+    package, tree = list(Path(path).parts[:-1]), parse(source)
     for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -80,7 +84,7 @@ def absent(sources: dict[str, str]) -> list[str]:
     modules, found = modules_of(sources), []
     names = {".".join(Path(path).with_suffix("").parts): names_of(source) for path, source in sources.items()}
     for path, source in sorted(sources.items()):
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parse(source)):
             if not isinstance(node, ast.ImportFrom) or not node.level:
                 continue
             package = list(Path(path).parts[:-1])
@@ -98,7 +102,7 @@ def absent(sources: dict[str, str]) -> list[str]:
 def names_of(source: str) -> set[str]:
     """What is bound in a module when it has been run."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -137,7 +141,7 @@ def types_from_elsewhere(source: str, path: str, modules: set[str]) -> list[str]
     if Path(path).name == "__init__.py":
         return []
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for _, target, line in imports_of("\n".join(ast.unparse(each) for each in node.body), path, modules):
                 found.append(f"{path} imports {target} for its types only ({line} below line {node.lineno})")
@@ -196,7 +200,9 @@ def test_includes_go_to_the_left_only():
 
 def test_only_native_imports_the_core():
     """Looks for the compiled modules among all imports: native has it, nobody else."""
-    found = [each for path, source in sources().items() for each in imports_of(source, path, modules_of(sources()))]
+    package = sources()
+    modules = modules_of(package)
+    found = [each for path, source in package.items() for each in imports_of(source, path, modules)]
     assert {path for path, target, _ in found if target in CORES} == {"native.py"}
 
 

@@ -14,12 +14,11 @@ import os
 import re
 import signal
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 from models import (
@@ -370,8 +369,7 @@ def test_a_file_system_without_direct_io_gives_the_same_bits(right, swap):
 # How a job ends
 # ---------------------------------------------------------------------------------------------------------------------
 
-# One process imports torch once and forks a child for every end; the child runs its lines at the top of the main module
-# and then ends as any interpreter does.
+# One process forks a child for every end; the child runs its lines at the top of the main module and then ends as any interpreter does.
 SCRIPT = """
 import gc, os, signal, sys, threading, time
 sys.path[:0] = [{root!r}, {tests!r}]
@@ -445,7 +443,8 @@ def ended(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ends")
     ends = {name: lines for name, (lines, _, _) in ENDS.items()}
     script = SCRIPT.format(root=root, tests=tests, folder=str(folder), ends=ends)
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=280)
+    done = prepared.run("-c", script)
+    assert done.returncode == 0, done.stderr
     return folder
 
 

@@ -23,7 +23,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -33,6 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import prepared
 import torch
 
 import infinity
@@ -668,19 +668,24 @@ def run_cases(operation: str, home: str, exception: str, events: str, points: in
 def play_apart(
     operation: str, home: str, exception: str, events: str, points: int, seed: int, *, forks: bool = False
 ) -> dict[str, Any]:
-    """The same in a process of its own: outcomes, and what was bad. ``forks``: a child of this one, which comes at once."""
+    """The same in a process of its own: outcomes, and what was bad. ``forks``: a child of this one, not of the prepared process."""
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
         given = (operation, home, exception, events)
         if forks:
-            pid = _forked(lambda: run_cases(*given, points, Path(folder), seed), out, err)
+            out, err = Path(folder, "out"), Path(folder, "err")
+            status = _status(_forked(lambda: run_cases(*given, points, Path(folder), seed), out, err), 120 + points)
+            told, error = out.read_text(), err.read_text()
         else:
-            command = [sys.executable, __file__, "--case", *given, str(points), str(seed), folder]
-            with open(out, "w") as told, open(err, "w") as errors:
-                pid = subprocess.Popen(command, stdout=told, stderr=errors, env=os.environ | {"OMP_NUM_THREADS": "1"}).pid
-        status = _status(pid, 120 + points)
-        told = [json.loads(line) for line in out.read_text().splitlines()]
-        error = err.read_text()
+            child = prepared.start(__file__, "--case", *given, points, seed, folder)
+            try:
+                child.wait(120 + points)
+                status = "crash" if child.returncode else ""
+            except TimeoutError:
+                status = "hang"
+            finally:
+                child.kill()
+            told, error = child.stdout, child.stderr
+        told = [json.loads(line) for line in told.splitlines()]
     cases = [case for case in told if case.get("outcome", "end") != "end"]
     outcomes = collections.Counter(case["outcome"] for case in cases)
     bad = [case for case in cases if case["outcome"] not in ("same", "typed")]

@@ -87,7 +87,7 @@ class Block(nn.Module):
 class TinyTransformer(nn.Module):
     """A causal language model: token ids in, logits out; the head is the embedding."""
 
-    def __init__(self, *, width: int = WIDTH, blocks: int = 6, dropout: float = 0.1) -> None:
+    def __init__(self, *, width: int = WIDTH, blocks: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Parameter(torch.randn(LENGTH, width) * 0.02)

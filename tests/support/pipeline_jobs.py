@@ -38,7 +38,7 @@ from infinity.state.unit import ParamUnit
 SINGLE = ("GPipe", "1F1B")
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 LAYERS, MICRO = 4, 8
-FIRST_PIECE = 400  # of the transfers of a rank that falls: after its checkpoint
+FIRST_PIECE = 160  # of the transfers of a rank that falls: after its checkpoint
 
 
 class Chunk(nn.Module):

@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import prepared
+
 HERE = Path(__file__).parent
 SECONDS = 600  # a launch that takes longer hangs; on a machine in a slow phase, beside others, the longest takes five minutes
 
@@ -49,16 +51,24 @@ def launch(
 ) -> tuple[dict[str, list[Any]], subprocess.CompletedProcess]:
     """Runs ``jobs`` (name, or name:variant -> arguments) on ``world`` ranks. What each returned, by job and rank (a rank
     that did not get so far has None), and torchrun's end. No process is left behind."""
+    _write_jobs(folder, jobs)
+    done = run_torchrun(world, [*options, str(HERE / script), str(folder)], seconds=seconds, environment=environment)
+    return _results(folder, world, jobs), done
+
+
+def _write_jobs(folder: Path, jobs: dict[str, dict[str, Any]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs").write_bytes(pickle.dumps(jobs))
-    done = run_torchrun(world, [*options, str(HERE / script), str(folder)], seconds=seconds, environment=environment)
+
+
+def _results(folder: Path, world: int, jobs: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
     results: dict[str, list[Any]] = {name: [None] * world for name in jobs}
     for rank in range(world):
         for name in jobs:
             path = folder / f"{name.replace(':', '-')}.{rank}"
             if path.exists():
                 results[name][rank] = pickle.loads(path.read_bytes())
-    return results, done
+    return results
 
 
 def run_all(folder: Path, world: int, jobs: dict[str, dict[str, Any]], **options: Any) -> dict[str, list[Any]]:
@@ -214,36 +224,56 @@ def what_was_saved(job: str) -> list[str]:
     return [f"saved:{name}{'-int8' * onto.endswith('-int8')}"] if loads else []
 
 
-def fall(at: Path, how: str, *, script: Path, seconds: float = 240, **arguments: Any) -> str:
-    """Runs the job ``falls``, in which rank 1 of two does, without a launcher that would end the other one first. What rank 0 said; both
-    have failed, but for a rank 1 that ``hangs``."""
-    (at / "jobs").write_bytes(pickle.dumps({"falls": {"how": how, **arguments}}))
+def launch_without(
+    folder: Path,
+    world: int,
+    jobs: dict[str, dict[str, Any]],
+    *,
+    seconds: float = SECONDS,
+    environment: dict[str, str] | None = None,
+    script: str = "rank_jobs.py",
+    last: int | None = None,
+) -> tuple[dict[str, list[Any]], list[tuple[int | None, str]]]:
+    """Runs ``jobs`` as :func:`launch` does, but without torchrun, which would end all ranks with the first one that fails; the ranks come at
+    once (see `prepared`). What each job returned, and how each rank ended and what is on its stderr. ``last``: the only rank that is waited for."""
+    _write_jobs(folder, jobs)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    shared = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-        "RANK_TIMEOUT": "15",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(at)], env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    ranks = []
     try:
-        _, said = ranks[0].communicate(timeout=seconds)
-        if how != "hangs":
-            ranks[1].communicate(timeout=seconds)
+        for rank in range(world):
+            variables = rank_variables(rank, world, f"127.0.0.1:{port}") | (environment or {})
+            ranks.append(prepared.start(HERE / script, folder, variables=variables))
+        end = time.monotonic() + seconds
+        for rank, child in enumerate(ranks):
+            if last is None or rank == last:
+                child.wait(end - time.monotonic())
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert ranks[0].returncode > 0 and ranks[1].returncode != 0
+        for child in ranks:
+            child.kill()
+    return _results(folder, world, jobs), [(child.returncode, child.stderr) for child in ranks]
+
+
+def rank_variables(rank: int, world: int, address: str, *, of_host: int | None = None) -> dict[str, str]:
+    """What torchrun tells a rank: one of ``world`` on this machine, or the only one of a host."""
+    host, _, port = address.rpartition(":")
+    local, here = (rank, world) if of_host is None else (0, 1)
+    return {
+        "MASTER_ADDR": host, "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(here), "GROUP_RANK": str(of_host or 0), "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def fall(at: Path, how: str, *, script: str, seconds: float = 240, **arguments: Any) -> str:
+    """Runs the job ``falls``, in which rank 1 of two does, without a launcher that would end the other one first. What rank 0 said; both
+    have failed, but for a rank 1 that ``hangs``."""
+    hangs = 0 if how == "hangs" else None
+    jobs = {"falls": {"how": how, **arguments}}
+    _, ends = launch_without(at, 2, jobs, script=script, seconds=seconds, environment={"RANK_TIMEOUT": "15"}, last=hangs)
+    (first, said), (second, _) = ends
+    assert first is not None and first > 0 and second != 0, ends
     return said
 
 
