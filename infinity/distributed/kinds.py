@@ -88,7 +88,7 @@ def _place(is_on_host: int) -> torch.device:
 
 
 def bytes_of(flat: torch.Tensor) -> torch.Tensor:
-    """Views a flat tensor as its bytes."""
+    """Returns the bytes of a flat tensor."""
     return flat.detach().view(torch.uint8)
 
 

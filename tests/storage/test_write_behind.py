@@ -524,8 +524,8 @@ def test_zeros_that_nobody_writes_are_there(tmp_path, monkeypatch):
         assert all(not engine.store.read(array, 0, array.numel).any() for array in masters)
     allocate = ShardStore.allocate
 
-    def dirty(self: ShardStore, *given: Any) -> StateArray:
-        array = allocate(self, *given)
+    def dirty(self: ShardStore, *given: Any, **more: Any) -> StateArray:
+        array = allocate(self, *given, **more)
         if array.flat is not None:
             array.flat.view(torch.uint8).fill_(1)
         return array
