@@ -54,6 +54,17 @@ class Channel:
         """Has gathers read weights in ``homes`` that lie there, instead of sending them; None: no more."""
         self.homes = homes
 
+    def close(self) -> None:
+        """Lets the groups go: each has threads and descriptors, which must not wait until the garbage collector finds what refers to this. Nobody
+        meets here afterwards. A second call does nothing."""
+        self._ended, self._meeting, self._farewell = True, None, None
+        self.lockstep.close()
+        if self.homes is not None:
+            self.homes.close()
+        self.tree.close()
+        for name in ("group", "bulk", "reductions"):
+            setattr(self, name, None)
+
     # --- meetings ---
 
     def announce(

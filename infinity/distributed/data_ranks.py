@@ -140,6 +140,13 @@ class DataRanks:
         return [*self.unit_channels, *([self.stages] if self.stages is not None else [])]
 
     @property
+    def all_channels(self) -> list[Channel]:
+        """Every channel that was made for this rank."""
+        of_experts = self.experts.channel if self.experts is not None else None
+        found = (self.row, self.replicas, self.both, self.tensor, self.stages, self.node, of_experts)
+        return [channel for channel in found if channel is not None]
+
+    @property
     def data(self) -> Channel | None:
         """Where all data ranks meet; None where there are no others."""
         return self.both or self.row or self.replicas

@@ -193,14 +193,14 @@ class Exchanges:
         if self.ranks.allowed_processors is not None and not self._is_closed:
             os.sched_setaffinity(0, self.ranks.allowed_processors)
         self._is_closed = True
-        if self.ranks.row is not None and self.ranks.row.homes is not None:
-            self.ranks.row.homes.close()
         for group in self.ranks.own_groups:
             try:
                 dist.destroy_process_group(group)
             except (RuntimeError, ValueError, AssertionError, AttributeError):
                 pass  # the job's process group went first
         self.ranks.own_groups.clear()
+        for channel in self.ranks.all_channels:
+            channel.close()
 
     def _do(self, work: Callable[[], Any], what: str) -> Any:
         try:

@@ -73,6 +73,12 @@ class Lockstep:
         self._was_struck = False
         self.stand_ins: StandIns | None = None  # of collectives that only others have started
 
+    def close(self) -> None:
+        """Forgets everything: what completes other ranks' collectives refers to the groups, whose threads must not wait for the collector."""
+        self._known.clear()
+        self._started, self._agreed, self._recent, self._under_way = [], None, [], []
+        self._starting = self.stand_ins = None
+
     # --- a pass ---
 
     def end(self) -> None:

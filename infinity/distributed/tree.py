@@ -60,6 +60,10 @@ class Tree:
         self._below, self._above = below, above
         self.begun = 0  # merges
 
+    def close(self) -> None:
+        """Lets the groups go: nothing is merged afterwards."""
+        self._below = self._above = None
+
     def begin(self, message: torch.Tensor, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Merge:
         """Sends this rank's ``message``: as many bytes as every other's. ``combine`` makes one of several."""
         self.begun += 1

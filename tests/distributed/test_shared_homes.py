@@ -101,6 +101,12 @@ def test_nothing_of_the_memory_is_left(two):
         assert of_rank["after"] == (0, 0)
 
 
+def test_no_group_outlives_the_unwrap(two):
+    """Descriptors and threads of all groups are gone with it, without the garbage collector."""
+    for of_rank in two["left"]:
+        assert of_rank["more"][0] <= 0 and of_rank["more"][1] <= 0
+
+
 def test_what_was_begun_and_struck_is_waited_for(two):
     """The bytes are on their way when Ctrl-C strikes, and have come before the unit's memory is given back."""
     assert two["struck"][0]["seen"] == [1, 0]

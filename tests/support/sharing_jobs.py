@@ -104,18 +104,23 @@ def left() -> dict[str, Any]:
         links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
         return sum("infinity-weights" in link for link in links), Path("/proc/self/maps").read_text().count("infinity-weights")
 
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
     gc.collect()
     gc.disable()
+    before = held()
     try:
         model, optimizer = _wrap({})
         rank_jobs.train(model, optimizer, steps=2)
         wrapped_now = found()
         plain, _ = infinity.unwrap_model(model, optimizer)
-        after = found()
+        after, held_after = found(), held()
     finally:
         gc.enable()
     dist.barrier()
-    return {"wrapped": wrapped_now, "after": after, "works": torch.isfinite(next(plain.parameters())).all().item()}
+    works = torch.isfinite(next(plain.parameters())).all().item()
+    return {"wrapped": wrapped_now, "after": after, "works": works, "more": [b - a for a, b in zip(before, held_after)]}
 
 
 def struck() -> dict[str, Any]:
