@@ -18,6 +18,16 @@ namespace {
 
 constexpr double kPatience = 60;
 
+// Skips where the system lets no process map another's memory: there weights are sent.
+void needs_shared_memory() {
+  try {
+    SharedRow first(1), second(1);
+    first.connect({first.self(), second.self()}, 0);
+  } catch (const StorageError& error) {
+    throw Skipped(error.what());
+  }
+}
+
 // The ranks of a row in one process: each maps the others' memory at other addresses than they do.
 struct Row {
   std::vector<std::unique_ptr<SharedRow>> ranks;
@@ -54,6 +64,7 @@ std::string failure_of(const TicketPtr& ticket) {
 
 TEST(shared_row, everyone_has_everyones_part) {
   // Rows of two and five ranks, arrays below a page and above a huge page; rounds whose values differ, the ranks starting in any order.
+  needs_shared_memory();
   Random random(3);
   for (std::size_t count : {2, 5})
     for (int threads : {1, 3}) {
@@ -86,6 +97,7 @@ TEST(shared_row, everyone_has_everyones_part) {
 
 TEST(shared_row, no_part_is_given_back_before_all_have_read_it) {
   // One of three ranks comes last: the others' gathers are not over, however long they wait, and all end with its coming.
+  needs_shared_memory();
   Row row(3, {4096});
   std::vector<std::vector<std::byte>> wholes(3, std::vector<std::byte>(3 * 4096));
   std::vector<TicketPtr> tickets = {row.gather(0, 0, 4096, wholes[0]), row.gather(1, 0, 4096, wholes[1])};
@@ -96,6 +108,7 @@ TEST(shared_row, no_part_is_given_back_before_all_have_read_it) {
 
 TEST(shared_row, places_to_post_are_used_again) {
   // More gathers than there are places to post: each place is used many times, and the values stay the round's.
+  needs_shared_memory();
   Row row(2, {64});
   std::vector<std::vector<std::byte>> wholes(2, std::vector<std::byte>(128));
   for (int round = 0; round < 3000; ++round) {
@@ -109,6 +122,7 @@ TEST(shared_row, places_to_post_are_used_again) {
 
 TEST(shared_row, another_gather_is_an_error_and_never_its_bytes) {
   // One rank gathers another array, or another number of bytes: both are told, and nothing was copied.
+  needs_shared_memory();
   for (int kind : {0, 1}) {
     Row row(2, {64, 64});
     std::vector<std::vector<std::byte>> wholes(2, std::vector<std::byte>(128));
@@ -123,6 +137,7 @@ TEST(shared_row, another_gather_is_an_error_and_never_its_bytes) {
 
 TEST(shared_row, who_only_completes_needs_no_home) {
   // A rank that has parted lets the other's gather end, with bytes of nobody; the next one is a gather again. What is not over is known.
+  needs_shared_memory();
   Row row(2, {64});
   std::vector<std::vector<std::byte>> wholes(2, std::vector<std::byte>(128));
   const TicketPtr real = row.gather(0, 0, 64, wholes[0]);
@@ -139,6 +154,7 @@ TEST(shared_row, who_only_completes_needs_no_home) {
 
 TEST(shared_row, who_does_not_come_is_told) {
   // After the patience, which the twin that comes in time does not need.
+  needs_shared_memory();
   Row row(2, {64});
   std::vector<std::vector<std::byte>> wholes(2, std::vector<std::byte>(128));
   const std::string said = failure_of(row.gather(0, 0, 64, wholes[0], 0.2));
@@ -147,6 +163,7 @@ TEST(shared_row, who_does_not_come_is_told) {
 
 TEST(shared_row, a_process_that_has_ended_is_told_at_once) {
   // The other rank is a child, which names its memory and ends when it is told to: long before the patience is over.
+  needs_shared_memory();
   int named[2], told[2];
   CHECK(pipe(named) == 0 && pipe(told) == 0);
   const pid_t child = fork();
@@ -174,6 +191,7 @@ TEST(shared_row, a_process_that_has_ended_is_told_at_once) {
 
 TEST(shared_row, what_was_named_has_to_be_there) {
   // A token of another row, a file that is none, a process that is none: nothing is connected.
+  needs_shared_memory();
   Row row(2, {64});
   SharedRow other(1);
   const SharedRow::Peer theirs = row.ranks[0]->self();
@@ -190,6 +208,7 @@ TEST(shared_row, what_was_named_has_to_be_there) {
 
 TEST(shared_row, memory_of_others_cannot_be_gathered_from_here) {
   // Only what was allocated in the row is shared, and only once the ranks know of each other.
+  needs_shared_memory();
   Row row(2, {64});
   SharedRow alone(1);
   const auto home = alone.allocate(64, false, 1);
@@ -207,6 +226,7 @@ TEST(shared_row, memory_of_others_cannot_be_gathered_from_here) {
 
 TEST(shared_row, closing_ends_who_waits) {
   // Another thread closes the row under a gather that would wait for ever; later gathers are refused.
+  needs_shared_memory();
   Row row(2, {64});
   std::vector<std::byte> whole(128);
   const TicketPtr ticket = row.gather(0, 0, 64, whole, 1e6);
@@ -219,6 +239,7 @@ TEST(shared_row, closing_ends_who_waits) {
 
 TEST(shared_row, pages_that_become_huge_keep_what_is_there) {
   // Some bytes are written first, some by another thread while the pages are made present; the other rank has all of them, and zeros between.
+  needs_shared_memory();
   constexpr std::size_t kNbytes = 9 * 1024 * 1024 + 1;
   for (int threads : {1, 3}) {
     SharedRow first(1), second(1);
@@ -244,6 +265,7 @@ TEST(shared_row, pages_that_become_huge_keep_what_is_there) {
 
 TEST(shared_row, memory_given_back_reads_as_zeros_everywhere) {
   // A region of the file is discarded: the others, who map the same pages, gather zeros, and what is written later.
+  needs_shared_memory();
   Row row(2, {4096});
   std::vector<std::vector<std::byte>> wholes(2, std::vector<std::byte>(2 * 4096));
   for (std::byte value : {std::byte{5}, std::byte{6}}) {
