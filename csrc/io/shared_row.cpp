@@ -152,13 +152,14 @@ TicketPtr SharedRow::gather(std::uint64_t what, const std::byte* home, std::size
   std::lock_guard<std::mutex> lock(mutex_);
   INFINITY_REQUIRE(!closing_ && !others_.empty(), "the ranks do not know of each other's memory, or no more");
   const auto found = allocated_.find(home);
-  INFINITY_REQUIRE((home == nullptr && what == kNobodys) || (found != allocated_.end() && !found->second.region.expired()), "this memory is not shared");
+  const bool is_shared = found != allocated_.end() && !found->second.region.expired();
+  INFINITY_REQUIRE(is_shared || (home == nullptr && what == kNobodys), "this memory is not shared");
   INFINITY_REQUIRE(nbytes <= nbytes_, nbytes, " bytes are more than what is shared");
   const std::uint32_t number = number_ + 1;
   for (const auto& peer : others_)
     INFINITY_CHECK(has_come(peer->header().taken.load(std::memory_order_acquire), number - kMostPosted), "more than ",
                    kMostPosted, " gathers are under way");
-  const Posting mine{home == nullptr ? 0 : found->second.offset, nbytes, what};
+  const Posting mine{is_shared ? found->second.offset : 0, nbytes, what};
   jobs_.push_back({number, mine, whole, patience_seconds, std::make_shared<Ticket>(1)});
   number_ = number;
   post(number, mine);  // nothing can fail from here on

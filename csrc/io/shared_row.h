@@ -1,14 +1,15 @@
 // SharedRow: lets the ranks of one machine read each other's weights where they lie, instead of sending them.
 //
-// Every rank has a file in memory (memfd): counters, then the arrays that it shares. It alone writes to it; the others map it to read.
-// A gather has a number, the same on all ranks, which all start the same gathers in the same order:
+// Every rank has a file in memory (memfd): counters, then the arrays that it shares. It alone writes to it; the others map
+// it to read. A gather has a number, the same on all ranks, which all start the same gathers in the same order:
 //
 //   posted   a rank's own part of this gather lies still, at the place that it names
 //   taken    a rank has copied what the others have posted for it
 //   over     all ranks have taken it: whose part it is may change it again
 //
-// The counters are all that passes between the processes, and a futex on each wakes who waits. Who waits also looks for a rank whose process has
-// ended, and gives up after a time. A rank that names another gather under the same number is an error on whoever reads it, never wrong bytes.
+// The counters are all that passes between the processes, and a futex on each wakes who waits. Who waits also looks for a
+// rank whose process has ended, and gives up after a time. A rank that names another gather under the same number is an
+// error on whoever reads it, never wrong bytes.
 #pragma once
 
 #include <atomic>
@@ -55,8 +56,8 @@ class SharedRow {
   // What to tell the others, once everything is allocated.
   Peer self() const;
 
-  // Maps the files of all `peers`, in the order of the row, of which this rank is number `place`. Throws StorageError, with nothing mapped, where
-  // one cannot be: another user's, in another container, on another machine.
+  // Maps the files of all `peers`, in the order of the row, of which this rank is number `place`. Throws StorageError, with
+  // nothing mapped, where one cannot be: another user's, in another container, on another machine.
   void connect(const std::vector<Peer>& peers, std::size_t place);
 
   // Closes this rank's file, once all have mapped it: a forked child would keep its memory. A second call does nothing.
@@ -68,9 +69,10 @@ class SharedRow {
   // Whether it was, and all ranks can read it.
   bool shares(const Region& region) const;
 
-  // Starts a gather of `nbytes` from each rank into `whole`, in the order of the row. This rank's part is at `home`, the beginning of a region that
-  // it shares, and is in `whole` already. `what` is the same on all ranks; `kNobodys`, with no home, of one that only completes others'. The ticket finishes when all have
-  // copied all; with an error where another rank's process ends, posts something else, or does not come within `patience_seconds`.
+  // Starts a gather of `nbytes` from each rank into `whole`, in the order of the row. This rank's part is at `home`, the
+  // beginning of a region that it shares, and is in `whole` already. `what` is the same on all ranks; `kNobodys`, with no
+  // home, of one that only completes others'. The ticket finishes when all have copied all; with an error where another
+  // rank's process ends, posts something else, or does not come within `patience_seconds`.
   TicketPtr gather(std::uint64_t what, const std::byte* home, std::size_t nbytes, std::byte* whole, double patience_seconds);
 
   // How many gathers this rank has started, and the tickets of those that are not over.

@@ -26,7 +26,8 @@ namespace infinity {
 namespace {
 constexpr std::size_t kMaxNbytes = std::size_t{1} << 47;  // of a process's address space
 
-// Faults the pages in and changes no byte of them. Returns the error of shared memory that the kernel has not: touching it would end the process.
+// Faults the pages in and changes no byte of them. Returns the error of shared memory that the kernel has not: touching it
+// would end the process.
 int fault_in(std::byte* data, std::size_t nbytes, bool shared) {
   if (madvise(data, nbytes, MADV_POPULATE_WRITE) == 0) return 0;
   if (shared && errno != EINVAL) return errno;
@@ -113,7 +114,7 @@ void Region::populate(int threads, const std::atomic<bool>* stopped) {
         madvise(data_ + at, nbytes, MADV_COLLAPSE) == 0 ? huge_pages_ = true : collapses_ = false;
     }
   });
-  if (refused) throw StorageError(refused, "", concat("cannot have ", nbytes_, " bytes of shared memory"));
+  if (refused) throw StorageError(refused, "", concat("the system has no ", nbytes_, " bytes left for memory that ranks share; Config(share_homes=False) takes none of that"));
 }
 
 Pages::Pages(std::vector<std::shared_ptr<Region>> regions, int threads) : regions_(std::move(regions)) {

@@ -1,4 +1,5 @@
-// Shared rows: the ranks' parts come together whatever the order they come in, nothing is given back before all have read it, and who does not come is told.
+// Shared rows: the ranks' parts come together whatever the order they come in, nothing is given back before all have read
+// it, and who does not come is told.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -63,7 +64,8 @@ std::string failure_of(const TicketPtr& ticket) {
 }
 
 TEST(shared_row, everyone_has_everyones_part) {
-  // Rows of two and five ranks, arrays below a page and above a huge page; rounds whose values differ, the ranks starting in any order.
+  // Rows of two and five ranks, arrays below a page and above a huge page; rounds whose values differ, the ranks starting
+  // in any order.
   needs_shared_memory();
   Random random(3);
   for (std::size_t count : {2, 5})
@@ -136,7 +138,8 @@ TEST(shared_row, another_gather_is_an_error_and_never_its_bytes) {
 }
 
 TEST(shared_row, who_only_completes_needs_no_home) {
-  // A rank that has parted lets the other's gather end, with bytes of nobody; the next one is a gather again. What is not over is known.
+  // A rank that has parted lets the other's gather end, with bytes of nobody; the next one is a gather again. What is not
+  // over is known.
   needs_shared_memory();
   Row row(2, {64});
   std::vector<std::vector<std::byte>> wholes(2, std::vector<std::byte>(128));
@@ -238,7 +241,8 @@ TEST(shared_row, closing_ends_who_waits) {
 }
 
 TEST(shared_row, pages_that_become_huge_keep_what_is_there) {
-  // Some bytes are written first, some by another thread while the pages are made present; the other rank has all of them, and zeros between.
+  // Some bytes are written first, some by another thread while the pages are made present; the other rank has all of them,
+  // and zeros between.
   needs_shared_memory();
   constexpr std::size_t kNbytes = 9 * 1024 * 1024 + 1;
   for (int threads : {1, 3}) {

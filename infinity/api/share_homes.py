@@ -1,4 +1,4 @@
-"""Share homes: has the ranks of one machine read each other's weights where they lie, as far as the configuration and the machine let them."""
+"""Share homes: has ranks read each other's weights where they lie, as far as the configuration and the machine let them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 def share_homes(config: Config, device: Device, collectives: Collectives) -> SharedHomes | None:
-    """Has the weights that are allocated from now on lie where the other ranks of this one's row can read them. Every rank comes. Returns None
-    where they cannot. Raises ConfigError where that is asked for."""
+    """Has the weights that are allocated from now on lie where the other ranks of this one's row can read them. Every rank comes.
+    Returns None where they cannot. Raises ConfigError where that is asked for."""
     ranks = collectives.ranks
     if config.share_homes is False or ranks.row is None:  # the same on all ranks
         return None
@@ -39,8 +39,8 @@ def share_homes(config: Config, device: Device, collectives: Collectives) -> Sha
 
 
 def connect_homes(config: Config, homes: SharedHomes | None, engine: Engine) -> None:
-    """Lets the ranks of a row read each other's weights in ``homes``, which are allocated. Every rank comes. Raises ConfigError where that is
-    asked for and cannot be."""
+    """Lets the ranks of a row read each other's weights in ``homes``, which are allocated. Every rank comes. Raises ConfigError
+    where that is asked for and cannot be."""
     row = engine.ranks.row
     if homes is not None and row is not None:
         shards = [shard for unit in engine.units for shard in unit.shards if shard.collectives is engine.collectives]

@@ -1,7 +1,8 @@
 """SharedHomes: lets the ranks of one machine read each other's weights at home, where a gather would send every byte to every rank.
 
-What is agreed on stays as it is: a gather through shared memory is one of the collectives of its row, in their order, met for or in lockstep.
-Only its bytes take another way: each rank says where its part lies, and copies the others'. The part does not change until all have copied it.
+What is agreed on stays as it is: a gather through shared memory is one of the collectives of its row, in their order, met for or
+in lockstep. Only its bytes take another way: each rank says where its part lies, and copies the others'. The part does not change
+until all have copied it.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ class SharedHomes:
             return native.Region(nbytes, huge_pages, touch_threads)
 
     def connect(self, collect: Collect, place: int, regions: Sequence[Sequence[native.Region | None]]) -> str:
-        """Makes the others' weights readable here, and this rank's there, once they are allocated. Every rank of the row comes, with its
-        ``place`` there and the ``regions`` of each of its shards; what all have in memory is shared. Returns why nothing is, the same on all of
-        them, or ""."""
+        """Makes the others' weights readable here, and this rank's there, once they are allocated. Every rank of the row comes,
+        with its ``place`` there and the ``regions`` of each of its shards; what all have in memory is shared. Returns why nothing
+        is, the same on all of them, or ""."""
         ours = [all(region is not None and self._row.owns(region) for region in of_shard) for of_shard in regions]
         everyones = collect((ours, self._row.self()), "where weights lie")
         common = [all(of_shard) for of_shard in zip(*(theirs for theirs, _ in everyones))]
@@ -88,8 +89,8 @@ class SharedHomes:
         return all(region is not None and region.address in self._common and self._row.shares(region) for region in regions)
 
     def read(self, home: native.Region, whole: torch.Tensor, nbytes: int, what: str) -> Gathering:
-        """Starts a gather of every rank's ``nbytes`` bytes into ``whole``, which has this rank's already, as the beginning of ``home`` has.
-        ``what``: the same on all ranks, which start the same gathers in the same order."""
+        """Starts a gather of every rank's ``nbytes`` bytes into ``whole``, which has this rank's already, as the beginning of
+        ``home`` has. ``what``: the same on all ranks, which start the same gathers in the same order."""
         said = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little")
         return Gathering(self._row.gather(said, home.address, nbytes, whole.data_ptr(), self._patience_seconds), whole)
 
@@ -122,8 +123,8 @@ def lent(works: Sequence[dist.Work]) -> Ticketed | None:
 
 
 def agree_to_share(collect: Collect, refusal: str) -> str:
-    """Finds out whether the ranks of a row can share memory. Every rank comes with why it cannot itself, or "". Returns the first reason of
-    any, the same on all of them, or ""."""
+    """Finds out whether the ranks of a row can share memory. Every rank comes with why it cannot itself, or "". Returns the first
+    reason of any, the same on all of them, or ""."""
     everyones = collect((running_kernel(), refusal), "whether weights can be shared")
     refusal = first_of([theirs for _, theirs in everyones])
     if not refusal and (len({kernel for kernel, _ in everyones}) > 1 or not everyones[0][0]):
