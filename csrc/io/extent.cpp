@@ -20,6 +20,12 @@ Extent Extent::in_volume(std::shared_ptr<const Volume> volume, std::uint64_t off
   return extent;
 }
 
+Extent Extent::unknown(int file, std::uint64_t offset, std::size_t nbytes) {
+  Extent extent = in_file(file, offset, nbytes);
+  extent.known_ = false;
+  return extent;
+}
+
 std::vector<Request> Extent::requests(Op op, std::size_t at, Span span, const std::shared_ptr<void>& memory) const {
   check(at, span.nbytes);
   std::vector<Request> found;
@@ -72,7 +78,7 @@ class Extent::BlockSums : public PieceWork {
     block.sum.fetch_xor(behind ? crc32c_before(sum, behind) : sum, std::memory_order_relaxed);
     if (block.missing.fetch_sub(nbytes, std::memory_order_acq_rel) != nbytes) return;
     const std::size_t known = at_ / kChecksumNbytes + index;
-    if (op_ == Op::kWrite)
+    if (op_ == Op::kWrite || !extent_.known_)
       extent_.books_->checksums[known] = block.sum;
     else
       extent_.hold(known, block.sum, engine_);

@@ -4,7 +4,8 @@
 //   version     the step that wrote the bytes; several extents of one array may carry different ones later
 //   checksums   of extents on disk only, one CRC-32C per kChecksumNbytes, kept in memory: what the disk returns is
 //               held against what was sent, so a lost, stale, torn or flipped block is met at the next read. Taken and verified piece by
-//               piece by the engine's threads for work, of a write before it sets out and of a read as it arrives
+//               piece by the engine's threads for work, of a write before it sets out and of a read as it arrives. Those of a file that
+//               somebody else wrote are not known before it is read: a read takes them then, as a write does
 //   under way   writes that are not over yet, or failed. What overlaps one starts when it is over, whoever still has its
 //               ticket: the disk may do two transfers of one place in either order. A read behind a failed one fails too
 #pragma once
@@ -34,6 +35,8 @@ class Extent {
   }
   // An extent on disk starts as zeros: what reserved space reads as before its first write.
   static Extent in_file(int file, std::uint64_t offset, std::size_t nbytes) { return in_volume(Volume::of(file), offset, nbytes); }
+  // Bytes that somebody else wrote: reading them takes their checksums.
+  static Extent unknown(int file, std::uint64_t offset, std::size_t nbytes);
   static Extent in_volume(std::shared_ptr<const Volume> volume, std::uint64_t offset, std::size_t nbytes);
 
   // Bytes of an extent in memory, which they keep too.
@@ -49,7 +52,7 @@ class Extent {
 
   // Reads or writes `span` once the writes under way that overlap it, and `after`, are over without error. Unless `checksum` is false, a
   // read's ticket fails with CorruptionError where the bytes are not those last written there, and a write, whose bytes must be there
-  // already, has their checksums remembered.
+  // already, has their checksums remembered, as a read has of an extent whose bytes are unknown.
   TicketPtr read(IoEngine& engine, std::size_t at, Span span, const TicketPtr& after = nullptr,
                  const std::shared_ptr<void>& memory = nullptr, bool checksum = true) const;
   TicketPtr write(IoEngine& engine, std::size_t at, Span span, const std::shared_ptr<void>& memory = nullptr,
@@ -98,6 +101,7 @@ class Extent {
   Span memory_;
   std::shared_ptr<void> owner_;
   std::shared_ptr<const Volume> volume_;
+  bool known_ = true;
   std::uint64_t offset_ = 0;  // in the volume
   std::size_t nbytes_ = 0;
   std::shared_ptr<Books> books_ = std::make_shared<Books>();

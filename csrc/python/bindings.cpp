@@ -224,6 +224,11 @@ void bind_io(py::module_& m) {
                     return std::make_shared<Extent>(Extent::in_file(file, offset, nbytes));
                   },
                   py::arg("file"), py::arg("offset"), py::arg("nbytes"))
+      .def_static("unknown",
+                  [](int file, std::uint64_t offset, std::size_t nbytes) {
+                    return std::make_shared<Extent>(Extent::unknown(file, offset, nbytes));
+                  },
+                  py::arg("file"), py::arg("offset"), py::arg("nbytes"))
       .def_static("in_volume",
                   [](std::shared_ptr<Volume> volume, std::uint64_t offset, std::size_t nbytes) {
                     return std::make_shared<Extent>(Extent::in_volume(std::move(volume), offset, nbytes));

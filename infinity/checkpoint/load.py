@@ -27,13 +27,24 @@ from ..storage.arrays import ArrayIO
 from .boxes import boxes_of_run, view_of_run
 from .content import SAVED, buffers_of, describe_parameter, engine_of_pair, groups_of_stages, part_of_rank, unmanaged_parameters
 from .folder import OF_READERS, reading
-from .manifest import MANIFEST, MOST_STEPS, check_files, read_manifest
+from .manifest import MANIFEST, MOST_STEPS, check_files, check_sizes, read_manifest
 from .parts import read_tensors
 from .random_state import check_random_state, restore_random_state
+from .read_once import ReadOnce, choose_files
 from .saved_tensors import SavedTensors
 from .values import decode_value
 
 logger = logging.getLogger(__name__)
+
+CUT_SHORT = "loading a checkpoint was cut short"
+NOT_A_CHECKPOINT = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)  # what reading something else raises
 
 
 def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -76,6 +87,7 @@ def checkpoint_of(root: Path, collectives: Collectives) -> Iterator[tuple[dict[s
 class _Checked:
     """Holds what is read and checked before anything changes."""
 
+    once: ReadOnce  # whose files are checked as they are read
     other: dict[str, torch.Tensor]  # everything but the units' arrays
     groups: list[dict] | None
     extra: Any
@@ -85,9 +97,12 @@ class _Checked:
 def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
     checked = _check(manifest, data, engine, model, optimizer)
     engine.collectives.rendezvous(f"loading {manifest['data']}, which every rank can")
-    engine.begin_repair("loading a checkpoint was cut short")  # until all of it is there
+    with checked.once.replacing(engine, CUT_SHORT):
+        checked.once.read()
+        engine.collectives.rendezvous(f"having read files of {manifest['data']} that are whole")
+    engine.begin_repair(CUT_SHORT)  # until all of it is there
     engine.steps.resume(manifest["step_index"])
-    _load_units(manifest, data, engine)
+    _load_units(manifest, data, engine, checked.once)
     _load_average(manifest, data, engine)
     if optimizer is not None and checked.groups is not None:
         for group, saved in zip(optimizer.param_groups, checked.groups):
@@ -108,7 +123,9 @@ def _check(
     try:
         rank = _rank_in(manifest, engine)
         _check_parameters(engine, manifest["parameters"])
-        _check_files(data, manifest["files"], engine.collectives)
+        check_sizes(data, manifest["files"])
+        once = _choose_files(manifest, data, engine)
+        _check_files(data, manifest["files"], engine.collectives, once)
         other = read_tensors(data / OF_READERS)
         groups, extra = decode_value(manifest["groups"], other), decode_value(manifest["extra"], other)
         _check_complete(engine, manifest, data)
@@ -119,18 +136,28 @@ def _check(
             _check_shapes({prefix + name: value for name, value in targets.items()}, other)
     except InfinityError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+    except NOT_A_CHECKPOINT as error:
         # Its checksum is right, so it was written like this: by something else, or by another version.
         raise CorruptionError(f"{data.parent / MANIFEST} does not describe a checkpoint: {error!r}") from error
-    return _Checked(other, groups, extra, generators)
+    return _Checked(once, other, groups, extra, generators)
 
 
-def _check_files(data: Path, files: dict[str, dict[str, Any]], collectives: Collectives) -> None:
-    """Raises CorruptionError where a file is damaged, PeerError where another rank found one. Ranks that read the same files of one
-    machine's memory check a part of them each."""
+def _choose_files(manifest: dict[str, Any], data: Path, engine: Engine) -> ReadOnce:
+    """Chooses the files that are read once; none where they are not what a save writes, which their check tells then."""
+    try:
+        return choose_files(manifest, data, engine, list(_homes(engine, manifest)))
+    except (InfinityError, *NOT_A_CHECKPOINT):
+        return ReadOnce()
+
+
+def _check_files(data: Path, files: dict[str, dict[str, Any]], collectives: Collectives, once: ReadOnce) -> None:
+    """Raises CorruptionError where a file that no rank reads ``once`` is damaged, PeerError where another rank found one. Ranks that read the
+    same files of one machine's memory check a part of them each."""
     if collectives.ranks.alone:
-        check_files(data, files)
+        check_files(data, {name: entry for name, entry in files.items() if name not in once.files})
         return
+    checked_later = set().union(*collectives.collect(set(once.files), "the files that are read once"))
+    files = {name: entry for name, entry in files.items() if name not in checked_later}
     rank, found = collectives.ranks.world_rank, data.parent.stat()
     place = running_kernel() or rank, found.st_dev, found.st_ino
     here = [peer for peer, theirs in collectives.collect((rank, place), "where the checkpoint is read") if theirs == place]
@@ -166,8 +193,8 @@ def _rank_in(manifest: dict[str, Any], engine: Engine, *, of_stage: bool = False
     return place if ranks.data_rank < saved and place < count else ranks.data_rank
 
 
-def _load_units(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
-    """Reads of every array what this rank has at home. 8-bit moments of another part than any rank has are encoded anew."""
+def _load_units(manifest: dict[str, Any], data: Path, engine: Engine, once: ReadOnce) -> None:
+    """Reads of every array what this rank has at home and has not read ``once``. 8-bit moments of another part than any rank has are encoded anew."""
     handles = [handle for unit in engine.units for handle in unit.handles]
     for handle in handles:
         handle.changed()
@@ -182,7 +209,10 @@ def _load_units(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
                 _load_decoded(saved, store, engine, handle, [name for name in MOMENTS if name in arrays])
                 arrays = [name for name in arrays if name in ("weight", "master")]
             for name in arrays:
-                _load_array(saved, store, engine, handle, name)
+                if (handle, name) in once.homes:
+                    handle.shard.arrays[name].extent.version = engine.step_index
+                else:
+                    _load_array(saved, store, engine, handle, name)
             if handle.grad is None:
                 handle.shard.settle_master(store, handle.index, version=engine.step_index)
             _restore_step(store, engine, handle, step)
@@ -209,6 +239,14 @@ def _load_average(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
                 begin, end = (at - first for at in handle.shard.own_part("weight", handle.index))
                 average.write_own(handle, _read_run(saved, handle, "average", begin, end, average.dtype_of(handle)))
     average.resume(count)
+
+
+def _homes(engine: Engine, manifest: dict[str, Any]) -> Iterator[tuple[ParamHandle, str]]:
+    """What a checkpoint is to be loaded to, with the names of the arrays."""
+    for unit in engine.units:
+        for handle in unit.handles:
+            for name in _saved_arrays(handle, manifest["parameters"][handle.name]["step"]):
+                yield handle, name
 
 
 def _saved_arrays(handle: ParamHandle, step: int) -> list[str]:

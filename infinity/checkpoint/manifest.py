@@ -19,6 +19,7 @@ from .. import native
 from ..errors import CorruptionError, UsageError
 from ..machine import processors
 from ..untrusted import is_regular, parse_json, read_text
+from .file_reader import changed_file
 from .folder import DATA_NAME
 
 FORMAT = 3
@@ -89,14 +90,18 @@ def read_manifest(root: Path) -> dict[str, Any]:
     return content
 
 
-def check_files(data: Path, files: dict[str, dict[str, Any]], *, turn: tuple[int, int] = (0, 1)) -> None:
-    """Reads the files of a checkpoint, by several threads. Raises CorruptionError for the first that is not as it was written.
-
-    turn
-        Which of how many readers this is, that divide the files among them. Each looks whether all are there.
-    """
+def check_sizes(data: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Raises CorruptionError for the first file of a checkpoint that is not there, or has not as many bytes as were written."""
     for name, entry in files.items():
         _check_size(data / name, entry)
+
+
+def check_files(data: Path, files: dict[str, dict[str, Any]], *, turn: tuple[int, int] = (0, 1)) -> None:
+    """Reads files of a checkpoint, by several threads. Raises CorruptionError for the first that is not as it was written.
+
+    turn
+        Which of how many readers this is, that divide the files among them.
+    """
     largest_first = sorted(files.items(), key=lambda item: -item[1]["nbytes"])
     files = dict(largest_first[turn[0] :: turn[1]])
     threads = max(READS_AT_ONCE, processors.for_checksums())
@@ -108,7 +113,7 @@ def check_files(data: Path, files: dict[str, dict[str, Any]], *, turn: tuple[int
             name, behind, part = summed.popleft()
             sums[name] ^= native.crc32c_before(part.result(), behind)
             if not behind and sums[name] != (written := files[name]["crc32c"]):
-                raise CorruptionError(f"{data / name} was changed: its CRC-32C is {sums[name]:08x}, {written:08x} was written")
+                raise changed_file(data / name, sums[name], written)
 
         try:
             for name, entry in files.items():

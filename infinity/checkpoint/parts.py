@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import CorruptionError
 from ..untrusted import parse_json
+from .weight_files import keep_header
 
 PARTS_KEY = "DCP_SHARDING_INFO"  # in a file's header: tensor -> {"saved_offsets": its first element in every dimension}
 
@@ -20,6 +21,7 @@ PARTS_KEY = "DCP_SHARDING_INFO"  # in a file's header: tensor -> {"saved_offsets
 def opened_file(path: Path) -> Iterator[Any]:
     """Opens a safetensors file. Raises CorruptionError where it is none."""
     try:
+        keep_header(path)
         with safe_open(path, framework="pt") as opened:
             yield opened
     except SafetensorError as error:

@@ -102,7 +102,7 @@ class SavedTensors:
 
     def _add(self, file: str, key: str, shape: tuple[int, ...], dtype: torch.dtype | None, told: dict[str, Any]) -> None:
         array, _, name = key.partition("/")
-        if not self._is_flat and self._is_coded(array, name.rpartition("#")[0]):
+        if not self._is_flat and self.is_coded(array, name.rpartition("#")[0]):
             name = name.rpartition("#")[0]
         described = self._parameters.get(name)
         if described is None or array not in ("weight", "master", "average", *MOMENTS, *SCALES.values()):
@@ -112,7 +112,7 @@ class SavedTensors:
             raise ValueError(f"{key} begins at {offset!r}")
         self._dtypes.setdefault(whole, set()).add(dtype)
         extents = tuple(described["shape"])
-        if self._is_coded(array, name):
+        if self.is_coded(array, name):
             if self._is_flat:
                 part = LocalPart(Box((0,) * len(extents), extents), order_of(extents, described["stride"]))
             else:
@@ -131,15 +131,15 @@ class SavedTensors:
         else:
             self._boxes.setdefault(whole, []).append(_Stored(file, key, Box(tuple(offset), shape)))
 
-    def _is_coded(self, array: str, name: str) -> bool:
-        """Tells whether an array's elements are codes of blocks, or their scales."""
+    def is_coded(self, array: str, name: str) -> bool:
+        """Tells whether the elements of ``array`` of parameter ``name`` are codes of blocks, or their scales."""
         described = self._parameters.get(name)
         return array in SCALES.values() or (array in MOMENTS and described is not None and described["moments"] == "uint8")
 
     def check(self, array: str, name: str, dtype: torch.dtype) -> None:
         """Raises CorruptionError where not every element of ``array`` of parameter ``name`` is there once, in ``dtype``."""
         key, shape = f"{array}/{name}", self._parameters[name]["shape"]
-        if self._is_coded(array, name):
+        if self.is_coded(array, name):
             parts = self._runs.get(key, {})
             whole = cover([part.box for part in parts], shape) and all(
                 _reach(runs) == -(-part.box.numel // elements_each(array)) for part, runs in parts.items()
@@ -166,7 +166,7 @@ class SavedTensors:
 
     def read_into(self, out: torch.Tensor, array: str, name: str, box: Box) -> None:
         """Reads as :meth:`read` does, into ``out`` of the box's shape."""
-        if self._is_coded(array, name):
+        if self.is_coded(array, name):
             for part in self._runs[f"{array}/{name}"]:
                 if (common := part.box.common(box)) is not None:
                     values = common.moved(part.box.offset, -1).of(self._decoded(array, name, part))
@@ -191,9 +191,21 @@ class SavedTensors:
 
     def mapped(self, array: str, name: str, box: Box) -> torch.Tensor | None:
         """Returns ``box`` of the global tensor where the system keeps the file, not to be written to; None where it is not one entry."""
+        found = self.entry_of(array, name, box)
+        return self._open(found[0]).get_tensor(found[1]) if found is not None else None
+
+    def entry_of(self, array: str, name: str, box: Box) -> tuple[str, str] | None:
+        """Names the file and the entry that is ``box`` of the global tensor and nothing else; None where there is none."""
         for stored in self._boxes.get(f"{array}/{name}", ()):
             if stored.box == box and stored.begin is None:
-                return self._open(stored.file).get_tensor(stored.key)
+                return stored.file, stored.key
+        return None
+
+    def entry_of_codes(self, array: str, name: str, part: LocalPart, begin: int, end: int) -> tuple[str, str] | None:
+        """Names, of the flat array of ``part``, the file and the entry that is ``begin`` to ``end`` and nothing else."""
+        for run in self._runs.get(f"{array}/{name}", {}).get(part, ()):
+            if (run.begin, run.end) == (begin, end):
+                return run.file, run.key
         return None
 
     def has_part(self, array: str, name: str, part: LocalPart) -> bool:

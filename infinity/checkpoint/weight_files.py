@@ -24,6 +24,7 @@ from ..untrusted import is_regular, parse_json, read_text
 
 READ_NBYTES = 4 * 1024 * 1024
 BLOCKS_AHEAD = 7
+MOST_HEADER_NBYTES = 100_000_000  # the library's limit
 INDEX = "model.safetensors.index.json"
 FILE_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -66,7 +67,7 @@ class WeightFiles:
             raise ConfigError(f"weights={str(path)!r}: no safetensors file there")
         self.tensors: dict[str, StoredTensor] = {}
         for file in files:
-            for name, stored in _read_header(file).items():
+            for name, stored in tensors_of(file).items():
                 if index is not None and index.get(name, file.name) != file.name:
                     continue  # the index says which file's counts
                 if name in self.tensors:
@@ -105,6 +106,14 @@ class WeightFiles:
                     advance(piece.values.nbytes)
 
 
+def keep_header(file: Path) -> None:
+    """Has the system keep the header of ``file`` in memory, and nothing else of it: who maps it would have megabytes read around each page
+    that is not there. Raises OSError."""
+    with open(file, "rb", buffering=0) as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        opened.read(min(MOST_HEADER_NBYTES, int.from_bytes(opened.read(8), "little")))
+
+
 def save_file(tensors: dict[str, torch.Tensor], path: Path, *, metadata: dict[str, str]) -> None:
     """Writes a safetensors file. Raises StorageError for what the library tells as its own error: a full disk, say."""
     try:
@@ -132,10 +141,12 @@ def _index_of(folder: Path) -> dict[str, str] | None:
         raise CorruptionError(f"{index} is not an index of safetensors files: {error!r}") from error
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def tensors_of(file: Path) -> dict[str, StoredTensor]:
+    """Reads which tensors a safetensors file has, and where. Raises CorruptionError where it is none, StorageError."""
     if not is_regular(file):
         raise CorruptionError(f"{file} is not a regular file")
     try:
+        keep_header(file)
         with safe_open(file, framework="pt"):  # checks every offset against the file
             pass
     except SafetensorError as error:

@@ -42,6 +42,11 @@ class Ledger:
             )
         return charge
 
+    def room(self, tier: Tier) -> int | None:
+        """Counts the bytes of ``tier`` that may still be charged; None where no limit was given."""
+        account = self.accounts[tier]
+        return None if account.budget_nbytes is None else max(0, account.budget_nbytes - account.charged_nbytes)
+
     def forget_passing(self) -> None:
         """Gives back what was charged for a forward or backward that was given up, whoever still refers to it."""
         for account in self.accounts.values():

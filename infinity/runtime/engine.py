@@ -178,8 +178,17 @@ class Engine(Refusals):
     def recover(self, *, finishing: bool = True) -> None:
         """Puts right what an exception left, if there was one. Asked while no other use is running. ``finishing``: what had to be whole
         is carried to its end; else that waits for the next use, unless all state is set anew meanwhile."""
-        if self.is_open and (self.scopes.interrupted or self.passes.is_cut_short or not self.journal.is_clear):
+        if self.is_open and self._is_cut_short:
             recover(self, finishing=finishing)
+
+    @property
+    def _is_cut_short(self) -> bool:
+        return self.scopes.interrupted or self.passes.is_cut_short or not self.journal.is_clear
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the state is whole, and nothing of the last use waits to be put right."""
+        return self._halted is None and self.store.failure is None and not self._is_cut_short
 
     def begin_repair(self, why: str) -> None:
         """Gives the old state up, for all of it is about to be set anew. ``why`` is what every use is told until :meth:`go_on`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import io
@@ -15,6 +16,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 from ranks import Failed, Plainly, join, outcome_of
+from torch.distributed import device_mesh
 
 
 def main(port: int) -> None:
@@ -38,13 +40,24 @@ def main(port: int) -> None:
 
 
 def end_groups() -> None:
-    """Ends the process groups that a job has made, for its meshes say: each has threads that never sleep for long."""
+    """Ends the process groups that a job's engines have left: each has threads that never sleep for long."""
     gc.collect()  # engines end their own
     gc.freeze()  # what a job has imported: the next ones collect often
+    names = dist.distributed_c10d._world.pg_names
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
+        if group is not dist.group.WORLD and not names[group].isdigit():  # a number: a mesh's, which the next job has too
             dist.destroy_process_group(group)
 
 
+@functools.cache
+def the_mesh(device: str, shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...] | None = None) -> device_mesh.DeviceMesh:
+    """Makes a mesh for the first job that wants it and gives it to the others: DTensor's caches take meshes that are alike for one, and
+    would give a job the groups of an earlier one's."""
+    return make_mesh(device, shape, mesh_dim_names=mesh_dim_names)
+
+
+make_mesh = device_mesh.init_device_mesh
+
 if __name__ == "__main__":
+    device_mesh.init_device_mesh = dist.init_device_mesh = the_mesh
     main(int(sys.argv[1]))

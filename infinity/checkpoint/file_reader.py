@@ -1,0 +1,188 @@
+"""read_files: reads files past the page cache to where their bytes belong, once, and holds them against their checksums.
+
+destination   where consecutive bytes of a file belong, in memory
+piece         consecutive bytes of a file that one transfer moves: straight to their destination where blocks of the file are blocks
+              there, else to a slot, from which they are copied
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .. import native
+from ..errors import CorruptionError, StorageError
+from ..machine import processors
+from ..machine.sizes import round_up
+from .file_writer import SLOT_NBYTES, make_slots
+
+PIECES_AT_ONCE = 24  # on their way
+FILES_AT_ONCE = 64  # open
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where the bytes of a file from ``begin`` on belong: flat uint8 ``memory``, which takes as many as it has."""
+
+    begin: int
+    memory: torch.Tensor
+
+    @property
+    def end(self) -> int:
+        """Behind the last byte, in the file."""
+        return self.begin + self.memory.numel()
+
+
+@dataclass(frozen=True)
+class WholeFile:
+    """A file that is read from its beginning to its end. Its destinations are in order, and no two have a byte in common."""
+
+    path: Path
+    nbytes: int
+    crc32c: int
+    destinations: Sequence[Destination]
+
+    @property
+    def blocks_nbytes(self) -> int:
+        """Bytes of its whole blocks, which a disk moves past the page cache."""
+        return self.nbytes // native.BLOCK_NBYTES * native.BLOCK_NBYTES
+
+
+class _Open:
+    """A file that is being read."""
+
+    def __init__(self, file: WholeFile, engine: native.IoEngine):
+        self.file, self.engine = file, engine
+        self.missing = file.blocks_nbytes  # bytes of blocks that have not arrived
+        if self.missing:
+            self.extent = native.Extent.unknown(engine.open_file(str(file.path)), 0, self.missing)
+
+    def start(self, begin: int, end: int, address: int, lease: native.Lease | None) -> native.Ticket:
+        return self.engine.read(self.extent, begin, address, end - begin, lease=lease)
+
+    def arrived(self, nbytes: int) -> int:
+        """Notes bytes of blocks that are where they belong, and reads what is behind the last of them: how many bytes that makes. Raises
+        CorruptionError with the last of a file that is not as it was written."""
+        self.missing -= nbytes
+        if self.missing:
+            return nbytes
+        file, blocks = self.file, self.file.blocks_nbytes
+        found = self.extent.checksum(blocks) if blocks else 0
+        if blocks < file.nbytes:
+            rest = _read_rest(file.path, blocks, file.nbytes)
+            _hand_out(rest, blocks, file)
+            found = native.crc32c(rest, found)
+        if found != file.crc32c:
+            raise changed_file(file.path, found, file.crc32c)
+        return nbytes + file.nbytes - blocks
+
+
+def _read_rest(path: Path, begin: int, end: int) -> torch.Tensor:
+    """Reads what is behind the last whole block of a file, as far as it is there."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return torch.frombuffer(bytearray(os.pread(file.fileno(), end - begin, begin)) or bytearray(1), dtype=torch.uint8)
+    except OSError as error:
+        raise StorageError(error.errno or 0, f"cannot read {path}: {error.strerror}", str(path)) from error
+
+
+def changed_file(path: Path, found: int, written: int) -> CorruptionError:
+    """Makes the error for a file whose bytes are not those that were written."""
+    return CorruptionError(f"{path} was changed: its CRC-32C is {found:08x}, {written:08x} was written")
+
+
+def read_files(
+    files: Sequence[WholeFile], *, before: Callable[[WholeFile], object], after: Callable[[int], object] = lambda nbytes: None
+) -> None:
+    """Reads ``files`` to their destinations, several at a time. Nothing is under way when this returns or raises.
+
+    before
+        Called with each file before the first of its destinations is written to.
+    after
+        Called with the bytes of each piece that has arrived.
+
+    Raises CorruptionError for a file that is not as it was written, StorageError where it cannot be read; what the destinations hold is then
+    anything. :class:`DiskHung` says that they may change even later.
+    """
+    slots = make_slots(sum(file.nbytes for file in files))
+    for first in range(0, len(files), FILES_AT_ONCE):
+        engine = native.make_io_engine(work_threads=processors.for_checksums())
+        try:
+            _read_group(files[first : first + FILES_AT_ONCE], engine, slots, before, after)
+        finally:
+            engine.shut_down()  # waits for what is under way
+            if folder := engine.hung:
+                raise DiskHung(errno.ETIMEDOUT, "the disk did not answer, and may still write to the memory it was given", folder)
+
+
+class DiskHung(StorageError):
+    """A disk has not answered: what it was to read may still arrive."""
+
+
+def _read_group(
+    group: Sequence[WholeFile],
+    engine: native.IoEngine,
+    slots: native.PinnedPool,
+    before: Callable[[WholeFile], object],
+    after: Callable[[int], object],
+) -> None:
+    under_way: deque[tuple[_Open, int, int, native.Ticket, native.Lease | None]] = deque()
+
+    def finish_oldest() -> None:
+        opened, begin, end, ticket, lease = under_way.popleft()
+        ticket.wait()
+        if lease is not None:
+            _hand_out(native.tensor_at(slots.region, lease.address, end - begin, torch.uint8), begin, opened.file)
+            lease.release()
+        after(opened.arrived(end - begin))
+
+    # All of them first: opening one tries a read, which would come behind all that is under way.
+    for opened in [_Open(file, engine) for file in group]:
+        file = opened.file
+        before(file)
+        if not opened.missing:
+            after(opened.arrived(0))
+        for begin, end, address in _pieces(file):
+            while len(under_way) >= PIECES_AT_ONCE:
+                finish_oldest()
+            lease = None
+            while address is None and (lease := slots.try_lease(SLOT_NBYTES)) is None:
+                finish_oldest()
+            start = lease.address if lease is not None else address
+            under_way.append((opened, begin, end, opened.start(begin, end, start, lease), lease))
+    while under_way:
+        finish_oldest()
+
+
+def _pieces(file: WholeFile) -> Iterator[tuple[int, int, int | None]]:
+    """The pieces of a file's blocks in order: first byte, behind the last, and the address they belong at; None where they go to a slot."""
+    at, whole = 0, file.blocks_nbytes
+    for destination in file.destinations:
+        shift = destination.memory.data_ptr() - destination.begin
+        begin, end = round_up(destination.begin, native.CHECKSUM_NBYTES), destination.end
+        end = whole if end >= whole else end // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
+        if shift % native.BLOCK_NBYTES == 0 and begin < end:
+            yield from _cut(at, begin, None)
+            yield from _cut(begin, end, shift)
+            at = end
+    yield from _cut(at, whole, None)
+
+
+def _cut(begin: int, end: int, shift: int | None) -> Iterator[tuple[int, int, int | None]]:
+    for at in range(begin, end, SLOT_NBYTES):
+        yield at, min(end, at + SLOT_NBYTES), None if shift is None else at + shift
+
+
+def _hand_out(piece: torch.Tensor, begin: int, file: WholeFile) -> None:
+    """Copies bytes of a file, from ``begin`` on, to where they belong."""
+    for destination in file.destinations:
+        low, high = max(begin, destination.begin), min(begin + piece.numel(), destination.end)
+        if low < high:
+            first = low - destination.begin
+            native.copy_flat(destination.memory[first : first + high - low], piece[low - begin : high - begin])
