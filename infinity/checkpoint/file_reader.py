@@ -60,11 +60,17 @@ class _Open:
     def __init__(self, file: WholeFile, engine: native.IoEngine):
         self.file, self.engine = file, engine
         self.missing = file.blocks_nbytes  # bytes of blocks that have not arrived
+        self.untouched = deque(file.destinations)
         if self.missing:
             self.extent = native.Extent.unknown(engine.open_file(str(file.path)), 0, self.missing)
 
     def start(self, begin: int, end: int, address: int, lease: native.Lease | None) -> native.Ticket:
         return self.engine.read(self.extent, begin, address, end - begin, lease=lease)
+
+    def announce(self, end: int, before: Callable[[Destination], object]) -> None:
+        """Calls ``before`` with the destinations of what comes before byte ``end``; with the last block of all."""
+        while self.untouched and (self.untouched[0].begin < end or end == self.file.blocks_nbytes):
+            before(self.untouched.popleft())
 
     def arrived(self, nbytes: int) -> int:
         """Notes bytes of blocks that are where they belong, and reads what is behind the last of them: how many bytes that makes. Raises
@@ -98,12 +104,12 @@ def changed_file(path: Path, found: int, written: int) -> CorruptionError:
 
 
 def read_files(
-    files: Sequence[WholeFile], *, before: Callable[[WholeFile], object], after: Callable[[int], object] = lambda nbytes: None
+    files: Sequence[WholeFile], *, before: Callable[[Destination], object], after: Callable[[int], object] = lambda nbytes: None
 ) -> None:
     """Reads ``files`` to their destinations, several at a time. Nothing is under way when this returns or raises.
 
     before
-        Called with each file before the first of its destinations is written to.
+        Called with each destination before it is written to.
     after
         Called with the bytes of each piece that has arrived.
 
@@ -129,7 +135,7 @@ def _read_group(
     group: Sequence[WholeFile],
     engine: native.IoEngine,
     slots: native.PinnedPool,
-    before: Callable[[WholeFile], object],
+    before: Callable[[Destination], object],
     after: Callable[[int], object],
 ) -> None:
     under_way: deque[tuple[_Open, int, int, native.Ticket, native.Lease | None]] = deque()
@@ -144,11 +150,11 @@ def _read_group(
 
     # All of them first: opening one tries a read, which would come behind all that is under way.
     for opened in [_Open(file, engine) for file in group]:
-        file = opened.file
-        before(file)
         if not opened.missing:
+            opened.announce(0, before)
             after(opened.arrived(0))
-        for begin, end, address in _pieces(file):
+        for begin, end, address in _pieces(opened.file):
+            opened.announce(end, before)
             while len(under_way) >= PIECES_AT_ONCE:
                 finish_oldest()
             lease = None

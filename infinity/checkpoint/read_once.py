@@ -97,15 +97,14 @@ class ReadOnce:
         files, at = list(self.files.values()), 0
         kept = native.tensor_at(self._kept, self._kept.address, self._kept.nbytes, torch.uint8)
 
-        def keep(file: WholeFile) -> None:
+        def keep(destination: Destination) -> None:
             nonlocal at
-            for destination in file.destinations:
-                home, before = destination.memory, None
-                if not is_zero(home):  # a job that has just begun has no moments yet
-                    before = kept[at : at + home.numel()]
-                    native.copy_flat(before, home)
-                    at += before.numel()
-                self._replaced.append((home, before))
+            home, before = destination.memory, None
+            if not is_zero(home):  # a job that has just begun has no moments yet
+                before = kept[at : at + home.numel()]
+                native.copy_flat(before, home)
+                at += before.numel()
+            self._replaced.append((home, before))
 
         with progress("loading the checkpoint", sum(file.nbytes for file in files)) as advance:
             read_files(files, before=keep, after=advance)

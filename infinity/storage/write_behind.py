@@ -19,7 +19,10 @@ from ..machine.sizes import round_up
 from ..machine.tiers import Tier
 from .arrays import ArrayIO, StateArray
 
-PARTS = 6  # weights and masters are gathered in two of them while others are under way
+PARTS = 6  # at least, where there are as many blocks: weights and masters are gathered in two of them while others are under way
+MOST_PARTS = 16  # where each is large enough for a disk to be busy with
+PART_NBYTES = 256 * 1024
+OPEN_SHARE = 1 / 3  # of the parts: more would leave too few that are under way
 
 
 @dataclass(eq=False)
@@ -61,10 +64,12 @@ class WriteBehind:
     """Reads and writes arrays as the store does, but that a write to disk returns before its bytes are at home."""
 
     def __init__(self, store: BlockStore, service: native.PinnedPool):
+        """``service``: where the parts are."""
         self._store, self._service = store, service
-        blocks = service.capacity_nbytes // native.CHECKSUM_NBYTES
-        self._count = max(0, min(PARTS, blocks - 1))  # the last block is for reading
-        self._part_nbytes = (blocks - 1) // self._count * native.CHECKSUM_NBYTES if self._count else 0
+        blocks = service.capacity_nbytes // native.CHECKSUM_NBYTES - 1  # the last block is for reading
+        self._count = max(0, min(PARTS, blocks), min(MOST_PARTS, blocks * native.CHECKSUM_NBYTES // PART_NBYTES))
+        self._most_open = max(1, int(self._count * OPEN_SHARE))
+        self._part_nbytes = blocks // self._count * native.CHECKSUM_NBYTES if self._count else 0
         self._free: list[OpenPart] = []
         self._open: dict[StateArray, OpenPart] = {}
         self._under_way: list[OpenPart] = []
@@ -133,6 +138,8 @@ class WriteBehind:
             if part.end == at:
                 return part
             self._submit(part)
+        while len(self._open) >= self._most_open:
+            self._submit(next(iter(self._open.values())))
         part = self._take()
         part.array, part.start, part.end = array, at // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES, at
         self._fill(part, part.start, at)
