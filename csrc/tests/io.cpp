@@ -323,6 +323,23 @@ TEST_OF_BACKENDS(io, lost_writes_and_flipped_bits_fail_the_checksum) {
   }
 }
 
+TEST_OF_BACKENDS(io, checksums_of_unknown_bytes_are_taken_as_they_are_read) {
+  // Bytes that somebody else wrote, read in two transfers in either order: the sum is theirs, and holds for what is read later. The twin: of an
+  // extent whose bytes count as known, that is corruption.
+  Random random(75);
+  const Disk disk(kind);
+  const std::size_t nbytes = 5 * kChecksumNbytes + kBlockNbytes, first = 2 * kChecksumNbytes;
+  const Memory source(nbytes, random), target(nbytes);
+  wait(disk.engine->submit(Extent::in_file(disk.file, 0, nbytes).requests(Op::kWrite, 0, source.span)));
+  const Extent extent = Extent::unknown(disk.file, 0, nbytes), known = Extent::in_file(disk.file, 0, nbytes);
+  wait(extent.read(*disk.engine, first, target.part(first, nbytes - first)));
+  wait(extent.read(*disk.engine, 0, target.part(0, first)));
+  CHECK(same(source.span, target.span));
+  CHECK(extent.checksum(nbytes) == crc32c(source.span.data, nbytes));
+  extent.verify(0, target.span, *disk.engine);
+  CHECK(has(said_by<CorruptionError>([&] { wait(known.read(*disk.engine, 0, target.span)); }), disk.path));
+}
+
 TEST_OF_BACKENDS(io, a_bit_flipped_on_disk_is_found_at_its_place) {
   // Another process flips a bit of the third block: that block alone fails, and its offset is told.
   Random random(74);

@@ -51,9 +51,10 @@ from infinity.errors import CorruptionError, InfinityError, StorageError, UsageE
 from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
+from infinity.storage import write_behind
 from infinity.storage.arrays import StateArray
 from infinity.storage.store import ShardStore
-from infinity.storage.write_behind import PARTS, OpenPart, WriteBehind
+from infinity.storage.write_behind import OPEN_SHARE, PARTS, OpenPart, WriteBehind
 
 SEED = 77
 LR = 1e-2
@@ -279,6 +280,25 @@ def test_writes_that_follow_each_other_become_large_ones(folder):
         writer.flush()
         assert len(home.engine.tickets) == 4  # of two blocks, the last of one
         home.check_read(writer, 4, 0, home.arrays[4].numel)
+
+
+@pytest.mark.parametrize(("most_open", "least"), [(OPEN_SHARE, 3), (1.0, 0)])
+def test_parts_that_stay_open_leave_room_for_those_under_way(most_open, least, folder, monkeypatch):
+    """Method: the ends of six arrays, which nothing follows, and then a long one, with six parts and a disk that moves bytes only when it is waited
+    for: so many transfers are under way whenever another part is wanted. The twin: where any may stay open, there come to be none."""
+    monkeypatch.setattr(write_behind, "OPEN_SHARE", most_open)
+    with home_in(folder, service_nbytes=(PARTS + 1) * BLOCK) as home:
+        home.store.io = SlowDisk(home.engine._engine, 1)
+        with home.store.writing_behind() as writer:
+            for index in range(len(home.arrays)):
+                home.write(writer, index, 0, 64, index)
+            most = []
+            for begin in range(0, home.arrays[4].numel, 64):
+                home.write(writer, 4, begin, 64, begin)
+                most.append(home.store.io.under_way())
+        home.store.io = home.store.io._engine
+        assert max(most) >= least and (least or max(most) < 3)
+        home.check_all()
 
 
 def test_two_arrays_in_turns_and_padding_between_values_are_joined_too(folder):
