@@ -7,7 +7,6 @@ piece         consecutive bytes of a file that one transfer moves: straight to t
 
 from __future__ import annotations
 
-import errno
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -104,31 +103,40 @@ def changed_file(path: Path, found: int, written: int) -> CorruptionError:
 
 
 def read_files(
-    files: Sequence[WholeFile], *, before: Callable[[Destination], object], after: Callable[[int], object] = lambda nbytes: None
+    files: Sequence[WholeFile],
+    running: list[native.IoEngine],
+    *,
+    before: Callable[[Destination], object],
+    after: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
-    """Reads ``files`` to their destinations, several at a time. Nothing is under way when this returns or raises.
+    """Reads ``files`` to their destinations, several at a time.
 
+    running
+        Gets the engines that may still read when this raises: see :func:`stop`.
     before
         Called with each destination before it is written to.
     after
         Called with the bytes of each piece that has arrived.
 
     Raises CorruptionError for a file that is not as it was written, StorageError where it cannot be read; what the destinations hold is then
-    anything. :class:`DiskHung` says that they may change even later.
+    anything.
     """
     slots = make_slots(sum(file.nbytes for file in files))
     for first in range(0, len(files), FILES_AT_ONCE):
-        engine = native.make_io_engine(work_threads=processors.for_checksums())
-        try:
-            _read_group(files[first : first + FILES_AT_ONCE], engine, slots, before, after)
-        finally:
-            engine.shut_down()  # waits for what is under way
-            if folder := engine.hung:
-                raise DiskHung(errno.ETIMEDOUT, "the disk did not answer, and may still write to the memory it was given", folder)
+        running.append(native.make_io_engine(work_threads=processors.for_checksums()))
+        _read_group(files[first : first + FILES_AT_ONCE], running[-1], slots, before, after)
+        stop(running)
 
 
-class DiskHung(StorageError):
-    """A disk has not answered: what it was to read may still arrive."""
+def stop(running: list[native.IoEngine]) -> str:
+    """Returns when the engines read nothing any more; or, where a disk has not answered and may still write to any destination, its path.
+    Cut short, it is to be called again."""
+    for engine in running:
+        engine.shut_down()
+    hung = next((engine.hung for engine in running if engine.hung), "")
+    if not hung:
+        running.clear()
+    return hung
 
 
 def _read_group(

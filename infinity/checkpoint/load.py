@@ -97,12 +97,15 @@ class _Checked:
 def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
     checked = _check(manifest, data, engine, model, optimizer)
     engine.collectives.rendezvous(f"loading {manifest['data']}, which every rank can")
-    with checked.once.replacing(engine, CUT_SHORT):
-        checked.once.read()
-        engine.collectives.rendezvous(f"having read files of {manifest['data']} that are whole")
+    once = checked.once
+    if once.files and not once.take_room(engine):
+        check_files(data, {name: manifest["files"][name] for name in once.files})
+        once = ReadOnce()
+    if once.files:
+        once.load(engine, CUT_SHORT)
     engine.begin_repair(CUT_SHORT)  # until all of it is there
     engine.steps.resume(manifest["step_index"])
-    _load_units(manifest, data, engine, checked.once)
+    _load_units(manifest, data, engine, once)
     _load_average(manifest, data, engine)
     if optimizer is not None and checked.groups is not None:
         for group, saved in zip(optimizer.param_groups, checked.groups):
@@ -125,7 +128,8 @@ def _check(
         _check_parameters(engine, manifest["parameters"])
         check_sizes(data, manifest["files"])
         once = _choose_files(manifest, data, engine)
-        _check_files(data, manifest["files"], engine.collectives, once)
+        before = {name: entry for name, entry in manifest["files"].items() if name not in once.files}
+        _check_files(data, before, engine.collectives)
         other = read_tensors(data / OF_READERS)
         groups, extra = decode_value(manifest["groups"], other), decode_value(manifest["extra"], other)
         _check_complete(engine, manifest, data)
@@ -150,14 +154,12 @@ def _choose_files(manifest: dict[str, Any], data: Path, engine: Engine) -> ReadO
         return ReadOnce()
 
 
-def _check_files(data: Path, files: dict[str, dict[str, Any]], collectives: Collectives, once: ReadOnce) -> None:
-    """Raises CorruptionError where a file that no rank reads ``once`` is damaged, PeerError where another rank found one. Ranks that read the
-    same files of one machine's memory check a part of them each."""
+def _check_files(data: Path, files: dict[str, dict[str, Any]], collectives: Collectives) -> None:
+    """Raises CorruptionError where a file is damaged, PeerError where another rank found one. Ranks that read the same files of one
+    machine's memory check a part of them each."""
     if collectives.ranks.alone:
-        check_files(data, {name: entry for name, entry in files.items() if name not in once.files})
+        check_files(data, files)
         return
-    checked_later = set().union(*collectives.collect(set(once.files), "the files that are read once"))
-    files = {name: entry for name, entry in files.items() if name not in checked_later}
     rank, found = collectives.ranks.world_rank, data.parent.stat()
     place = running_kernel() or rank, found.st_dev, found.st_ino
     here = [peer for peer, theirs in collectives.collect((rank, place), "where the checkpoint is read") if theirs == place]

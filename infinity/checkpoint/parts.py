@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CorruptionError
+from ..errors import CorruptionError, StorageError
 from ..untrusted import parse_json
 from .weight_files import keep_header
 
@@ -19,9 +19,12 @@ PARTS_KEY = "DCP_SHARDING_INFO"  # in a file's header: tensor -> {"saved_offsets
 
 @contextmanager
 def opened_file(path: Path) -> Iterator[Any]:
-    """Opens a safetensors file. Raises CorruptionError where it is none."""
+    """Opens a safetensors file. Raises CorruptionError where it is none, StorageError where it cannot be read."""
     try:
         keep_header(path)
+    except OSError as error:
+        raise StorageError(error.errno or 0, f"cannot read {path}: {error.strerror}", str(path)) from error
+    try:
         with safe_open(path, framework="pt") as opened:
             yield opened
     except SafetensorError as error:

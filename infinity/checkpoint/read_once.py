@@ -1,14 +1,15 @@
 """ReadOnce: reads files of a checkpoint straight to where their values belong, and puts back what was there where one is damaged.
 
-A load changes nothing before all of it is checked, which takes two readings. A file that is one rank's alone, at homes in memory, needs
-one: what it replaces is kept meanwhile, where the memory has room for it, until every rank has read all of its own.
+A load changes nothing before all of it is checked, which takes two readings. A file whose values all belong to homes in memory needs one:
+what it replaces is kept meanwhile, where the memory has room for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import errno
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from .. import native
-from ..errors import CapacityError, StorageError
+from ..errors import CapacityError, CorruptionError, StorageError
 from ..machine.limits import for_the_engine, memory_left
 from ..machine.progress import progress
 from ..machine.tiers import Tier
@@ -24,9 +25,9 @@ from ..runtime.engine import Engine
 from ..state.handle import ParamHandle
 from .boxes import boxes_of_run
 from .content import part_of_rank
-from .file_reader import Destination, DiskHung, WholeFile, read_files
+from .file_reader import Destination, WholeFile, read_files, stop
 from .saved_tensors import SavedTensors
-from .weight_files import tensors_of
+from .weight_files import keep_header, tensors_told
 
 Home = tuple[ParamHandle, str]  # and the name of the array
 
@@ -43,96 +44,109 @@ class _Wanted:
 
 @dataclass
 class ReadOnce:
-    """The files of a checkpoint that this rank reads once, and the homes whose values they are."""
+    """The files of a checkpoint that are read once, and the homes whose values they are."""
 
     files: dict[str, WholeFile] = field(default_factory=dict)
     homes: set[Home] = field(default_factory=set)
-    _kept: native.Region | None = None  # room for what they replace
+    headers: list[tuple[Path, bytes, torch.Tensor]] = field(default_factory=list)  # as they were believed, and as they were read
+    nbytes: int = 0  # of what is replaced
+    _kept: native.Region | None = None  # room for that
     _charge: native.Charge | None = None
+    _used: int = 0  # bytes of the room
     _replaced: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)  # home and what was there; None: zeros
 
-    def take_room(self, engine: Engine, nbytes: int) -> bool:
-        """Takes memory for ``nbytes`` that are replaced. Returns whether there is as much."""
-        if self.files:
-            try:
-                self._charge = engine.ledger.reserve(Tier.HOST, nbytes, "what a load replaces")
-                self._kept = native.Region(nbytes, huge_pages=True, touch_threads=0)
-            except (CapacityError, StorageError, MemoryError):
-                return False
+    def take_room(self, engine: Engine) -> bool:
+        """Takes memory for what is replaced, until :meth:`load` is over. Returns whether there is as much."""
+        try:
+            self._charge = engine.ledger.reserve(Tier.HOST, self.nbytes, "what a load replaces")
+            self._kept = native.Region(max(self.nbytes, native.BLOCK_NBYTES), huge_pages=True, touch_threads=0)
+        except (CapacityError, StorageError, MemoryError):
+            self._let_go()
+            return False
         return True
 
-    @contextmanager
-    def replacing(self, engine: Engine, why: str) -> Iterator[None]:
-        """Lets :meth:`read` replace values in the block. One that raises puts everything back; after one that ends all are new. ``why``:
-        what every use of the engine is told where neither comes to its end."""
-        if not self.files:
-            yield
-            return
-        engine.begin_repair(why)
-        for handle, _ in self.homes:
-            handle.shard.wait_idle()
+    def load(self, engine: Engine, why: str) -> None:
+        """Reads the files to their homes. Whatever it raises, all is as it was before.
+
+        why
+            What every use of the engine is told where nobody could put it back.
+
+        Raises CorruptionError where a file is not as it was written, StorageError where it cannot be read. Where a disk has not answered, which
+        may still write to the homes, the engine's store is of no use any more.
+        """
+        running: list[native.IoEngine] = []
         try:
-            yield
-        except DiskHung as error:  # what it still writes nobody can put back
-            with engine.store.guarding():
-                raise StorageError(
-                    error.errno, f"{error.strerror}: end this process and resume from the last checkpoint", error.filename
-                ) from error
+            engine.begin_repair(why)
+            for handle, _ in self.homes:
+                handle.shard.wait_idle()
+            with progress("loading the checkpoint", sum(file.nbytes for file in self.files.values())) as advance:
+                read_files(list(self.files.values()), running, before=self._keep, after=advance)
+            for path, believed, read in self.headers:
+                if bytes(read.numpy()) != believed:
+                    raise CorruptionError(f"{path} was read twice and had two headers: its disk is not to be trusted")
         except BaseException:
-            for home, before in self._replaced:
-                if before is None:
-                    home.zero_()
-                else:
-                    native.copy_flat(home, before)
-            engine.go_on()
+            native.insist(partial(self._put_back, engine, running))
             raise
         finally:
-            self._replaced.clear()
-            self._kept = self._charge = None
+            self._let_go()
 
-    def read(self) -> None:
-        """Reads the files to their homes. Raises CorruptionError where one is not as it was written, StorageError."""
-        if not self.files:
-            return
-        files, at = list(self.files.values()), 0
-        kept = native.tensor_at(self._kept, self._kept.address, self._kept.nbytes, torch.uint8)
+    def _keep(self, destination: Destination) -> None:
+        home, before = destination.memory, None
+        if not is_zero(home):  # a job that has just begun has no moments yet
+            before = native.tensor_at(self._kept, self._kept.address + self._used, home.numel(), torch.uint8)
+            native.copy_flat(before, home)
+            self._used += home.numel()
+        self._replaced.append((home, before))
 
-        def keep(destination: Destination) -> None:
-            nonlocal at
-            home, before = destination.memory, None
-            if not is_zero(home):  # a job that has just begun has no moments yet
-                before = kept[at : at + home.numel()]
-                native.copy_flat(before, home)
-                at += before.numel()
-            self._replaced.append((home, before))
+    def _put_back(self, engine: Engine, running: list[native.IoEngine]) -> None:
+        """Makes the homes what they were, once nothing is read any more. Done twice it is done once."""
+        if folder := stop(running):
+            NEVER_FREED.extend(home for home, _ in self._replaced)
+            with engine.store.guarding():
+                raise StorageError(errno.ETIMEDOUT, "the disk did not answer, and may still write to the memory it was given: end this process and "
+                                   "resume from the last checkpoint", folder)  # fmt: skip
+        for home, before in self._replaced:
+            if before is None:
+                home.zero_()
+            else:
+                native.copy_flat(home, before)
+        engine.go_on()
 
-        with progress("loading the checkpoint", sum(file.nbytes for file in files)) as advance:
-            read_files(files, before=keep, after=advance)
+    def _let_go(self) -> None:
+        self._replaced.clear()
+        if self._charge is not None:
+            self._charge.release()
+        self._kept = self._charge = None
+
+
+NEVER_FREED: list[torch.Tensor] = []  # homes that a hung disk may still write to
 
 
 def choose_files(manifest: dict[str, Any], data: Path, engine: Engine, homes: Sequence[Home]) -> ReadOnce:
-    """Chooses the files that this rank reads once: none where the engine's state is not whole, or the memory has no room. Nothing that the
-    files say is relied on; what is wrong with them is for others to tell.
+    """Chooses the files that are read once: none where there are other ranks, who would have to put back with this one, where the engine's
+    state is not whole, or the memory has no room. What is wrong with a file is for its check to tell.
 
     homes
         What is to be loaded.
     """
     chosen = ReadOnce()
-    if not engine.is_sound:
+    if not engine.ranks.alone or not engine.is_sound:
         return chosen
     by_file: dict[str, list[_Wanted]] = {}
     with SavedTensors(data, manifest) as saved:
         for home in homes:
             for wanted in _entries(saved, *home):
                 by_file.setdefault(wanted.file, []).append(wanted)
-    room, nbytes = _room(engine), 0
+    room = _room(engine)
     for name, entries in sorted(by_file.items()):
-        file = _whole_file(data / name, manifest["files"][name], entries)
-        if file is not None and nbytes + (wanted := sum(each.memory.numel() for each in entries)) <= room:
-            chosen.files[name], nbytes = file, nbytes + wanted
+        count = sum(each.memory.numel() for each in entries)
+        if chosen.nbytes + count <= room and (found := _whole_file(data / name, manifest["files"][name], entries)) is not None:
+            chosen.files[name], header = found
+            chosen.headers.append((data / name, *header))
+            chosen.nbytes += count
     rest = {each.home for name, entries in by_file.items() if name not in chosen.files for each in entries}
     chosen.homes = {each.home for name in chosen.files for each in by_file[name]} - rest
-    return chosen if chosen.take_room(engine, nbytes) else ReadOnce()
+    return chosen
 
 
 def _entries(saved: SavedTensors, handle: ParamHandle, name: str) -> list[_Wanted]:
@@ -158,27 +172,29 @@ def _entries(saved: SavedTensors, handle: ParamHandle, name: str) -> list[_Wante
     return wanted if len(wanted) == len(found) else []
 
 
-def _whole_file(path: Path, entry: dict[str, Any], wanted: list[_Wanted]) -> WholeFile | None:
-    """The file, where all of its values are wanted."""
+def _whole_file(path: Path, entry: dict[str, Any], wanted: list[_Wanted]) -> tuple[WholeFile, tuple[bytes, torch.Tensor]] | None:
+    """The file, where all of its values are wanted; with its header, as it is believed and where it will be read again."""
     nbytes, checksum = entry["nbytes"], entry["crc32c"]
     if type(nbytes) is not int or type(checksum) is not int or nbytes <= 0:
         return None
-    stored = {key: tensor for key, tensor in tensors_of(path).items() if tensor.begin < tensor.end}
+    header = keep_header(path)
+    stored = {key: tensor for key, tensor in tensors_told(path, header).items() if tensor.begin < tensor.end}
     memory = {each.key: each.memory for each in wanted if each.memory.numel()}
     if {key: tensor.end - tensor.begin for key, tensor in stored.items()} != {key: here.numel() for key, here in memory.items()}:
         return None
-    destinations = sorted((Destination(tensor.begin, memory[key]) for key, tensor in stored.items()), key=lambda each: each.begin)
-    return WholeFile(path, nbytes, checksum, destinations)
-
-
-def is_zero(raw: torch.Tensor) -> bool:
-    """Tells whether all bytes of flat ``raw`` are zeros, soon where one of the first is not."""
-    words = raw[: raw.numel() // 8 * 8]
-    return not raw[:4096].any() and not words.numpy().view(np.int64).any() and not raw[words.numel() :].any()
+    again = torch.zeros(len(header), dtype=torch.uint8)
+    places = [(0, again), *((tensor.begin, memory[key]) for key, tensor in stored.items())]
+    destinations = [Destination(begin, here) for begin, here in sorted(places, key=lambda place: place[0])]
+    return WholeFile(path, nbytes, checksum, destinations), (header, again)
 
 
 def _room(engine: Engine) -> int:
     """Bytes of memory that this rank may take for as long as a load takes."""
-    left = for_the_engine(memory_left()) // engine.ranks.local_size
-    room = engine.ledger.room(Tier.HOST)
+    left, room = for_the_engine(memory_left()), engine.ledger.room(Tier.HOST)
     return left if room is None else min(left, room)
+
+
+def is_zero(raw: torch.Tensor) -> bool:
+    """Tells whether all bytes of flat ``raw`` are zeros. The first are looked at before the rest."""
+    words = raw[: raw.numel() // 8 * 8]
+    return not raw[:4096].any() and not words.numpy().view(np.int64).any() and not raw[words.numel() :].any()

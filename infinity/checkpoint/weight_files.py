@@ -106,12 +106,13 @@ class WeightFiles:
                     advance(piece.values.nbytes)
 
 
-def keep_header(file: Path) -> None:
-    """Has the system keep the header of ``file`` in memory, and nothing else of it: who maps it would have megabytes read around each page
-    that is not there. Raises OSError."""
+def keep_header(file: Path) -> bytes:
+    """Reads the header of ``file``, with its length before it. The system keeps that in memory, and nothing else of the file: who maps it would
+    have megabytes read around each page that is not there. Raises OSError."""
     with open(file, "rb", buffering=0) as opened:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        opened.read(min(MOST_HEADER_NBYTES, int.from_bytes(opened.read(8), "little")))
+        length = opened.read(8)
+        return length + opened.read(min(MOST_HEADER_NBYTES, int.from_bytes(length, "little")))
 
 
 def save_file(tensors: dict[str, torch.Tensor], path: Path, *, metadata: dict[str, str]) -> None:
@@ -153,13 +154,16 @@ def tensors_of(file: Path) -> dict[str, StoredTensor]:
         raise CorruptionError(f"{file} is not a readable safetensors file: {error}") from error
     except OSError as error:
         raise StorageError(error.errno or 0, f"cannot read {file}: {error}", str(file)) from error
-    with open(file, "rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = parse_json(opened.read(length).decode())
-    header.pop("__metadata__", None)
+    return tensors_told(file, keep_header(file))
+
+
+def tensors_told(file: Path, header: bytes) -> dict[str, StoredTensor]:
+    """Finds the tensors that the header of ``file`` tells of; nothing of it is held against the file."""
+    told = parse_json(header[8:].decode())
+    told.pop("__metadata__", None)
     found = {}
-    for name, entry in header.items():
-        begin, end = (8 + length + offset for offset in entry["data_offsets"])
+    for name, entry in told.items():
+        begin, end = (len(header) + offset for offset in entry["data_offsets"])
         found[name] = StoredTensor(file, FILE_DTYPES.get(entry["dtype"]), torch.Size(entry["shape"]), begin, end)
     return found
 

@@ -22,7 +22,7 @@ from .arrays import ArrayIO, StateArray
 PARTS = 6  # at least, where there are as many blocks: weights and masters are gathered in two of them while others are under way
 MOST_PARTS = 16  # where each is large enough for a disk to be busy with
 PART_NBYTES = 256 * 1024
-OPEN_SHARE = 1 / 3  # of the parts: more would leave too few that are under way
+UNDER_WAY = 2  # parts that are not open, at least
 
 
 @dataclass(eq=False)
@@ -68,7 +68,8 @@ class WriteBehind:
         self._store, self._service = store, service
         blocks = service.capacity_nbytes // native.CHECKSUM_NBYTES - 1  # the last block is for reading
         self._count = max(0, min(PARTS, blocks), min(MOST_PARTS, blocks * native.CHECKSUM_NBYTES // PART_NBYTES))
-        self._most_open = max(1, int(self._count * OPEN_SHARE))
+        # A parameter has four arrays, which come in turns: of those that stay open each goes on where it ended.
+        self._most_open = max(1, min(self._count - UNDER_WAY, max(4, self._count // 2)))
         self._part_nbytes = blocks // self._count * native.CHECKSUM_NBYTES if self._count else 0
         self._free: list[OpenPart] = []
         self._open: dict[StateArray, OpenPart] = {}

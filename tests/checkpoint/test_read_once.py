@@ -24,10 +24,13 @@ from runs import adamw
 
 import infinity
 from infinity import native
-from infinity.checkpoint import file_reader, manifest, read_once
+from infinity.checkpoint import file_reader, manifest, parts, read_once
 from infinity.checkpoint.file_reader import Destination, WholeFile, read_files
 from infinity.checkpoint.read_once import is_zero
 from infinity.machine.sizes import round_up
+from infinity.machine.tiers import Tier
+from infinity.runtime.registry import engine_of
+from infinity.state.shard_arrays import ShardArrays
 
 PIECE = native.CHECKSUM_NBYTES  # the smallest there are
 
@@ -54,9 +57,9 @@ def read_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
         found["before"] += [path.name] if begin == 0 else []
         return sum_of_part(path, begin, end)
 
-    def note_whole(files: list[WholeFile], **more: Any) -> None:
+    def note_whole(files: list[WholeFile], running: list, **more: Any) -> None:
         found["once"] += [file.path.name for file in files]
-        read_files(files, **more)
+        read_files(files, running, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "_sum_of_part", note)
@@ -98,7 +101,7 @@ def test_every_byte_comes_to_where_it_belongs(places, behind, in_small_pieces, t
     copied, copy, began = [], native.copy_flat, []
     monkeypatch.setattr(native, "copy_flat", lambda target, source: (copied.append(source.numel()), copy(target, source)))
     file, arrived = WholeFile(tmp_path / "file", nbytes, checksum, destinations), []
-    read_files([file], before=began.append, after=arrived.append)
+    read_files([file], [], before=began.append, after=arrived.append)
     assert began == destinations and sum(arrived) == nbytes
     expected = torch.zeros_like(whole)
     for destination in destinations:
@@ -110,7 +113,7 @@ def test_every_byte_comes_to_where_it_belongs(places, behind, in_small_pieces, t
         content[at] ^= 4
         (tmp_path / "file").write_bytes(content.numpy().tobytes())
         with pytest.raises(infinity.CorruptionError, match="file was changed"):
-            read_files([file], before=lambda file: None)
+            read_files([file], [], before=lambda file: None)
         content[at] ^= 4
 
 
@@ -122,11 +125,11 @@ def test_more_files_than_are_open_at_once(tmp_path, monkeypatch):
         content, checksum = a_file(tmp_path / str(number), 4096 * (number + 1))
         files.append(WholeFile(tmp_path / str(number), content.numel(), checksum, [Destination(0, torch.zeros_like(content))]))
         contents.append(content)
-    read_files(files, before=lambda file: None)
+    read_files(files, [], before=lambda file: None)
     assert all(torch.equal(file.destinations[0].memory, content) for file, content in zip(files, contents))
     (tmp_path / "5").unlink()
     with pytest.raises(infinity.StorageError, match=re.escape(str(tmp_path / "5"))):
-        read_files(files, before=lambda file: None)
+        read_files(files, [], before=lambda file: None)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 8, 4096, 4097, 100_003])
@@ -316,38 +319,132 @@ def test_a_disk_that_hangs_may_still_write_so_nothing_goes_on(saved, job, monkey
             use()
 
 
-def test_struck_again_while_it_puts_back_the_engine_says_so(saved, uninterrupted, job, in_small_pieces, tmp_path, monkeypatch):
-    """Method: a damaged checkpoint, and Ctrl-C at the n-th home that is put back. Nothing can be used then but a load, which makes it whole."""
-    damaged = tmp_path / "damaged"
-    shutil.copytree(saved, damaged)
-    last = sorted(damaged.glob("*/unit-*"))[-1]
+def damaged_copy(saved: Path, path: Path) -> Path:
+    shutil.copytree(saved, path)
+    last = sorted(path.glob("*/unit-*"))[-1]
     last.write_bytes(last.read_bytes()[:-1] + bytes([last.read_bytes()[-1] ^ 1]))
-    copy, reading = native.copy_flat, read_once.read_files
-    struck = []
+    return path
 
-    def copy_or_strike(target, source):
-        if struck and len(struck) == 3:
-            struck.append("done")
+
+@pytest.mark.parametrize("times", [1, 2, 100])
+def test_struck_while_it_puts_back_it_does_so_again(times, saved, uninterrupted, job, in_small_pieces, tmp_path, monkeypatch):
+    """Method: a damaged checkpoint, and Ctrl-C when the third home is put back, once, twice, or whenever it is tried. Everything is as it was; or, in
+    the end, nothing can be used but a load, which makes it whole."""
+    damaged, before = damaged_copy(saved, tmp_path / "damaged"), job.state()
+    put_back, struck = read_once.ReadOnce._put_back, []
+
+    def cut_short(self, *args):
+        if len(struck) < times:
+            struck.append(1)
+            for home, kept in self._replaced[:3]:
+                home.copy_(kept) if kept is not None else home.zero_()
             raise KeyboardInterrupt
-        if struck:
-            struck.append("copied")
-        copy(target, source)
-
-    def read(files, **more):
-        try:
-            reading(files, **more)
-        except infinity.CorruptionError:
-            struck.append("damage")
-            raise
+        put_back(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(native, "copy_flat", copy_or_strike)
-        patch.setattr(read_once, "read_files", read)
+        patch.setattr(read_once.ReadOnce, "_put_back", cut_short)
         with pytest.raises(KeyboardInterrupt):
             job.load(damaged)
-    with pytest.raises(infinity.UsageError, match="neither the old one nor the new one"):
-        job.run(2)
-    with read_by(monkeypatch) as found:
-        job.load(saved)
-    assert not found["once"]  # there is nothing to put back
-    check_like(job.run(3), uninterrupted, 2)
+    if times < 4:
+        assert differing(job.state(), before) == []
+    else:
+        with pytest.raises(infinity.UsageError, match="neither the old one nor the new one"):
+            job.run(2)
+        with read_by(monkeypatch) as found:
+            job.load(saved)
+        assert not found["once"]  # there is nothing to put back
+    check_like(job.load(saved).run(3), uninterrupted, 2)
+
+
+def test_struck_before_anything_is_read_nothing_is_lost(saved, uninterrupted, job, monkeypatch):
+    """Method: Ctrl-C while the homes are waited for."""
+    before = job.state()
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardArrays, "wait_idle", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            job.load(saved)
+    assert differing(job.state(), before) == []
+    check_like(job.load(saved).run(3), uninterrupted, 2)
+
+
+def test_a_hung_disk_is_known_however_often_one_presses_ctrl_c(saved, job, monkeypatch):
+    """Method: reads never end, and Ctrl-C comes while it waits for one, and again when it stops: nothing goes on all the same."""
+    plan, original, stop = native.FaultPlan(), native.make_io_engine, read_once.stop
+    plan.hang, plan.first_piece = 1.0, 1
+    struck = []
+
+    def stop_and_strike(running):
+        hung = stop(running)
+        if not struck:
+            struck.append(hung)
+            raise KeyboardInterrupt
+        return hung
+
+    def strike(self, nbytes):
+        raise KeyboardInterrupt
+
+    with environment(INFINITY_IO_TIMEOUT="0.5"), monkeypatch.context() as patch:
+        patch.setattr(native, "make_io_engine", lambda **options: original(plan, **options))
+        patch.setattr(read_once, "stop", stop_and_strike)
+        patch.setattr(file_reader._Open, "arrived", strike)
+        with pytest.raises((KeyboardInterrupt, infinity.StorageError)):
+            job.load(saved)
+    assert struck != [""]
+    for use in (job.state, lambda: job.run(2), lambda: job.load(saved)):
+        with pytest.raises(infinity.InfinityError, match="end this process|Load a checkpoint"):
+            use()
+
+
+def test_where_room_is_refused_at_last_files_are_checked_before(saved, uninterrupted, job, tmp_path, monkeypatch):
+    """Method: the memory is refused when it is taken, for a whole checkpoint and for a damaged one. Nothing stays charged, also while somebody
+    keeps the error."""
+    charged = engine_of(job.model).ledger.accounts[Tier.HOST]
+    before, nbytes = job.state(), charged.charged_nbytes
+    damaged = damaged_copy(saved, tmp_path / "damaged")
+    with pytest.raises(infinity.CorruptionError) as kept:
+        job.load(damaged)
+    assert charged.charged_nbytes == nbytes and kept.value
+    original = native.Region
+    with monkeypatch.context() as patch, read_by(monkeypatch) as found:
+        patch.setattr(
+            native, "Region", lambda nbytes, **more: refuse() if more.get("touch_threads") == 0 else original(nbytes, **more)
+        )
+        with pytest.raises(infinity.CorruptionError):
+            job.load(damaged)
+        assert differing(job.state(), before) == [] and not found["once"]
+    assert charged.charged_nbytes == nbytes
+    check_like(job.load(saved).run(3), uninterrupted, 2)
+
+
+def refuse():
+    raise MemoryError
+
+
+def test_a_header_that_is_read_twice_is_the_same(saved, job, monkeypatch):
+    """Method: what is read of a header at first has two tensors of one size in each other's place, and the rest of the reading is right: values in
+    the wrong homes, which no checksum of the file shows."""
+    keep, before, names = read_once.keep_header, job.state(), re.compile(rb'"(exp_avg|exp_avg_sq)/')
+    other = {b"exp_avg": b"exp_avg_sq", b"exp_avg_sq": b"exp_avg"}
+
+    def misread(path):
+        return names.sub(lambda found: b'"' + other[found[1]] + b"/", keep(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(read_once, "keep_header", misread)
+        with pytest.raises(infinity.CorruptionError, match="two headers"):
+            job.load(saved)
+    assert differing(job.state(), before) == []
+
+
+def test_a_header_that_cannot_be_read_is_a_storage_error(saved, job, monkeypatch):
+    """Its file is named, and nothing has changed."""
+    before = job.state()
+
+    def refused(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, "keep_header", refused)
+        with pytest.raises(infinity.StorageError, match=re.escape(str(saved))):
+            job.load(saved)
+    assert differing(job.state(), before) == []

@@ -54,7 +54,7 @@ from infinity.machine.traffic import Traffic
 from infinity.storage import write_behind
 from infinity.storage.arrays import StateArray
 from infinity.storage.store import ShardStore
-from infinity.storage.write_behind import OPEN_SHARE, PARTS, OpenPart, WriteBehind
+from infinity.storage.write_behind import PARTS, UNDER_WAY, OpenPart, WriteBehind
 
 SEED = 77
 LR = 1e-2
@@ -282,11 +282,12 @@ def test_writes_that_follow_each_other_become_large_ones(folder):
         home.check_read(writer, 4, 0, home.arrays[4].numel)
 
 
-@pytest.mark.parametrize(("most_open", "least"), [(OPEN_SHARE, 3), (1.0, 0)])
-def test_parts_that_stay_open_leave_room_for_those_under_way(most_open, least, folder, monkeypatch):
-    """Method: the ends of six arrays, which nothing follows, and then a long one, with six parts and a disk that moves bytes only when it is waited
-    for: so many transfers are under way whenever another part is wanted. The twin: where any may stay open, there come to be none."""
-    monkeypatch.setattr(write_behind, "OPEN_SHARE", most_open)
+@pytest.mark.parametrize("wrong", [False, True])
+def test_parts_that_stay_open_leave_room_for_those_under_way(wrong, folder, monkeypatch):
+    """Method: the ends of seven arrays, which nothing follows, and then a long one, with six parts and a disk that moves bytes only when it is
+    waited for: two transfers are under way. The twin: where any part may stay open, there come to be fewer."""
+    monkeypatch.setattr(write_behind, "UNDER_WAY", 0 if wrong else UNDER_WAY)
+    monkeypatch.setattr(write_behind, "max", lambda *values: 6 if wrong and values[0] == 4 else max(*values), raising=False)
     with home_in(folder, service_nbytes=(PARTS + 1) * BLOCK) as home:
         home.store.io = SlowDisk(home.engine._engine, 1)
         with home.store.writing_behind() as writer:
@@ -297,8 +298,21 @@ def test_parts_that_stay_open_leave_room_for_those_under_way(most_open, least, f
                 home.write(writer, 4, begin, 64, begin)
                 most.append(home.store.io.under_way())
         home.store.io = home.store.io._engine
-        assert max(most) >= least and (least or max(most) < 3)
+        assert (max(most) < UNDER_WAY) if wrong else (max(most) >= UNDER_WAY), most
         home.check_all()
+
+
+@pytest.mark.parametrize("blocks", [PARTS + 1, 17, 33, 65])
+def test_four_arrays_in_turns_are_joined_whatever_the_buffer(blocks, folder):
+    """Counts the transfers of small values to four arrays in turns, as a model's parameters come: as many as there are parts to fill, and none
+    that reads."""
+    with home_in(folder, service_nbytes=blocks * BLOCK) as home:
+        home.engine.tickets.clear()
+        with home.store.writing_behind() as writer:
+            for begin in range(0, 1000, 8):
+                for index in (1, 2, 3, 4):
+                    home.write(writer, index, begin, 8, begin)
+        assert len(home.engine.tickets) <= 3 * 4
 
 
 def test_two_arrays_in_turns_and_padding_between_values_are_joined_too(folder):
