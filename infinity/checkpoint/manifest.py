@@ -100,8 +100,9 @@ def check_files(data: Path, files: dict[str, dict[str, Any]], *, turn: tuple[int
     """Reads files of a checkpoint, by several threads. Raises CorruptionError for the first that is not as it was written.
 
     turn
-        Which of how many readers this is, that divide the files among them.
+        Which of how many readers this is, that divide the files among them. Each looks whether all are there.
     """
+    check_sizes(data, files)
     largest_first = sorted(files.items(), key=lambda item: -item[1]["nbytes"])
     files = dict(largest_first[turn[0] :: turn[1]])
     threads = max(READS_AT_ONCE, processors.for_checksums())
