@@ -89,10 +89,11 @@ class _Open:
 
 
 def _read_rest(path: Path, begin: int, end: int) -> torch.Tensor:
-    """Reads what is behind the last whole block of a file, as far as it is there."""
+    """Reads what is behind the last whole block of a file; what is not there any more counts as zeros, and shows in the checksum."""
     try:
         with open(path, "rb", buffering=0) as file:
-            return torch.frombuffer(bytearray(os.pread(file.fileno(), end - begin, begin)) or bytearray(1), dtype=torch.uint8)
+            found = os.pread(file.fileno(), end - begin, begin)
+            return torch.frombuffer(bytearray(found.ljust(end - begin, b"\0")), dtype=torch.uint8)
     except OSError as error:
         raise StorageError(error.errno or 0, f"cannot read {path}: {error.strerror}", str(path)) from error
 

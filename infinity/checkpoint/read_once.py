@@ -30,6 +30,7 @@ from .saved_tensors import SavedTensors
 from .weight_files import keep_header, tensors_told
 
 Home = tuple[ParamHandle, str]  # and the name of the array
+NEVER_FREED: list[torch.Tensor] = []  # homes that a hung disk may still write to
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,6 @@ class ReadOnce:
         self._kept = self._charge = None
 
 
-NEVER_FREED: list[torch.Tensor] = []  # homes that a hung disk may still write to
-
-
 def choose_files(manifest: dict[str, Any], data: Path, engine: Engine, homes: Sequence[Home]) -> ReadOnce:
     """Chooses the files that are read once: none where there are other ranks, who would have to put back with this one, where the engine's
     state is not whole, or the memory has no room. What is wrong with a file is for its check to tell.
@@ -156,8 +154,8 @@ def _entries(saved: SavedTensors, handle: ParamHandle, name: str) -> list[_Wante
         return []
     (low, high), first = shard.own_part(name, handle.index), shard.part(name, handle.index)[0]
     begin, end = low - first, high - first
-    at = low - shard.own(name)[0]
-    memory = array.flat[at : at + end - begin]
+    own = low - shard.own(name)[0]
+    memory = array.flat[own : own + end - begin]
     if saved.is_coded(name, handle.name):
         found = [(saved.entry_of_codes(name, handle.name, part, begin, end), memory)]
     elif part.order == tuple(range(len(part.order))):

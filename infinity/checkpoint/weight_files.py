@@ -147,14 +147,14 @@ def tensors_of(file: Path) -> dict[str, StoredTensor]:
     if not is_regular(file):
         raise CorruptionError(f"{file} is not a regular file")
     try:
-        keep_header(file)
+        header = keep_header(file)
         with safe_open(file, framework="pt"):  # checks every offset against the file
             pass
     except SafetensorError as error:
         raise CorruptionError(f"{file} is not a readable safetensors file: {error}") from error
     except OSError as error:
         raise StorageError(error.errno or 0, f"cannot read {file}: {error}", str(file)) from error
-    return tensors_told(file, keep_header(file))
+    return tensors_told(file, header)
 
 
 def tensors_told(file: Path, header: bytes) -> dict[str, StoredTensor]:

@@ -51,7 +51,6 @@ from infinity.errors import CorruptionError, InfinityError, StorageError, UsageE
 from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
-from infinity.storage import write_behind
 from infinity.storage.arrays import StateArray
 from infinity.storage.store import ShardStore
 from infinity.storage.write_behind import PARTS, UNDER_WAY, OpenPart, WriteBehind
@@ -286,8 +285,14 @@ def test_writes_that_follow_each_other_become_large_ones(folder):
 def test_parts_that_stay_open_leave_room_for_those_under_way(wrong, folder, monkeypatch):
     """Method: the ends of seven arrays, which nothing follows, and then a long one, with six parts and a disk that moves bytes only when it is
     waited for: two transfers are under way. The twin: where any part may stay open, there come to be fewer."""
-    monkeypatch.setattr(write_behind, "UNDER_WAY", 0 if wrong else UNDER_WAY)
-    monkeypatch.setattr(write_behind, "max", lambda *values: 6 if wrong and values[0] == 4 else max(*values), raising=False)
+    made = WriteBehind.__init__
+
+    def any_may_stay_open(self: WriteBehind, *args: Any) -> None:
+        made(self, *args)
+        self._most_open = self._count
+
+    if wrong:
+        monkeypatch.setattr(WriteBehind, "__init__", any_may_stay_open)
     with home_in(folder, service_nbytes=(PARTS + 1) * BLOCK) as home:
         home.store.io = SlowDisk(home.engine._engine, 1)
         with home.store.writing_behind() as writer:
