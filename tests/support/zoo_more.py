@@ -1,14 +1,49 @@
 """The zoo: encoder-decoders, vision, audio, time series, and models as users change them."""
 
-# ruff: noqa: F403, F405
-
 from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 import transformers
+import zoo_text  # noqa: F401 - fills the zoo
 from torch import nn
-from zoo_base import *
-from zoo_text import *
+from zoo_base import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    IMAGE,
+    LABELS,
+    LAYERS,
+    QUIET,
+    SIZES,
+    TOKENS,
+    VOCAB,
+    ZOO,
+    Architecture,
+    add,
+    caption_batch,
+    causal,
+    channels_batch,
+    filterbank_batch,
+    image,
+    image_batch,
+    image_class_batch,
+    image_in_text_batch,
+    image_question_batch,
+    image_text_pair_batch,
+    masked_batch,
+    mel_batch,
+    segmentation_batch,
+    seq2seq,
+    seq2seq_batch,
+    seq2seq_batch_unshifted,
+    series_batch,
+    spectrogram_class_batch,
+    wave_batch,
+    without,
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Encoder-decoders

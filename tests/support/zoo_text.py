@@ -1,10 +1,30 @@
 """The zoo: decoders, mixtures of experts, state spaces, encoders."""
 
-# ruff: noqa: F403, F405
-
 from __future__ import annotations
 
-from zoo_base import *
+from zoo_base import (
+    GPT_SIZES,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    LABELS,
+    LAYERS,
+    LENGTH,
+    QUIET,
+    QUIET_GPT,
+    SIZES,
+    TOKENS,
+    TWO_KEY_HEADS,
+    VOCAB,
+    add,
+    causal,
+    causal_batch,
+    experts,
+    masked,
+    recurrent,
+    text_class_batch,
+    without,
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoders
