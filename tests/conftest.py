@@ -12,9 +12,15 @@ import pytest
 gc.disable()  # until all is imported: collections that find nothing take a quarter of that time
 
 import torch
+from interrupts import forget_ignored_interrupts
 from marks import refuse_kept_errors
 from order import OF_STANDING_RANKS, longest_first, name_of
 from ranks import StandingRanks
+
+
+@pytest.hookimpl(trylast=True)  # after pytest has set its own hook
+def pytest_configure() -> None:
+    forget_ignored_interrupts()
 
 
 @pytest.fixture(scope="module", autouse=True)
