@@ -55,6 +55,7 @@ class ShardStore(ArrayAllocator):
         for pool in (self._service, self.staging):
             if pool is not None:
                 self.drain(pool)
+        self._behind = None  # its parts are the service buffer's again
         self._returning.clear()
         self._leaving.clear()
         taken = sorted(self._places.values())
@@ -262,8 +263,8 @@ class ShardStore(ArrayAllocator):
     @contextmanager
     def writing_behind(self) -> Iterator[WriteBehind]:
         """Yields a writer for many writes, of which those that follow each other on disk become large ones that nobody waits for.
-        All is at home when the block ends. One that raises leaves some of it unwritten: the store is of no use then. Raises
-        UsageError inside another one."""
+        All is at home when the block ends; of one that raises, some may be unwritten. Raises UsageError inside another one. Where an
+        exception came as the block began or ended, that one is forgotten by :meth:`rebuild`."""
         if self._behind is not None:
             raise UsageError("this store is being written behind already")
         writer = self._behind = WriteBehind(self, self._service)
