@@ -27,7 +27,8 @@ READ_FORMATS = (2, 3)
 MANIFEST = "manifest.json"
 FILE_NAME = re.compile(r"(unit|average)-\d{5}(-rank-\d{5})?(-\d{1,3})?\.safetensors|other\.safetensors")
 MOST_STEPS = 1 << 53
-READ_NBYTES = 4 * 1024 * 1024
+STRETCH_NBYTES = 32 * 1024 * 1024  # of a file, which one thread reads in its order: the system reads ahead of such a reader
+READ_NBYTES = 1024 * 1024
 READS_AT_ONCE = 4  # at least: some read while others sum
 
 
@@ -118,9 +119,9 @@ def check_files(data: Path, files: dict[str, dict[str, Any]], *, turn: tuple[int
 
         try:
             for name, entry in files.items():
-                for begin in range(0, max(1, entry["nbytes"]), READ_NBYTES):
-                    end = min(entry["nbytes"], begin + READ_NBYTES)
-                    summed.append((name, entry["nbytes"] - end, pool.submit(_sum_of_part, data / name, begin, end)))
+                for begin in range(0, max(1, entry["nbytes"]), STRETCH_NBYTES):
+                    end = min(entry["nbytes"], begin + STRETCH_NBYTES)
+                    summed.append((name, entry["nbytes"] - end, pool.submit(_sum_of_stretch, data / name, begin, end)))
                     while len(summed) > 2 * threads:
                         join_oldest()
             while summed:
@@ -141,11 +142,11 @@ def _check_size(path: Path, entry: dict[str, Any]) -> None:
         raise CorruptionError(f"{path} has {nbytes} bytes, but {entry['nbytes']} were written: it was truncated or grew")
 
 
-def _sum_of_part(path: Path, begin: int, end: int) -> int:
+def _sum_of_stretch(path: Path, begin: int, end: int) -> int:
     """The CRC-32C of bytes ``begin`` to ``end`` of a file. What is behind its end counts as nothing, and shows."""
+    slot = torch.empty(max(1, min(READ_NBYTES, end - begin)), dtype=torch.uint8, device="cpu")
+    memory, found, at = memoryview(slot.numpy()), 0, begin
     with open(path, "rb", buffering=0) as file:
-        part = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
-        view, at = memoryview(part.numpy()), 0
-        while at < len(view) and (count := os.preadv(file.fileno(), [view[at:]], begin + at)):
-            at += count
-    return native.crc32c(part[:at])
+        while at < end and (count := os.preadv(file.fileno(), [memory[: end - at]], at)):
+            found, at = native.crc32c(slot[:count], found), at + count
+    return found

@@ -122,9 +122,10 @@ def test_a_disk_that_refuses_or_hangs_is_an_error_and_not_a_wait_for_a_slot(faul
 
 
 def test_a_bit_in_any_part_of_any_file_is_found(tmp_path, monkeypatch):
-    """Method: four files, checked in parts of 4 KiB; a bit is flipped in the first, the last or any other byte of one: its name is told.
+    """Method: four files, checked in stretches of 4 KiB, each in reads of 1 KiB; a bit is flipped in the first, the last or any other byte of one: its name is told.
     Untouched they are right, the empty one too."""
-    monkeypatch.setattr(manifest, "READ_NBYTES", 4096)
+    monkeypatch.setattr(manifest, "STRETCH_NBYTES", 4096)
+    monkeypatch.setattr(manifest, "READ_NBYTES", 1024)
     sizes = {"a": 1, "b": 50_000, "c": 8192}
     files = {
         name: written(tmp_path / name, {"t": torch.randint(0, 256, (size,), dtype=torch.uint8)}) for name, size in sizes.items()
@@ -134,7 +135,7 @@ def test_a_bit_in_any_part_of_any_file_is_found(tmp_path, monkeypatch):
     check_files(tmp_path, files)
     for name in sizes:
         whole = (tmp_path / name).read_bytes()
-        for at in (0, 4095, 4096, len(whole) // 2, len(whole) - 1):
+        for at in (0, 1023, 1024, 4095, 4096, len(whole) // 2, len(whole) - 1):
             if at < len(whole):
                 (tmp_path / name).write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :])
                 with pytest.raises(infinity.CorruptionError, match=f"{name} was changed"):

@@ -51,18 +51,18 @@ def job(tmp_path) -> Job:
 def read_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
     """Names the files that are read once, and those that are summed before."""
     found: dict[str, list[str]] = {"once": [], "before": []}
-    sum_of_part = manifest._sum_of_part
+    sum_of_stretch = manifest._sum_of_stretch
 
     def note(path: Path, begin: int, end: int) -> int:
         found["before"] += [path.name] if begin == 0 else []
-        return sum_of_part(path, begin, end)
+        return sum_of_stretch(path, begin, end)
 
     def note_whole(files: list[WholeFile], running: list, **more: Any) -> None:
         found["once"] += [file.path.name for file in files]
         read_files(files, running, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "_sum_of_part", note)
+        patch.setattr(manifest, "_sum_of_stretch", note)
         patch.setattr(read_once, "read_files", note_whole)
         yield found
 

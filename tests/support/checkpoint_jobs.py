@@ -20,13 +20,13 @@ def checked_together(path: str) -> dict[str, Any]:
     model = build()
     model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
     infinity.save_checkpoint(path, model, optimizer)
-    summed, sum_of_part = set(), manifest._sum_of_part
+    summed, sum_of_stretch = set(), manifest._sum_of_stretch
 
     def note(file: Path, begin: int, end: int) -> int:
         summed.add(file.name)
-        return sum_of_part(file, begin, end)
+        return sum_of_stretch(file, begin, end)
 
-    with mock.patch.object(manifest, "_sum_of_part", note):
+    with mock.patch.object(manifest, "_sum_of_stretch", note):
         infinity.load_checkpoint(path, model, optimizer)
     damaged = sorted(Path(path).glob("infinity-*/unit-*"))[0]
     if dist.get_rank() == 0:
