@@ -135,8 +135,8 @@ def io_timeout() -> float:
 def make_io_engine(
     faults: FaultPlan | None = None, *, kind: str | None = None, block_nbytes: int = 1 << 20, depth: int = 64, work_threads: int = 1
 ) -> IoEngine:
-    """Makes an I/O engine of ``kind`` (None: the one ``INFINITY_IO`` names), which takes checksums in at most ``work_threads`` threads. A
-    device that does not answer for ``INFINITY_IO_TIMEOUT`` seconds (120) is an error."""
+    """Makes an I/O engine of ``kind`` (None: the one ``INFINITY_IO`` names; "instant": one that moves nothing, for benchmarks), which takes
+    checksums in at most ``work_threads`` threads. A device that does not answer for ``INFINITY_IO_TIMEOUT`` seconds (120) is an error."""
     models = modelled_disks()
     return IoEngine(
         kind=kind or io_kind(), block_nbytes=block_nbytes, depth=depth, faults=faults, timeout_seconds=io_timeout(),

@@ -82,6 +82,9 @@ class Backend {
 std::unique_ptr<Backend> make_uring_backend(unsigned depth, std::string& why);
 std::unique_ptr<Backend> make_threads_backend(int thread_count);
 
+// Moves nothing and says that it did: for benchmarks of what comes above disks that are faster than this machine's memory.
+std::unique_ptr<Backend> make_instant_backend();
+
 // Faults, decided by a seed and the piece's number, so that a run can be repeated. Probabilities are per piece.
 struct FaultPlan {
   std::uint64_t seed = 0;

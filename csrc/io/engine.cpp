@@ -27,10 +27,11 @@ namespace {
 const char* verb(Op op) { return op == Op::kRead ? "read" : "write"; }
 
 std::unique_ptr<Backend> choose_backend(const IoOptions& options, std::vector<std::string>& notes) {
-  INFINITY_REQUIRE(options.kind == "auto" || options.kind == "uring" || options.kind == "threads",
+  INFINITY_REQUIRE(options.kind == "auto" || options.kind == "uring" || options.kind == "threads" || options.kind == "instant",
                    "unknown I/O engine '", options.kind, "': use auto, uring or threads");
   std::unique_ptr<Backend> backend;
-  if (options.kind != "threads") {
+  if (options.kind == "instant") backend = make_instant_backend();
+  if (options.kind == "auto" || options.kind == "uring") {
     std::string why;
     backend = make_uring_backend(options.depth, why);
     if (!backend) {

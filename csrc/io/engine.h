@@ -54,7 +54,7 @@ struct Request {
 };
 
 struct IoOptions {
-  std::string kind = "auto";  // auto, uring or threads
+  std::string kind = "auto";  // auto, uring, threads or instant
   unsigned depth = 64;  // of each device
   std::size_t block_nbytes = 1024 * 1024;
   int threads = 8;  // of the thread backend, for each device

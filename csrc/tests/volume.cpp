@@ -226,6 +226,19 @@ TEST_OF_BACKENDS(volume, a_disk_has_its_modelled_rate) {
   CHECK(both < 2 * 2 * kMib / 8e6 || both < 1.5 * one, both);
 }
 
+TEST(volume, disks_that_move_nothing_have_their_modelled_rate_and_leave_memory_as_it_was) {
+  // Of the instant backend: 64 stripes at a rate that this machine's disks do not have, and a read that would have brought zeros.
+  const Disks disks("instant", {32, 32}, 64 * kStripe, {32 * kStripe / 0.05, 32 * kStripe / 0.05});
+  const Memory memory(64 * kStripe);
+  std::fill_n(memory.span.data, memory.span.nbytes, std::byte{7});
+  const auto start = std::chrono::steady_clock::now();
+  wait(disks.engine->submit({{Op::kRead, disks.files[0], 0, memory.part(0, 32 * kStripe)},
+                             {Op::kRead, disks.files[1], 0, memory.part(32 * kStripe, 32 * kStripe)}}));
+  const double taken = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  CHECK(taken >= 0.99 * 0.05, taken);
+  CHECK(memory.bytes() == std::string(memory.span.nbytes, '\7'), "something was moved");
+}
+
 TEST_OF_BACKENDS(volume, a_slow_disk_delays_only_its_own) {
   // Sixty reads of a disk that needs a minute for them, then some of another: those are over while the slow ones wait.
   const Disks disks(kind, {8, 8}, 16 * kStripe, {1e12, 1e12, 1e12});

@@ -76,11 +76,11 @@ def checkpoint_of(root: Path, collectives: Collectives) -> Iterator[tuple[dict[s
         first = collectives.collect(found["manifest"], "the checkpoint to load")[0]
         if first["data"] == data.name:
             yield found["manifest"], data
-            collectives.rendezvous(f"having read {data.name}, with which this rank is done")
+            collectives.rendezvous(f"having read {data.name}, with which this rank is done", wherever=True)
             return
         with reading(root, lambda: first["data"]) as data:  # a save came between: the first rank holds the older one
             yield first, data
-            collectives.rendezvous(f"having read {data.name}, with which this rank is done")
+            collectives.rendezvous(f"having read {data.name}, with which this rank is done", wherever=True)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Checked:
 
 def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
     checked = _check(manifest, data, engine, model, optimizer)
-    engine.collectives.rendezvous(f"loading {manifest['data']}, which every rank can")
+    engine.collectives.rendezvous(f"loading {manifest['data']}, which every rank can", wherever=True)
     once = checked.once
     if once.files and not once.take_room(engine):
         check_files(data, {name: manifest["files"][name] for name in once.files})
@@ -115,6 +115,8 @@ def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module
     engine.count_backwards(0)
     if checked.generators is not None:
         restore_random_state(checked.generators, checked.other, rank)
+    # Where an exception came before this rank had begun, all others say this and it does not: its old values must not mix with theirs.
+    engine.collectives.note_origin(manifest["data"])
     engine.go_on()
     return checked.extra
 
@@ -164,7 +166,7 @@ def _check_files(data: Path, files: dict[str, dict[str, Any]], collectives: Coll
     place = running_kernel() or rank, found.st_dev, found.st_ino
     here = [peer for peer, theirs in collectives.collect((rank, place), "where the checkpoint is read") if theirs == place]
     check_files(data, files, turn=(here.index(rank), len(here)))
-    collectives.rendezvous(f"having checked the files of {data.name}")
+    collectives.rendezvous(f"having checked the files of {data.name}", wherever=True)
 
 
 def _rest(model: nn.Module, rank: int) -> list[tuple[str, dict[str, torch.Tensor]]]:

@@ -64,6 +64,12 @@ class Collectives(Exchanges):
         if self.ranks.experts is not None:
             self.of_experts.note_progress(steps=steps, backwards=backwards)
 
+    def note_origin(self, checkpoint: str) -> None:
+        """Sets what this rank says at every meeting of where its values are from."""
+        super().note_origin(checkpoint)
+        if self.ranks.experts is not None:
+            self.of_experts.note_origin(checkpoint)
+
     @cached_property
     def of_experts(self) -> Collectives:
         """The same for the parameters of divided experts: they pass between the ranks that have them, and all data ranks meet as before."""

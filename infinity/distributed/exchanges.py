@@ -1,6 +1,7 @@
 """Exchanges: what the ranks of a job tell each other outside of a pass: values, agreements, and that one of them failed.
 
-progress   how many steps and backwards a rank has done: part of what is said at every meeting
+progress   how many steps and backwards a rank has done, and since which checkpoint: part of what is said at every meeting. A rank that
+           an exception struck when all had agreed to load one, and before it did, is met with that before its values mix with theirs
 """
 
 from __future__ import annotations
@@ -30,16 +31,25 @@ class Exchanges:
 
     def __init__(self, ranks: DataRanks | None = None):
         self.ranks = ranks if ranks is not None else DataRanks()
-        self._progress, self._progress_of_stages = "", "(after 0 steps)"
+        self._steps = self._backwards = 0
+        self._origin = ""
         self._is_closed = False
 
     def note_progress(self, *, steps: int, backwards: int) -> None:
         """Sets what this rank says at every meeting of how far it is."""
-        self._progress = f"(after {steps} steps and {backwards} backwards)"
-        self._progress_of_stages = f"(after {steps} steps)"  # a stage that trains nothing runs no backward
+        self._steps, self._backwards = steps, backwards
+
+    def note_origin(self, checkpoint: str) -> None:
+        """Sets what this rank says at every meeting of where its values are from: all of them were those of ``checkpoint``."""
+        self._origin = f", from {checkpoint}"
+
+    @property
+    def _progress(self) -> str:
+        return f"(after {self._steps} steps and {self._backwards} backwards{self._origin})"
 
     def _progress_on(self, channel: Channel) -> str:
-        return self._progress_of_stages if channel is self.ranks.stages else self._progress
+        """Says the progress on ``channel``: a stage that trains nothing runs no backward."""
+        return f"(after {self._steps} steps{self._origin})" if channel is self.ranks.stages else self._progress
 
     def allow_flags(self, count: int) -> None:
         """Makes room for ``count`` flags wherever ranks with the same units meet, each with the same number."""
@@ -160,10 +170,10 @@ class Exchanges:
                     other.fail(error)
                 raise
 
-    def rendezvous(self, what: str) -> None:
-        """Waits until every rank is at ``what``."""
+    def rendezvous(self, what: str, *, wherever: bool = False) -> None:
+        """Waits until every rank is at ``what``. ``wherever``: as far as each of them is, for all state is about to be set anew."""
         for channel in self.ranks.places:
-            channel.rendezvous(f"{what} {self._progress_on(channel)}")
+            channel.rendezvous(what if wherever else f"{what} {self._progress_on(channel)}")
 
     def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool = False) -> None:
         """Raises UsageError where the data ranks do not have the same ``tensors``. ``over_tensors``: nor those with other parts of

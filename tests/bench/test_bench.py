@@ -87,7 +87,7 @@ def test_jobs_of_a_gpu_run_without_one(tmp_path):
     ("train_ways", {"train.clip.ahead.infinity_nvme", "train.micro8.plain", "train.units8.infinity_host"}),
     ("train_1b", {"train_1b.plain", "train_1b.infinity_nvme"}),
     ("tiling", {"tiling.width.64", "tiling.head.tiles.grown"}),
-    ("disks", {"disks.one", "disks.unit", "disks.units8", "disks.ranks8", "disks.slow_one"}),
+    ("disks", {"disks.one", "disks.unit", "disks.units8", "disks.ranks8", "disks.slow_one", "disks.moved.ranks8"}),
     ("cluster", {"cluster.disks1", "cluster.disks2", "cluster.disks8", "cluster.latency2"}),
     ("startup", {"startup.host.inference", "startup.nvme.training"}),
     ("integrations", {f"integrations.{name}{what}" for name in ("loop", "transformers", "accelerate", "lightning")

@@ -443,6 +443,15 @@ def test_ranks_of_one_machine_check_each_file_of_a_checkpoint_once(standing_rank
     assert all(rank["same"] for rank in ranks)
 
 
+def test_a_rank_that_missed_a_load_trains_with_nobody_until_it_has_loaded(standing_ranks, tmp_path):
+    """Ctrl-C on one rank when all have agreed to load: it has its old values, of as many steps as the others' new ones."""
+    first, second = standing_ranks(2).run("checkpoint_jobs", "struck_before_it_begins", {"path": str(tmp_path)})
+    assert first["load"] == "struck" and second["load"].startswith("PeerError") and "KeyboardInterrupt" in second["load"]
+    for rank in (first, second):
+        assert rank["forward"].startswith("UsageError") and "from infinity-" in rank["forward"], rank["forward"]
+        assert rank["again"] == "was taken" and rank["same"]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_state_dicts_are_full_on_every_rank(two, mode):
     """What plain torch loads, and what comes back from edits, loads and files."""

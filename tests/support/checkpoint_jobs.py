@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import models
 import torch.distributed as dist
-from rank_jobs import adamw, build, cloned
+from rank_jobs import adamw, build, cloned, train
 from ranks import told
 
 import infinity
 from infinity.checkpoint import manifest
+from infinity.runtime.engine import Engine
 
 
 def checked_together(path: str) -> dict[str, Any]:
@@ -39,3 +41,30 @@ def checked_together(path: str) -> dict[str, Any]:
     same = not models.differing(before, cloned(model.state_dict()))
     infinity.unwrap_model(model, optimizer)
     return {"summed": summed, "all": {file.name for file in damaged.parent.glob("*.safetensors")}, "told": said, "same": same}
+
+
+def struck_before_it_begins(path: str) -> dict[str, Any]:
+    """Loads a checkpoint as far into training as this job is, of other values: Ctrl-C comes on the first rank when all have agreed to and before it
+    begins. What each rank is told, by that load, by a forward behind it, and by a second load; and whether the values are then the saved ones."""
+    model = build()
+    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    train(model, optimizer, steps=1)
+    infinity.save_checkpoint(path, model, optimizer)
+    saved = cloned(model.state_dict())
+    infinity.unwrap_model(model, optimizer)
+
+    model = build()
+    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    train(model, optimizer, steps=1, first=1)
+    strike = mock.patch.object(Engine, "begin_repair", side_effect=KeyboardInterrupt) if dist.get_rank() == 0 else nullcontext()
+    with strike:
+        try:
+            load = told(lambda: infinity.load_checkpoint(path, model, optimizer))
+        except KeyboardInterrupt:
+            load = "struck"
+    forward = told(lambda: train(model, optimizer, steps=1, first=2))
+    again = told(lambda: infinity.load_checkpoint(path, model, optimizer))
+    same = not models.differing(saved, cloned(model.state_dict()))
+    train(model, optimizer, steps=1, first=2)
+    infinity.unwrap_model(model, optimizer)
+    return {"load": load, "forward": forward, "again": again, "same": same}
