@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/span.h"
+#include "io/open_file.h"
 
 namespace infinity {
 
@@ -16,13 +17,15 @@ constexpr unsigned kMaxInFlight = 4096;  // pieces of one engine, over all devic
 enum class Op : std::uint8_t { kRead, kWrite };
 
 struct File {
-  int descriptor = -1;
+  int descriptor = -1;  // -1: dropped
+  std::shared_ptr<OpenFile> open;  // null: dropped, or not the engine's yet
   std::string path;
   bool direct = false;  // opened with O_DIRECT
   std::uint64_t nbytes = 0;
   std::string device;  // the kernel's name for the disk that it lies on
   int queue = -1;      // of that device, index given by the engine
   bool hung = false;   // a transfer was given up: no other is started
+  bool zeroed = false;  // its space was reserved by writing all of it, as some file systems need it
 };
 
 struct Piece {
@@ -76,6 +79,9 @@ class Backend {
   // Told once the set of files or staging buffers is known. Returns why not, or an empty string.
   virtual std::string register_files(const std::vector<int>&) { return "this engine has no file table"; }
   virtual std::string register_buffers(const std::vector<Span>&) { return "this engine has no buffer table"; }
+
+  // Has the table of files let go of one that nothing more is started of, but for the rest of what has been.
+  virtual void forget_file(int) {}
 };
 
 // Null where the build or the kernel has no io_uring; then `why` says so.

@@ -126,14 +126,17 @@ int write_zeros(int descriptor, std::uint64_t nbytes) {
   return 0;
 }
 
-void reserve(int descriptor, const std::string& path, std::uint64_t nbytes) {
+// Returns whether that was done by writing all of it.
+bool reserve(int descriptor, const std::string& path, std::uint64_t nbytes) {
   int error;
   do {
     error = fallocate(descriptor, 0, 0, static_cast<off_t>(nbytes)) == 0 ? 0 : errno;
   } while (error == EINTR);
   // Not posix_fallocate: what it does instead, a byte here and there, is refused by O_DIRECT.
-  if (error == EOPNOTSUPP || error == ENOSYS) error = write_zeros(descriptor, nbytes);
+  const bool by_writing = error == EOPNOTSUPP || error == ENOSYS;
+  if (by_writing) error = write_zeros(descriptor, nbytes);
   if (error) throw StorageError(error, path, concat("cannot reserve ", nbytes, " bytes in ", path));
+  return by_writing;
 }
 
 }  // namespace
@@ -172,11 +175,14 @@ void IoEngine::shut_down() {
     backend_->abandon();
     (void)backend_.release();
     (void)new std::deque<InFlight>(std::move(slots_));
+    (void)new std::deque<File>(std::move(files_));
     return;
   }
   backend_.reset();
-  for (File& file : files_)
-    if (file.descriptor >= 0) close(std::exchange(file.descriptor, -1));
+  for (File& file : files_) {
+    file.descriptor = -1;
+    file.open.reset();
+  }
 }
 
 int IoEngine::create_file(const std::string& path, std::uint64_t nbytes) {
@@ -212,20 +218,33 @@ int IoEngine::add_empty(File file, std::uint64_t nbytes) {
     INFINITY_REQUIRE(nbytes > 0 && nbytes % kBlockNbytes == 0, "a swap file of ", nbytes, " bytes is not a positive multiple of ",
                      kBlockNbytes);
     overwrite_in_place(descriptor);
-    reserve(descriptor, file.path, nbytes);
-    return add(std::move(file));
+    file.zeroed = reserve(descriptor, file.path, nbytes);
   } catch (...) {
     close(descriptor);
     throw;
   }
+  return add(std::move(file));
 }
 
 void IoEngine::drop_file(int index) {
+  std::shared_ptr<OpenFile> open;  // let go outside the lock
   std::lock_guard<std::mutex> lock(mutex_);
   INFINITY_REQUIRE(index >= 0 && index < static_cast<int>(files_.size()), "no file ", index);
   File& file = files_[index];
+  if (file.descriptor < 0) return;
   file.nbytes = 0;  // every transfer is outside it
-  if (file.descriptor >= 0) close(std::exchange(file.descriptor, -1));
+  file.descriptor = -1;
+  backend_->forget_file(index);
+  open = std::move(file.open);
+  open->close_behind();
+}
+
+std::vector<int> IoEngine::open_files() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<int> found;
+  for (std::size_t i = 0; i < files_.size(); ++i)
+    if (files_[i].descriptor >= 0) found.push_back(static_cast<int>(i));
+  return found;
 }
 
 int IoEngine::open_file(const std::string& path) {
@@ -249,7 +268,9 @@ int IoEngine::open_file(const std::string& path) {
   return add(std::move(file));
 }
 
+// Takes over the file's descriptor.
 int IoEngine::add(File file) {
+  file.open = std::make_shared<OpenFile>(file.descriptor);
   if (file.direct && !direct_works(file.descriptor)) {
     fcntl(file.descriptor, F_SETFL, fcntl(file.descriptor, F_GETFL) & ~O_DIRECT);
     file.direct = false;
@@ -375,6 +396,11 @@ void IoEngine::enqueue(const std::vector<Request>& requests, const TicketPtr& ti
         entry.ticket = ticket;
         entry.memory = request.memory;
         entry.work = request.work;
+        entry.open = files_[request.file].open;
+        if (!entry.open) {  // dropped since it was asked for
+          finished.push_back(failed(entry));
+          continue;
+        }
         entry.whole = {entry.piece.data, entry.piece.nbytes};
         if (request.work && request.op == Op::kWrite) {
           first.push_back(std::make_shared<InFlight>(std::move(entry)));
@@ -487,7 +513,7 @@ void IoEngine::start_waiting(Finished& finished) {
           ++queue.in_flight;
           const Piece& piece = slots_[id].piece;
           count(piece.op, +1, 0);
-          backend_->start(id, piece, files_[piece.file].descriptor);
+          backend_->start(id, piece, slots_[id].open->descriptor());
           started = true;
         }
     if (started) backend_->flush();

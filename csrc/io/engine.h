@@ -90,8 +90,12 @@ class IoEngine {
   // process ends, however it does. Messages about it name `folder`.
   int create_swap_file(const std::string& folder, std::uint64_t nbytes);
 
-  // Closes a file that nothing was transferred of, nor will be: a swap file's space is free then. Its index stays taken.
+  // Closes a file once all that was begun of it is over: a swap file's space is free then, or soon after. What has not begun, and waits for
+  // something else, is cancelled; no transfer is accepted. Its index stays taken. Done twice it is done once.
   void drop_file(int index);
+
+  // The files that have not been dropped.
+  std::vector<int> open_files() const;
 
   // Opens `path`, which is there already, O_DIRECT where possible; to read only where that is all it allows. Returns the file's index. Throws StorageError.
   int open_file(const std::string& path);
@@ -131,6 +135,7 @@ class IoEngine {
     TicketPtr ticket;
     std::shared_ptr<void> memory;
     std::shared_ptr<PieceWork> work;
+    std::shared_ptr<OpenFile> open;
     Span whole;  // of which `piece` is what has not been moved yet
     int stalled = 0;       // results in a row that moved nothing usable
     double started = 0;    // by clock_; reached the kernel, or may have

@@ -87,6 +87,7 @@ class ModelledBackend final : public Backend {
   void abandon() override { inner_->abandon(); }
   std::string register_files(const std::vector<int>& files) override { return inner_->register_files(files); }
   std::string register_buffers(const std::vector<Span>& spans) override { return inner_->register_buffers(spans); }
+  void forget_file(int file) override { inner_->forget_file(file); }
 
  private:
   struct Held {

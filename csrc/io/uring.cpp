@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <set>
 
 #include "base/check.h"
 
@@ -44,7 +45,7 @@ class UringBackend final : public Backend {
 
   void start(std::uint32_t id, const Piece& piece, int descriptor) override {
     io_uring_sqe* entry = next_entry();
-    const bool fixed_file = piece.file < registered_files_;
+    const bool fixed_file = piece.file < registered_files_ && !forgotten_.count(piece.file);
     const int file = fixed_file ? piece.file : descriptor;
     const int buffer = registered_buffer(piece);
     if (piece.op == Op::kRead) {
@@ -99,6 +100,13 @@ class UringBackend final : public Backend {
     if (error < 0) return concat("io_uring_register_files: ", std::strerror(-error));
     registered_files_ = static_cast<int>(descriptors.size());
     return "";
+  }
+
+  void forget_file(int file) override {
+    forgotten_.insert(file);
+    int none = -1;
+    // What is in flight keeps its own reference. Refused, the table keeps the file's space until the engine's end.
+    if (file < registered_files_) (void)io_uring_register_files_update(&ring_, static_cast<unsigned>(file), &none, 1);
   }
 
   std::string register_buffers(const std::vector<Span>& spans) override {
@@ -176,6 +184,7 @@ class UringBackend final : public Backend {
 
   io_uring ring_{};
   int registered_files_ = 0;  // the first so many of the engine's files
+  std::set<int> forgotten_;
   std::vector<iovec> buffers_;
 };
 

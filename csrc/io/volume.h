@@ -34,6 +34,9 @@ class Volume {
   // Names the file of each member that has bytes; others may be -1. Nothing is transferred before.
   void set_files(const std::vector<int>& files);
 
+  // The files of all members; none before they are set.
+  const std::vector<int>& files() const { return files_; }
+
   // Where byte `at` lies, and how many of the `nbytes` from there on. Throws UsageError before it has files.
   Place place(std::uint64_t at, std::size_t nbytes) const;
 

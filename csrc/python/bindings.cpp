@@ -207,6 +207,7 @@ void bind_io(py::module_& m) {
       .def(py::init<>())
       .def("lay_out", &Volume::lay_out, py::arg("stripe_nbytes"), py::arg("counts"), py::arg("skipped"), py::arg("nbytes"))
       .def("set_files", &Volume::set_files, py::arg("files"))
+      .def_property_readonly("files", &Volume::files)
       .def("place",
            [](const Volume& volume, std::uint64_t at, std::size_t nbytes) {
              const Volume::Place place = volume.place(at, nbytes);
@@ -238,6 +239,7 @@ void bind_io(py::module_& m) {
              return std::make_shared<Extent>(extent.part(offset, nbytes));
            },
            py::arg("offset"), py::arg("nbytes"))
+      .def("is_in", [](const Extent& extent, const Volume& volume) { return extent.is_in(volume); }, py::arg("volume"))
       .def("writes_under_way", &Extent::writes_under_way)
       .def("checksum", &Extent::checksum, py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
       .def_property("version", &Extent::version, &Extent::set_version)
@@ -275,6 +277,8 @@ void bind_io(py::module_& m) {
       .def("create_swap_file", &IoEngine::create_swap_file, py::arg("folder"), py::arg("nbytes"),
            py::call_guard<py::gil_scoped_release>())
       .def("drop_file", &IoEngine::drop_file, py::arg("file"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("open_files", &IoEngine::open_files)
+      .def("was_zeroed", [](const IoEngine& engine, int file) { return engine.file(file).zeroed; }, py::arg("file"))
       .def("open_file", &IoEngine::open_file, py::arg("path"), py::call_guard<py::gil_scoped_release>())
       .def("device", [](const IoEngine& engine, int file) { return engine.file(file).device; }, py::arg("file"))
       .def("is_direct", [](const IoEngine& engine, int file) { return engine.file(file).direct; }, py::arg("file"))

@@ -641,6 +641,58 @@ TEST_OF_BACKENDS(io, swap_files_have_no_name_and_give_their_space_back) {
   CHECK(has(said_by<StorageError>([&] { disk.engine->create_swap_file("nowhere", kMib); }), "nowhere"));
 }
 
+TEST_OF_BACKENDS(io, a_file_is_dropped_behind_what_was_begun_of_it) {
+  // Late writes of a file fill the queue when it is dropped, and another file is made at once, which would get its descriptor's number: every
+  // write is over, in its own file, and none is accepted any more; what waited for something else is cancelled.
+  FaultPlan slow = fault_plan(7);
+  slow.delay = 1;
+  slow.delay_seconds = 0.002;
+  const Disk disk(kind, &slow, kBlockNbytes, 4, kMib), gate(kind, &slow, kBlockNbytes, 1, kMib);
+  const Memory memory(kMib), target(kMib);
+  std::fill_n(memory.span.data, kMib, std::byte{3});
+  const TicketPtr first = gate.write(0, memory.part(0, 64 * kBlockNbytes));
+  const TicketPtr written = disk.write(0, memory.part(0, kMib / 2));
+  const TicketPtr dependent = disk.write(kMib / 2, memory.part(0, kBlockNbytes), first);
+  disk.engine->drop_file(disk.file);
+  const std::string other = disk.path + "-other";
+  const int file = disk.engine->create_file(other, kMib);
+  unlink(other.c_str());
+  CHECK(disk.engine->open_files() == std::vector<int>{file});
+  wait(written);
+  CHECK(disk.raw(0, kMib / 2) == std::string(kMib / 2, '\3'), "writes of a file that was dropped are lost");
+  CHECK(thrown_by<StorageError>(dependent).error_number == ECANCELED);
+  CHECK(disk.raw(kMib / 2, kMib / 2) == std::string(kMib / 2, '\0'));
+  wait(disk.engine->submit({{Op::kRead, file, 0, target.span}}));
+  CHECK(target.all_zero(), "another file has the bytes of one that was dropped");
+  CHECK(has(said_by<UsageError>([&] { disk.write(0, memory.part(0, kBlockNbytes)); }), "which has 0"));
+  disk.engine->drop_file(disk.file);
+}
+
+TEST_OF_BACKENDS(io, a_file_that_was_dropped_is_open_nowhere) {
+  // A lease to write is given for a file that nobody else has open: the kernel's table of registered files would count.
+  const Disk disk(kind);
+  const Memory memory(kMib);
+  disk.engine->register_files_and_buffers({memory.span});
+  wait(disk.write(0, memory.span));
+  const auto is_open = [&] {
+    const int descriptor = open(disk.path.c_str(), O_RDWR | O_CLOEXEC);
+    CHECK(descriptor >= 0);
+    const bool refused = fcntl(descriptor, F_SETLEASE, F_WRLCK) != 0;
+    const int error = errno;
+    close(descriptor);
+    if (refused && error != EAGAIN) throw Skipped("this file system has no leases");
+    return refused;
+  };
+  CHECK(is_open());
+  disk.engine->drop_file(disk.file);
+  for (int i = 0; i < 500 && is_open(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  CHECK(!is_open(), "a file that was dropped is open still");
+  const int file = disk.engine->create_file(disk.path + "-later", kMib);
+  unlink((disk.path + "-later").c_str());
+  disk.engine->register_files_and_buffers({memory.span});
+  wait(disk.engine->submit({{Op::kWrite, file, 0, memory.span}}));
+}
+
 TEST_OF_BACKENDS(io, options_without_sense_are_refused) {
   // Each alone; nothing stays of the engine that was not made.
   const auto refused = [&](auto change, const std::string& tells) {
