@@ -25,7 +25,6 @@ struct File {
   std::string device;  // the kernel's name for the disk that it lies on
   int queue = -1;      // of that device, index given by the engine
   bool hung = false;   // a transfer was given up: no other is started
-  bool zeroed = false;  // its space was reserved by writing all of it, as some file systems need it
 };
 
 struct Piece {

@@ -126,17 +126,14 @@ int write_zeros(int descriptor, std::uint64_t nbytes) {
   return 0;
 }
 
-// Returns whether that was done by writing all of it.
-bool reserve(int descriptor, const std::string& path, std::uint64_t nbytes) {
+void reserve(int descriptor, const std::string& path, std::uint64_t nbytes) {
   int error;
   do {
     error = fallocate(descriptor, 0, 0, static_cast<off_t>(nbytes)) == 0 ? 0 : errno;
   } while (error == EINTR);
   // Not posix_fallocate: what it does instead, a byte here and there, is refused by O_DIRECT.
-  const bool by_writing = error == EOPNOTSUPP || error == ENOSYS;
-  if (by_writing) error = write_zeros(descriptor, nbytes);
+  if (error == EOPNOTSUPP || error == ENOSYS) error = write_zeros(descriptor, nbytes);
   if (error) throw StorageError(error, path, concat("cannot reserve ", nbytes, " bytes in ", path));
-  return by_writing;
 }
 
 }  // namespace
@@ -175,7 +172,7 @@ void IoEngine::shut_down() {
     backend_->abandon();
     (void)backend_.release();
     (void)new std::deque<InFlight>(std::move(slots_));
-    (void)new std::deque<File>(std::move(files_));
+    (void)new std::deque<File>(files_);
     return;
   }
   backend_.reset();
@@ -218,7 +215,7 @@ int IoEngine::add_empty(File file, std::uint64_t nbytes) {
     INFINITY_REQUIRE(nbytes > 0 && nbytes % kBlockNbytes == 0, "a swap file of ", nbytes, " bytes is not a positive multiple of ",
                      kBlockNbytes);
     overwrite_in_place(descriptor);
-    file.zeroed = reserve(descriptor, file.path, nbytes);
+    reserve(descriptor, file.path, nbytes);
   } catch (...) {
     close(descriptor);
     throw;

@@ -43,7 +43,6 @@ class Extent {
   Extent part(std::size_t at, std::size_t nbytes) const { return in_memory({memory_.data + at, nbytes}, owner_); }
 
   bool is_file() const { return volume_ != nullptr; }
-  bool is_in(const Volume& volume) const { return volume_.get() == &volume; }
   std::size_t nbytes() const { return nbytes_; }
   std::uint64_t offset() const { return offset_; }
   std::byte* memory() const { return memory_.data; }

@@ -239,7 +239,6 @@ void bind_io(py::module_& m) {
              return std::make_shared<Extent>(extent.part(offset, nbytes));
            },
            py::arg("offset"), py::arg("nbytes"))
-      .def("is_in", [](const Extent& extent, const Volume& volume) { return extent.is_in(volume); }, py::arg("volume"))
       .def("writes_under_way", &Extent::writes_under_way)
       .def("checksum", &Extent::checksum, py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
       .def_property("version", &Extent::version, &Extent::set_version)
@@ -278,7 +277,6 @@ void bind_io(py::module_& m) {
            py::call_guard<py::gil_scoped_release>())
       .def("drop_file", &IoEngine::drop_file, py::arg("file"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("open_files", &IoEngine::open_files)
-      .def("was_zeroed", [](const IoEngine& engine, int file) { return engine.file(file).zeroed; }, py::arg("file"))
       .def("open_file", &IoEngine::open_file, py::arg("path"), py::call_guard<py::gil_scoped_release>())
       .def("device", [](const IoEngine& engine, int file) { return engine.file(file).device; }, py::arg("file"))
       .def("is_direct", [](const IoEngine& engine, int file) { return engine.file(file).direct; }, py::arg("file"))

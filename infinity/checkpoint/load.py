@@ -241,7 +241,7 @@ def _load_average(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
             for handle in filter(average.has, engine.group_of):
                 first = handle.shard.part("weight", handle.index)[0]
                 begin, end = (at - first for at in handle.shard.own_part("weight", handle.index))
-                average.write_own(handle, _read_run(saved, handle, "average", begin, end, average.dtype_of(handle)))
+                average.write_own(handle, _read_run(saved, handle, "average", begin, end, average.dtype_of(handle))[0])
     average.resume(count)
 
 
@@ -260,15 +260,15 @@ def _saved_arrays(handle: ParamHandle, step: int) -> list[str]:
 
 
 def _load_array(saved: SavedTensors, store: ArrayIO, engine: Engine, handle: ParamHandle, name: str) -> None:
-    shard, part = handle.shard, part_of_rank(handle)
+    shard, part, stays = handle.shard, part_of_rank(handle), False
     first = shard.part(name, handle.index)[0]
     begin, end = (at - first for at in shard.own_part(name, handle.index))
     dtype = shard.arrays[name].dtype
     if shard.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
         values = saved.read_codes(name, handle.name, part, begin, end)
     else:
-        values = _read_run(saved, handle, name, begin, end, dtype)
-    shard.write_part(store, name, handle.index, values, begin=begin, version=engine.step_index)
+        values, stays = _read_run(saved, handle, name, begin, end, dtype)
+    shard.write_part(store, name, handle.index, values, begin=begin, version=engine.step_index, stays=stays)
 
 
 def _load_decoded(saved: SavedTensors, store: ArrayIO, engine: Engine, handle: ParamHandle, names: list[str]) -> None:
@@ -277,26 +277,29 @@ def _load_decoded(saved: SavedTensors, store: ArrayIO, engine: Engine, handle: P
         first = shard.part(name, handle.index)[0]
         begin, end = (at - first for at in shard.own_part(name, handle.index))
         if begin < end:
-            values = _read_run(saved, handle, name, begin, end, torch.float32)
+            values, _ = _read_run(saved, handle, name, begin, end, torch.float32)
             codes, scales = native.encode_moments(values, sq=name == "exp_avg_sq")
             shard.write_part(store, name, handle.index, codes, begin=begin, version=engine.step_index)
             at = begin // elements_each(SCALES[name])
             shard.write_part(store, SCALES[name], handle.index, scales, begin=at, version=engine.step_index)
 
 
-def _read_run(saved: SavedTensors, handle: ParamHandle, name: str, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-    """Reads elements ``begin`` to ``end`` of this rank's part of a parameter, in the order in which they lie; they are not to be written to."""
+def _read_run(
+    saved: SavedTensors, handle: ParamHandle, name: str, begin: int, end: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, bool]:
+    """Reads elements ``begin`` to ``end`` of this rank's part of a parameter, in the order in which they lie; they are not to be written to. Tells
+    whether they are where the system keeps the file: these take no memory of ours, and stay."""
     part = part_of_rank(handle)
     boxes = list(boxes_of_run(part.box.shape, part.order, begin, end))
     if len(boxes) == 1 and part.order == tuple(range(len(part.order))):
         mapped = saved.mapped(name, handle.name, boxes[0][0].moved(part.box.offset))
         if mapped is not None and mapped.dtype == dtype:
-            return mapped.reshape(-1)
+            return mapped.reshape(-1), True
     values = torch.empty(end - begin, dtype=dtype, device="cpu")
     for box, at in boxes:
         here = view_of_run(values[at - begin : at - begin + box.numel], box, part.order)
         saved.read_into(here, name, handle.name, box.moved(part.box.offset))
-    return values
+    return values, False
 
 
 def _restore_step(store: ArrayIO, engine: Engine, handle: ParamHandle, step: int) -> None:

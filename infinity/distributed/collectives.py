@@ -25,7 +25,7 @@ from .. import native
 from ..machine.traffic import Traffic
 from . import lockstep
 from .data_ranks import DataRanks
-from .exchanges import Exchanges
+from .exchanges import Exchanges, Progress
 from .kinds import Kind, StandIns, bytes_of, count_begun, describe
 from .kinds import begin as begin_kind
 from .lockstep import Collective
@@ -47,8 +47,8 @@ class Collectives(Exchanges):
     Used from the thread that runs the model.
     """
 
-    def __init__(self, ranks: DataRanks | None = None, traffic: Traffic | None = None):
-        super().__init__(ranks)
+    def __init__(self, ranks: DataRanks | None = None, traffic: Traffic | None = None, progress: Progress | None = None):
+        super().__init__(ranks, progress)
         self.traffic = traffic if traffic is not None else Traffic()
         self._traces_agree = False
         self._passes = 0  # that have begun since the last backward or step
@@ -61,19 +61,13 @@ class Collectives(Exchanges):
         """Sets what this rank says at every meeting of how far it is."""
         super().note_progress(steps=steps, backwards=backwards)
         self._passes, self._is_after_step = 0, backwards == 0
-        if self.ranks.experts is not None:
-            self.of_experts.note_progress(steps=steps, backwards=backwards)
-
-    def note_origin(self, checkpoint: str) -> None:
-        """Sets what this rank says at every meeting of where its values are from."""
-        super().note_origin(checkpoint)
-        if self.ranks.experts is not None:
-            self.of_experts.note_origin(checkpoint)
 
     @cached_property
     def of_experts(self) -> Collectives:
         """The same for the parameters of divided experts: they pass between the ranks that have them, and all data ranks meet as before."""
-        return self if self.ranks.experts is None else Collectives(self.ranks.as_experts_see, self.traffic)
+        if self.ranks.experts is None:
+            return self
+        return Collectives(self.ranks.as_experts_see, self.traffic, self._reached)
 
     # --- passes ---
 

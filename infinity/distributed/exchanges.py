@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,33 +24,41 @@ from .kinds import bytes_of
 from .pending import all_gather, ranks_lost
 
 
+@dataclass
+class Progress:
+    """How far a rank is."""
+
+    steps: int = 0
+    backwards: int = 0
+    origin: str = ""  # said behind them
+
+
 class Exchanges:
     """Passes values between the ranks of one job. In a job of one rank every exchange is nothing to do.
 
     Used from the thread that runs the model.
     """
 
-    def __init__(self, ranks: DataRanks | None = None):
+    def __init__(self, ranks: DataRanks | None = None, progress: Progress | None = None):
         self.ranks = ranks if ranks is not None else DataRanks()
-        self._steps = self._backwards = 0
-        self._origin = ""
+        self._reached = progress if progress is not None else Progress()
         self._is_closed = False
 
     def note_progress(self, *, steps: int, backwards: int) -> None:
         """Sets what this rank says at every meeting of how far it is."""
-        self._steps, self._backwards = steps, backwards
+        self._reached.steps, self._reached.backwards = steps, backwards
 
     def note_origin(self, checkpoint: str) -> None:
         """Sets what this rank says at every meeting of where its values are from: all of them were those of ``checkpoint``."""
-        self._origin = f", from {checkpoint}"
+        self._reached.origin = f", from {checkpoint}"
 
     @property
     def _progress(self) -> str:
-        return f"(after {self._steps} steps and {self._backwards} backwards{self._origin})"
+        return f"(after {self._reached.steps} steps and {self._reached.backwards} backwards{self._reached.origin})"
 
     def _progress_on(self, channel: Channel) -> str:
         """Says the progress on ``channel``: a stage that trains nothing runs no backward."""
-        return f"(after {self._steps} steps{self._origin})" if channel is self.ranks.stages else self._progress
+        return f"(after {self._reached.steps} steps{self._reached.origin})" if channel is self.ranks.stages else self._progress
 
     def allow_flags(self, count: int) -> None:
         """Makes room for ``count`` flags wherever ranks with the same units meet, each with the same number."""

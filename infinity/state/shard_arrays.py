@@ -268,12 +268,16 @@ class ShardArrays(ArrayParts):
         size = self.spec.grad_dtype.itemsize
         return self.arrays["grad"].extent.part(self.own_slice[0] * size, self.slice_numel * size)
 
-    def write_part(self, store: ArrayIO, name: str, index: int, part: torch.Tensor, *, version: int, begin: int = 0) -> None:
-        """Puts ``part`` where :meth:`read_part` reads it, from its element ``begin`` on: of it, what is at home here."""
+    def write_part(
+        self, store: ArrayIO, name: str, index: int, part: torch.Tensor, *, version: int, begin: int = 0, stays: bool = False
+    ) -> None:
+        """Puts ``part`` where :meth:`read_part` reads it, from its element ``begin`` on: of it, what is at home here. ``stays``: it does not change
+        until all is at home."""
         self.drop_shadow()
         self.last_read.wait()
         begin += self.part(name, index)[0]
         low, high = self.own_part(name, index)
         low, high = max(low, begin), min(high, begin + part.numel())
         if low < high:
-            store.write(self.arrays[name], low - self.own(name)[0], part[low - begin : high - begin], version=version)
+            here = part[low - begin : high - begin]
+            store.write(self.arrays[name], low - self.own(name)[0], here, version=version, stays=stays)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -30,7 +31,17 @@ MIB = 1024 * 1024
 GROWTH_NBYTES = 256 * MIB  # of a volume that is added later, where there is room
 MAX_DEPTH = 256  # transfers in flight on one disk
 
-Space = tuple[int, int, int]  # volume, offset and bytes
+Space = tuple[int, int, int]  # number of the volume that was added, offset and bytes
+
+
+@dataclass(frozen=True)
+class _Added:
+    """A volume that was added after the store was opened."""
+
+    volume: native.Volume
+    folder: str | None  # that it was added for; None: all folders
+    nbytes: int
+    charge: native.Charge
 
 
 class MakeRegion(Protocol):
@@ -72,11 +83,10 @@ class ArrayAllocator:
             depth=min(MAX_DEPTH, max((profile.depth for profile in profiles), default=1)),
             work_threads=processors.for_checksums(),
         )
-        self._volumes = [native.Volume()]  # the first is laid out by open(), the others are added later
-        self._folder_of: list[str | None] = [None]  # what each volume was added for: None means all folders
-        self._nbytes = 0  # of the first
+        self._first = native.Volume()  # laid out by open()
+        self._nbytes = 0  # of that
+        self._added: list[_Added] = []
         self._charges: list[native.Charge] = []
-        self._added: list[Space] = []  # volumes that were added
         self._places: weakref.WeakKeyDictionary[StateArray, Space] = weakref.WeakKeyDictionary()  # in those, that somebody has
         self._spaces: list[Space] = []  # that are free there
         self._leaving: list[tuple[list[native.Ticket], Space]] = []  # free when these transfers are over
@@ -94,7 +104,7 @@ class ArrayAllocator:
         nbytes = numel * dtype.itemsize
         charge = self.ledger.reserve(tier, round_up(nbytes, native.BLOCK_NBYTES), what)  # memory comes in pages
         if tier is Tier.NVME:
-            extent = native.Extent.in_volume(self._volumes[0], self._nbytes, nbytes)
+            extent = native.Extent.in_volume(self._first, self._nbytes, nbytes)
             self._nbytes += nbytes
             return StateArray(tier, dtype, numel, extent, None, charge)
         region = None
@@ -127,7 +137,7 @@ class ArrayAllocator:
         self._service = native.PinnedPool(service)
         self._charges.append(self.ledger.reserve(Tier.HOST, self._service_nbytes, "the store's service buffer"))
         if self._nbytes:
-            self._folders.lay_out(self._volumes[0], self._nbytes, self.io)
+            self._folders.lay_out(self._first, self._nbytes, self.io)
         self.io.register([(region.address, region.nbytes) for region in (*regions, service)])
         self.staging = staging
         if past_host and staging is not None:
@@ -154,7 +164,7 @@ class ArrayAllocator:
             self._grow(nbytes, what, folder)
             space = self._take_space(nbytes, folder)
         volume, offset, _ = space
-        array = StateArray(tier, torch.uint8, nbytes, native.Extent.in_volume(self._volumes[volume], offset, nbytes))
+        array = StateArray(tier, torch.uint8, nbytes, native.Extent.in_volume(self._added[volume].volume, offset, nbytes))
         self._places[array] = space
         return array
 
@@ -185,7 +195,7 @@ class ArrayAllocator:
             else:
                 self._leaving.append((tickets, space))
         self._spaces = _joined(self._spaces)
-        fitting = [space for space in self._spaces if space[2] >= nbytes and self._folder_of[space[0]] == folder]
+        fitting = [space for space in self._spaces if space[2] >= nbytes and self._added[space[0]].folder == folder]
         if not fitting:
             return None
         volume, offset, size = min(fitting, key=lambda space: space[2])
@@ -228,12 +238,16 @@ class ArrayAllocator:
         charge = self.ledger.reserve(Tier.NVME, size, what)
         volume = native.Volume()
         folders.lay_out(volume, size, self.io)
-        self._charges.append(charge)
         account.planned_nbytes += size
-        self._folder_of.append(folder)
-        self._volumes.append(volume)
-        self._added.append((len(self._volumes) - 1, 0, size))
-        self._spaces.append(self._added[-1])
+        self._added.append(_Added(volume, folder, size, charge))  # whole, or not at all: see drop_unused()
+        self._spaces.append((len(self._added) - 1, 0, size))
+
+    def drop_unused(self) -> None:
+        """Closes swap files of no volume: an exception came as theirs was being made. Their space is free soon after."""
+        used = {file for volume in (self._first, *(added.volume for added in self._added)) for file in volume.files}
+        for file in self.io.open_files:
+            if file not in used:
+                self.io.drop_file(file)
 
 
 def _joined(spaces: list[Space]) -> list[Space]:

@@ -38,8 +38,8 @@ class ArrayIO(Protocol):
     def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
         """Reads as :meth:`ShardStore.read` does."""
 
-    def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
-        """Writes as :meth:`ShardStore.write` does."""
+    def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int, stays: bool = False) -> None:
+        """Writes as :meth:`ShardStore.write` does. ``stays``: ``source`` does not change until all is at home."""
 
     def guarding(self) -> AbstractContextManager[None]:
         """Guards a block as :meth:`ShardStore.guarding` does."""

@@ -29,6 +29,7 @@ from ..machine.tiers import Tier
 from ..machine.timeline import PAST_HOST
 from .allocator import ArrayAllocator, Space
 from .arrays import StateArray, bytes_of
+from .loans import Loans
 from .write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class ShardStore(ArrayAllocator):
         self.failure: Callable[[], InfinityError] | None = None
         self.on_failure = on_failure
         self._behind: WriteBehind | None = None  # that has part of the service buffer
+        self._loans = Loans()
         self._returning: deque[tuple[Event, list[native.Lease]]] = deque()  # slots that the device still copies from
 
     def rebuild(self) -> None:
@@ -55,11 +57,13 @@ class ShardStore(ArrayAllocator):
         for pool in (self._service, self.staging):
             if pool is not None:
                 self.drain(pool)
+        self._loans.rebuild()
         self._behind = None  # its parts are the service buffer's again
         self._returning.clear()
         self._leaving.clear()
         taken = sorted(self._places.values())
-        self._spaces = [space for added in self._added for space in _between(added, taken)]
+        self._spaces = [space for index, added in enumerate(self._added) for space in _between((index, 0, added.nbytes), taken)]
+        self.drop_unused()
 
     # --- staging slots ---
 
@@ -154,9 +158,9 @@ class ShardStore(ArrayAllocator):
                         ticket.wait()
                     lease.release()
 
-    def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
+    def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int, stays: bool = False) -> None:
         """Writes the flat CPU tensor ``source`` at element ``begin``; its blocks carry ``version`` from then on. Interrupted,
-        some of it is written: doing it again makes it whole."""
+        some of it is written: doing it again makes it whole. ``stays`` changes nothing here: all is written when this returns."""
         self.check_process()
         end = begin + source.numel()
         if array.tier is not Tier.NVME:
@@ -206,6 +210,15 @@ class ShardStore(ArrayAllocator):
         """Starts writing ``nbytes`` of ``lease``, whole checksum blocks, from byte ``offset`` of an array on disk. They stay as they are
         until the ticket is over: their checksums are taken meanwhile."""
         return self.io.write(array.extent, offset, lease.address, nbytes, lease=lease, checksum=self.checksums)
+
+    def lend(self, array: StateArray, offset: int, memory: torch.Tensor) -> None:
+        """Starts writing flat ``memory``, whole checksum blocks, from byte ``offset`` of an array on disk on. It stays as it is until
+        :meth:`finish_lent`, and is kept until the disk has read it. Waits where much is under way."""
+        self._loans.write(self.io, array.extent, offset, memory, checksum=self.checksums)
+
+    def finish_lent(self) -> None:
+        """Waits until what was lent is at home. Raises what went wrong first; called again, it goes on with the rest."""
+        self._loans.finish()
 
     @contextmanager
     def borrow(self, nbytes: int) -> Iterator[native.Lease]:
@@ -313,8 +326,10 @@ class ShardStore(ArrayAllocator):
         if self.io is not None:  # waits for what is in flight and closes the files, whoever still refers to it
             self.io.shut_down()
         self.io = None
+        self._loans.clear()
         self._returning.clear()
         self._service = self.staging = None
+        self._added.clear()
         while self._charges:
             self._charges[-1].release()
             self._charges.pop()

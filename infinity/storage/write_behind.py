@@ -3,6 +3,7 @@
 part        a piece of the store's service buffer, with bytes of one array
 open        gathering what follows each other; at most one part for each array
 under way   being written
+lent        memory of the caller's that whole blocks are written from, without a copy
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from .. import native
 from ..errors import InfinityError, UsageError
-from ..machine.sizes import round_up
+from ..machine.sizes import round_down, round_up
 from ..machine.tiers import Tier
 from .arrays import ArrayIO, StateArray
 
@@ -59,6 +60,12 @@ class BlockStore(ArrayIO, Protocol):
     def start_write(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> native.Ticket:
         """Starts writing whole checksummed blocks of an array on disk."""
 
+    def lend(self, array: StateArray, offset: int, memory: torch.Tensor) -> None:
+        """Starts writing whole checksummed blocks of an array on disk from ``memory``, where it is."""
+
+    def finish_lent(self) -> None:
+        """Waits for what was lent."""
+
 
 class WriteBehind:
     """Reads and writes arrays as the store does, but that a write to disk returns before its bytes are at home."""
@@ -74,6 +81,7 @@ class WriteBehind:
         self._free: list[OpenPart] = []
         self._open: dict[StateArray, OpenPart] = {}
         self._under_way: list[OpenPart] = []
+        self._lent: dict[StateArray, tuple[int, int]] = {}  # from the first byte to behind the last that is lent, or was
 
     def guarding(self) -> AbstractContextManager[None]:
         """Enters the store's guard."""
@@ -83,8 +91,9 @@ class WriteBehind:
         """Reads as the store does: what was written is read."""
         return self._store.read(array, begin, end)
 
-    def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int) -> None:
-        """Writes as the store does, behind the caller. Raises UsageError for more than the array has room for."""
+    def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int, stays: bool = False) -> None:
+        """Writes as the store does, behind the caller. ``stays``: ``source`` does not change before :meth:`flush`, so that its whole blocks are
+        lent where they lie as the disk's do. Raises UsageError for more than the array has room for."""
         if array.tier is not Tier.NVME or not self._count:
             self._store.write(array, begin, source, version=version)
             return
@@ -93,15 +102,36 @@ class WriteBehind:
         if at + raw.numel() > array.nbytes:
             raise UsageError(f"{raw.numel()} bytes at {at} of an array of {array.nbytes}")
         with self.guarding():
-            while raw.numel():
-                part = self._part_for(array, at)
-                count = min(raw.numel(), part.start + self._part_nbytes - at)
-                native.copy_flat(part.memory[at - part.start : at - part.start + count], raw[:count])
-                raw, at = raw[count:], at + count
-                part.end = at
-                if at == part.start + self._part_nbytes:
-                    self._submit(part)
+            low = high = at
+            if stays and (raw.data_ptr() - at) % native.BLOCK_NBYTES == 0:
+                low = min(at + raw.numel(), round_up(at, native.CHECKSUM_NBYTES))
+                high = max(low, round_down(at + raw.numel(), native.CHECKSUM_NBYTES))
+            self._gather(array, at, raw[: low - at])
+            if low < high:
+                self._lend(array, low, raw[low - at : high - at])
+            self._gather(array, high, raw[high - at :])
         array.extent.version = version
+
+    def _lend(self, array: StateArray, start: int, raw: torch.Tensor) -> None:
+        """Lends ``raw``, whole blocks from byte ``start`` of the array on."""
+        part, end = self._open.get(array), start + raw.numel()
+        if part is not None and part.holds(array, start, end):
+            self._submit(part)
+        self._finish_those_with(array, start, end)
+        low, high = self._lent.get(array, (start, end))
+        self._lent[array] = min(low, start), max(high, end)
+        self._store.lend(array, start, raw)
+
+    def _gather(self, array: StateArray, at: int, raw: torch.Tensor) -> None:
+        """Copies ``raw`` to parts, from byte ``at`` of the array on."""
+        while raw.numel():
+            part = self._part_for(array, at)
+            count = min(raw.numel(), part.start + self._part_nbytes - at)
+            native.copy_flat(part.memory[at - part.start : at - part.start + count], raw[:count])
+            raw, at = raw[count:], at + count
+            part.end = at
+            if at == part.start + self._part_nbytes:
+                self._submit(part)
 
     def flush(self) -> None:
         """Returns when everything is at home. The service buffer is the store's again."""
@@ -110,13 +140,14 @@ class WriteBehind:
                 self._submit(part)
             while self._under_way:
                 self._finish(self._under_way[0])
+            self._store.finish_lent()
             self._let_go()
 
     def close(self) -> None:
         """Returns when nothing is under way, after an error too; what is open is dropped."""
-        for part in self._under_way:
+        for wait in (*(part.ticket.wait for part in self._under_way), self._store.finish_lent):
             try:
-                part.ticket.wait()
+                wait()
             except InfinityError as error:  # another one is being raised; the store has to know of this one, too
                 with suppress(InfinityError), self.guarding():
                     raise error
@@ -183,6 +214,10 @@ class WriteBehind:
     def _finish_those_with(self, array: StateArray, start: int, end: int) -> None:
         for part in [part for part in self._under_way if part.holds(array, start, end)]:
             self._finish(part)
+        low, high = self._lent.get(array, (0, 0))
+        if start < high and low < end:
+            self._store.finish_lent()
+            self._lent.clear()
 
     def _finish(self, part: OpenPart) -> None:
         part.ticket.wait()  # where Ctrl-C comes, or an error, it is still under way: see close()

@@ -8,12 +8,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import pytest
+import torch
 from checkpoint_cases import SEED, Job, check_like, saved, uninterrupted  # noqa: F401
+from models import at_home, differing, with_least
+from native_arrays import ENGINES, MIB
+from runs import adamw
+from torch import nn
 
 import infinity
+from infinity.storage.loans import Loans
 from infinity.storage.store import ShardStore
 from infinity.storage.write_behind import WriteBehind
 
@@ -28,8 +36,9 @@ def struck_at(found: set[Line]) -> Iterator[list[Line]]:
         ShardStore.writing_behind.__wrapped__.__code__,
         *(
             getattr(WriteBehind, name).__code__
-            for name in ("__init__", "write", "_part_for", "_submit", "flush", "close", "_let_go")
+            for name in ("__init__", "write", "_gather", "_lend", "_part_for", "_submit", "flush", "close", "_let_go")
         ),
+        *(getattr(Loans, name).__code__ for name in ("write", "finish", "_finish_first")),
     }
     struck: list[Line] = []
 
@@ -48,6 +57,56 @@ def struck_at(found: set[Line]) -> Iterator[list[Line]]:
         yield struck
     finally:
         sys.settrace(before)
+
+
+class Wide:
+    """A job whose values are whole blocks, which a load writes from where the system keeps the files."""
+
+    def __init__(self, folder: Path, seed: int):
+        torch.manual_seed(seed)
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
+        optimizer = adamw(model, 1e-2)
+        config = with_least(model, optimizer, at_home("nvme", "nvme", folder))
+        config["host_memory"] += 8 * MIB  # for a service buffer of several blocks
+        self.model, self.optimizer = infinity.wrap_model(model, optimizer, config)
+        self.step()
+
+    def step(self) -> None:
+        self.model(torch.ones(1, 512)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def load(self, path: Path) -> None:
+        infinity.load_checkpoint(path, self.model, self.optimizer)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        entries = self.optimizer.state_dict()["state"].items()
+        moments = {f"{index} {name}": torch.as_tensor(value) for index, entry in entries for name, value in entry.items()}
+        return dict(self.model.state_dict()) | moments
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_wherever_a_load_that_lends_is_struck_the_next_one_is_whole(kind, tmp_path, monkeypatch):
+    """Method: as above, of values that are whole blocks; then each byte is the saved one, and so are those of a step."""
+    monkeypatch.setenv("INFINITY_IO", kind)
+    first = Wide(tmp_path, 1)
+    infinity.save_checkpoint(tmp_path / "saved", first.model, first.optimizer)
+    job, saved_state, found = Wide(tmp_path, 2), first.state(), set[Line]()
+    while True:
+        with struck_at(found) as struck:
+            try:
+                job.load(tmp_path / "saved")
+            except KeyboardInterrupt:
+                pass
+        if not struck:
+            break
+        found.update(struck)
+        job.load(tmp_path / "saved")
+        assert differing(job.state(), saved_state) == []
+    assert {name for name, _ in found} >= {"WriteBehind._lend", "Loans.write", "Loans.finish", "Loans._finish_first"}
+    first.step()
+    job.step()
+    assert differing(job.state(), first.state()) == []
 
 
 def test_wherever_a_writer_behind_is_struck_the_next_load_is_whole(saved, uninterrupted, tmp_path):

@@ -13,6 +13,8 @@ import json
 import os
 import resource
 import shutil
+import sys
+import time
 from collections import Counter, namedtuple
 from pathlib import Path
 
@@ -77,13 +79,24 @@ def make_disks(tmp_path, monkeypatch):
         store.close()
 
 
-def held(store: ShardStore, offset: int, nbytes: int, volume: int = 0) -> Counter:
-    """Counts the bytes of each file in a range of one of the store's volumes."""
+def held(store: ShardStore, offset: int, nbytes: int, *, added: bool = False) -> Counter:
+    """Counts the bytes of each file in a range of the store's first volume, or of the one that was ``added`` first."""
+    volume = store._added[0].volume if added else store._first
     found, at = Counter(), offset
     while at < offset + nbytes:
-        file, _, length = store._volumes[volume].place(at, offset + nbytes - at)
+        file, _, length = volume.place(at, offset + nbytes - at)
         found[file] += length
         at += length
+    return found
+
+
+def number_of_swap_files(disks: Disks, expected: int) -> list[int]:
+    """Counts the swap files of each folder, once they are as ``expected``, or after ten seconds: those that are dropped are closed by a thread."""
+    for _ in range(1000):
+        found = [len(swap_files(Path(folder))) for folder in disks.folders]
+        if found == [expected] * len(found):
+            break
+        time.sleep(0.01)
     return found
 
 
@@ -184,7 +197,7 @@ def test_ranks_of_one_machine_start_at_different_disks(make_disks):
         store = disks.store(rank=rank, ranks=4)
         array = store.allocate(Tier.NVME, torch.uint8, MIB, "an array")
         store.open([])
-        first.add(store._volumes[0].place(array.extent.offset, 1)[0])
+        first.add(store._first.place(array.extent.offset, 1)[0])
     assert first == {0, 1, 2, 3}
 
 
@@ -228,9 +241,9 @@ def test_what_is_added_later_lies_on_all_disks_too(make_disks):
     store.write(arrays[-1], 0, torch.full((MIB,), 9, dtype=torch.uint8), version=1)
     for number, array in zip((0, 2, 3, 9), arrays):
         assert store.read(array, 0, array.numel).unique().tolist() == [number]
-        assert min(held(store, array.extent.offset, array.nbytes, 1).values()) >= 3 * STRIPE
+        assert min(held(store, array.extent.offset, array.nbytes, added=True).values()) >= 3 * STRIPE
     store.rebuild()
-    assert sum(size for _, _, size in store._spaces) == store._added[0][2] - 4 * MIB
+    assert sum(size for _, _, size in store._spaces) == store._added[0].nbytes - 4 * MIB
 
 
 def test_space_that_not_all_disks_have_is_given_back(make_disks, monkeypatch):
@@ -251,12 +264,56 @@ def test_space_that_not_all_disks_have_is_given_back(make_disks, monkeypatch):
         for _ in range(3):
             with pytest.raises(infinity.CapacityError, match="it is full"):
                 store.allocate_more(Tier.NVME, MIB, "activations")
-    assert [len(swap_files(Path(folder))) for folder in disks.folders] == [1, 1]
+    assert number_of_swap_files(disks, 1) == [1, 1]
     array = store.allocate_more(Tier.NVME, MIB, "activations")
-    assert [len(swap_files(Path(folder))) for folder in disks.folders] == [2, 2]
+    assert number_of_swap_files(disks, 2) == [2, 2]
     value = torch.randint(0, 255, (MIB,), dtype=torch.uint8)
     store.write(array, 0, value, version=1)
     assert torch.equal(store.read(array, 0, MIB), value)
+
+
+def test_a_volume_whose_making_is_interrupted_takes_no_space(make_disks):
+    """Method: Ctrl-C at every line in turn of what makes a further volume. The next use closes its files and gives its charge back, and takes what it needs."""
+    disks = make_disks([1e9, 1e9])
+    store = disks.store()
+    kept = store.allocate(Tier.NVME, torch.uint8, MIB, "an array")
+    store.open([])
+    account, found = store.ledger.accounts[Tier.NVME], set[tuple[str, int]]()
+    codes = {each.__code__ for each in (ShardStore.allocate_more, ShardStore._grow, swap_folders.SwapFolders.lay_out)}
+    while True:
+        struck, charged, volumes = [], account.charged_nbytes, len(store._added)
+
+        def trace(frame, event, _):
+            line = (frame.f_code.co_qualname, frame.f_lineno)
+            if frame.f_code in codes and event == "line" and not struck and line not in found:
+                struck.append(line)
+                raise KeyboardInterrupt
+            return trace if frame.f_code in codes else None
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        array = None
+        try:
+            array = store.allocate_more(Tier.NVME, swap_folders.MIB, "activations")
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        if not struck:
+            break
+        found.update(struck)
+        store.rebuild()
+        whole = len(store._added) - volumes  # it was there before the interrupt came
+        assert account.charged_nbytes == charged + sum(added.nbytes for added in store._added[volumes:])
+        assert number_of_swap_files(disks, 1 + len(store._added)) == [1 + len(store._added)] * 2
+        if whole:
+            store._added[volumes:], store._spaces = [], []  # as if it had not been
+            store.drop_unused()
+    assert {name for name, _ in found} == {"ArrayAllocator.allocate_more", "ArrayAllocator._grow", "SwapFolders.lay_out"}
+    value = torch.randint(0, 255, (MIB,), dtype=torch.uint8)
+    for each in (kept, array):
+        store.write(each, 0, value, version=1)
+        assert torch.equal(store.read(each, 0, MIB), value)
 
 
 def test_a_folder_that_vanishes_in_mid_run_takes_nothing_with_it(make_disks):
@@ -298,7 +355,7 @@ def test_a_disk_that_fails_in_mid_run_is_named_and_the_others_keep_what_they_hav
         store.read(array, 0, 1)
     memory = native.Region(STRIPE, False, 1)
     for at in range(0, 3 * MIB, STRIPE):
-        file, offset, _ = store._volumes[0].place(at, STRIPE)
+        file, offset, _ = store._first.place(at, STRIPE)
         if file != 2:
             store.io.read(native.Extent.in_file(file, offset, STRIPE), 0, memory.address, STRIPE, checksum=False).wait()
             assert native.tensor_at(memory, memory.address, STRIPE, torch.uint8).unique().tolist() == [1]

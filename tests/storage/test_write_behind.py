@@ -12,9 +12,14 @@ Words used here:
 from __future__ import annotations
 
 import ctypes
+import errno
+import gc
+import itertools
 import random
 import struct
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -51,6 +56,7 @@ from infinity.errors import CorruptionError, InfinityError, StorageError, UsageE
 from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
+from infinity.storage import loans
 from infinity.storage.arrays import StateArray
 from infinity.storage.store import ShardStore
 from infinity.storage.write_behind import PARTS, UNDER_WAY, OpenPart, WriteBehind
@@ -138,11 +144,17 @@ class Home:
         self.store.io = self.engine = Noted(self.store.io)
         self.plain = [torch.zeros(array.numel, dtype=array.dtype) for array in self.arrays]
 
-    def write(self, writer: WriteBehind, index: int, begin: int, count: int, seed: int) -> None:
-        raw = torch.randint(256, (count * self.arrays[index].dtype.itemsize,), dtype=torch.uint8,
-                            generator=torch.Generator().manual_seed(seed))  # fmt: skip
+    def write(self, writer: WriteBehind, index: int, begin: int, count: int, seed: int, *, lent: bool = False) -> None:
+        size = self.arrays[index].dtype.itemsize
+        raw = torch.randint(256, (count * size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
         values = raw.view(self.arrays[index].dtype)
         self.plain[index][begin : begin + count] = values
+        if lent and count:  # where its blocks lie as the disk's do
+            region = native.Region(count * size + PAGE, False, 0)
+            memory = native.tensor_at(region, region.address + begin * size % PAGE, count * size, torch.uint8)
+            memory.copy_(raw)
+            writer.write(self.arrays[index], begin, memory.view(values.dtype), version=1, stays=True)
+            return
         writer.write(self.arrays[index], begin, values, version=1)
         raw.fill_(0xEE)  # it is the caller's again
 
@@ -155,17 +167,22 @@ class Home:
         for index, array in enumerate(self.arrays):
             self.check_read(self.store, index, 0, array.numel)
 
+    def write_all_anew(self) -> None:
+        with self.store.writing_behind() as writer:
+            for index, array in enumerate(self.arrays):
+                self.write(writer, index, 0, array.numel, index)
+
     def do(self, writer: WriteBehind, moves: list[tuple]) -> None:
-        """Moves are (array, verb, where as a share, elements, seed); "on" goes on where the last move ended."""
+        """Moves are (array, verb, where as a share, elements, seed); "on" goes on where the last move ended, "lend" writes from memory that stays."""
         reached = [0] * len(self.arrays)
         for index, verb, share, count, seed in moves:
             numel = self.arrays[index].numel
-            begin = reached[index] % numel if verb == "on" else int(share * numel)
+            begin = reached[index] % numel if verb in ("on", "lend on") else int(share * numel)
             count = min(count, numel - begin)
             if verb == "read":
                 self.check_read(writer, index, begin, count)
             else:
-                self.write(writer, index, begin, count, seed)
+                self.write(writer, index, begin, count, seed, lent=verb.startswith("lend"))
                 reached[index] = begin + count
 
 
@@ -194,7 +211,7 @@ def random_moves(rng: random.Random, count: int = 25) -> list[tuple]:
     moves, index = [], 0
     for _ in range(count):
         index = index if rng.random() < 0.6 else rng.randrange(len(ARRAYS) + 1)
-        verb = rng.choice(["on", "on", "on", "at", "at", "read"])
+        verb = rng.choice(["on", "on", "lend on", "lend on", "at", "lend at", "read"])
         share = rng.choice([0.0, 0.0, rng.random(), rng.randrange(7) / 7])
         numel = rng.choice([0, 1, 63, BLOCK // 4, BLOCK // 2, rng.randrange(4 * BLOCK), 8 * BLOCK])
         moves.append((index, verb, share, numel, rng.randrange(2**30)))
@@ -203,7 +220,7 @@ def random_moves(rng: random.Random, count: int = 25) -> list[tuple]:
 
 MOVES = st.lists(
     st.tuples(
-        st.integers(0, len(ARRAYS)), st.sampled_from(["on", "at", "read"]), st.sampled_from([0.0, 0.3, 0.5, 6 / 7, 0.9999]),
+        st.integers(0, len(ARRAYS)), st.sampled_from(["on", "at", "lend on", "lend at", "read"]), st.sampled_from([0.0, 0.3, 0.5, 6 / 7, 0.9999]),
         st.sampled_from([1, 63, 64, 1024, BLOCK // 8, BLOCK // 4, BLOCK // 2, BLOCK, 3 * BLOCK + 1, 8 * BLOCK]),
         st.integers(0, 9),
     ),
@@ -263,10 +280,15 @@ def zeros_around(self: WriteBehind, part: OpenPart, begin: int, end: int) -> Non
     part.memory[begin - part.start : end - part.start] = 0
 
 
+def lends_at_once(self: WriteBehind, array: StateArray, start: int, raw: torch.Tensor) -> None:
+    self._store.lend(array, start, raw)
+
+
 @pytest.mark.parametrize("name, wrong", [("_take", takes_one_under_way), ("_finish_those_with", forgets_places),
-                                         ("_fill", zeros_around)])  # fmt: skip
+                                         ("_fill", zeros_around), ("_lend", lends_at_once)])  # fmt: skip
 def test_the_slow_disk_sees_what_is_wrong(name, wrong, folder, monkeypatch):
-    """Method: the twin: a part that is filled while it is written, overlapping writes in any order, zeros around a write."""
+    """Method: the twin: a part that is filled while it is written, overlapping writes in any order, zeros around a write, memory that is lent where a
+    part is open."""
     monkeypatch.setattr(WriteBehind, name, wrong)
     assert wrong_on_a_slow_disk(folder) != []
 
@@ -372,6 +394,118 @@ def test_one_writer_at_a_time(folder):
                 pass
         with home.store.writing_behind() as writer:
             home.write(writer, 4, 0, 100, 1)
+        home.check_all()
+
+
+# --- memory that is lent ---
+
+
+def lent_to(home: Home, count: int) -> tuple[weakref.ref, torch.Tensor]:
+    """Writes the first ``count`` bytes of array 4 from memory that nobody else keeps: a reference to it, and its bytes."""
+    region = native.Region(count, False, 0)
+    memory = native.tensor_at(region, region.address, count, torch.uint8)
+    memory.random_(256)
+    home.plain[4].view(torch.uint8)[:count] = memory
+    home.store.lend(home.arrays[4], 0, memory)
+    return weakref.ref(memory), memory.clone()
+
+
+def test_memory_that_is_lent_is_kept_until_the_disk_has_read_it(kind, folder):
+    """Method: writes that take their time, from memory that the caller lets go at once. Behind them it is gone, and nobody copied a byte."""
+    with home_in(folder, faults=fault_plan(delay=1.0, delay_seconds=0.02)) as home:
+        kept, _ = lent_to(home, 6 * BLOCK)
+        gc.collect()
+        assert home.engine.under_way() and len(home.store._loans._loans) == 1
+        home.store.finish_lent()
+        assert not home.engine.under_way() and not home.store._loans._loans
+        gc.collect()
+        assert kept() is None
+        home.check_all()
+
+
+def test_no_more_is_lent_at_a_time_than_is_allowed(folder, monkeypatch):
+    monkeypatch.setattr(loans, "PIECE_NBYTES", BLOCK)
+    monkeypatch.setattr(loans, "MOST", 2)
+    with home_in(folder) as home:
+        home.store.io = disk = SlowDisk(home.engine._engine, 0)
+        lent_to(home, 6 * BLOCK)
+        assert len(disk.tickets) == 6 and disk.under_way() <= 2
+        home.store.finish_lent()
+        home.store.io = disk._engine
+        home.check_all()
+
+
+@pytest.mark.parametrize("fault, name", [("eio", "StorageError"), ("lost_write", "CorruptionError")])
+def test_what_is_lent_to_a_disk_that_fails_is_a_typed_error(fault, name, kind, folder, monkeypatch):
+    """Method: every write is refused, or lost. All that was lent is over when the last error was told."""
+    monkeypatch.setattr(loans, "PIECE_NBYTES", BLOCK)
+    with home_in(folder, faults=fault_plan(**{fault: 1.0})) as home:
+        found = []
+        lent_to(home, 3 * BLOCK)
+        for _ in range(4):
+            try:
+                home.store.finish_lent()
+                home.check_all()
+            except TYPED as error:
+                found.append(type(error).__name__)
+        assert found[0] == name and home.engine.under_way() == 0 and not home.store._loans._loans
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_memory_that_the_disk_cannot_read_is_copied(wrong, folder, monkeypatch):
+    """Method: a disk that refuses what lies in the memory that was lent with EFAULT. The twin: where the error counts as any other it is raised."""
+    if wrong:
+        monkeypatch.setattr(loans, "errno", SimpleNamespace(EFAULT=None))
+
+    class Refusing(Noted):
+        def write(self, extent: native.Extent, offset: int, address: int, nbytes: int, **more: Any) -> Any:
+            if not self.tickets:
+                self.tickets.append(SimpleNamespace(done=True, wait=refuse))
+                return self.tickets[-1]
+            return super().write(extent, offset, address, nbytes, **more)
+
+    def refuse() -> None:
+        raise StorageError(errno.EFAULT, "write", "a disk")
+
+    with home_in(folder) as home:
+        home.store.io = Refusing(home.engine._engine)
+        lent_to(home, 6 * BLOCK)
+        if wrong:
+            with pytest.raises(StorageError):
+                home.store.finish_lent()
+        else:
+            home.store.finish_lent()
+            home.check_all()
+        home.store.io = home.store.io._engine
+
+
+@pytest.mark.parametrize("line", range(12))
+def test_ctrl_c_while_memory_is_lent_leaves_nothing_under_way_that_nobody_keeps(line, folder):
+    """Method: Ctrl-C at the n-th line of what lends it, on a slow disk; all that was begun is over when the store is put right, or kept."""
+    with home_in(folder, faults=fault_plan(delay=1.0, delay_seconds=0.02)) as home:
+        counted = itertools.count()
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            if frame.f_code.co_filename != loans.__file__:
+                return None
+            if event == "line" and next(counted) == line:
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            lent_to(home, 3 * BLOCK)
+            home.store.finish_lent()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        kept = [loan for loan in (*home.store._loans._loans, *home.store._loans._hidden)]
+        assert len(kept) >= home.engine.under_way()
+        home.store.rebuild()
+        assert not home.store._loans._loans
+        home.write_all_anew()
         home.check_all()
 
 
