@@ -51,8 +51,10 @@ def this_process() -> Process:
 
 
 def job_name() -> str:
-    """Names this process's job: by its launcher's number where there is one, which all ranks of a machine have in common."""
-    return f"{os.uname().nodename}-{os.getppid() if int(os.environ.get('WORLD_SIZE', 1)) > 1 else os.getpid()}"
+    """Names this process's job: by its launcher where there is one, which all ranks of a machine have in common. With a process's number goes when it
+    started: containers of one name have the same numbers."""
+    pid = os.getppid() if int(os.environ.get("WORLD_SIZE", 1)) > 1 else os.getpid()
+    return f"{os.uname().nodename}-{pid}-{start_of(pid)}"
 
 
 def write(folder: Path, kind: str, rank: int, content: dict[str, Any]) -> None:

@@ -97,3 +97,12 @@ def test_old_runs_go_and_nobody_elses(tmp_path):
         os.utime(tmp_path / old, (0, 0))
     run_files.remove_old(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alive", "mixed", "run3", "run4", "strange"]
+
+
+def test_processes_of_one_number_have_jobs_of_their_own(monkeypatch):
+    """Method: the same number on a host of the same name, as containers have them, started at another time; the twin, at the same one."""
+    names = []
+    for started in (7, 8, 8):
+        monkeypatch.setattr(run_files, "start_of", lambda pid, started=started: started)
+        names.append(run_files.job_name())
+    assert names[0] != names[1] == names[2]
