@@ -223,17 +223,18 @@ int IoEngine::add_empty(File file, std::uint64_t nbytes) {
   return add(std::move(file));
 }
 
-void IoEngine::drop_file(int index) {
+void IoEngine::drop_file(int index, bool behind) {
+  INFINITY_REQUIRE(is_ours(), "an I/O engine of process ", process_, " was used in its forked child ", getpid());
   std::shared_ptr<OpenFile> open;  // let go outside the lock
   std::lock_guard<std::mutex> lock(mutex_);
   INFINITY_REQUIRE(index >= 0 && index < static_cast<int>(files_.size()), "no file ", index);
   File& file = files_[index];
-  if (file.descriptor < 0) return;
+  if (file.descriptor < 0 || stopping_) return;  // it goes, or has gone, with all others
   file.nbytes = 0;  // every transfer is outside it
   file.descriptor = -1;
   backend_->forget_file(index);
   open = std::move(file.open);
-  open->close_behind();
+  if (behind) open->close_behind();
 }
 
 std::vector<int> IoEngine::open_files() const {

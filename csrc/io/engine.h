@@ -91,8 +91,9 @@ class IoEngine {
   int create_swap_file(const std::string& folder, std::uint64_t nbytes);
 
   // Closes a file once all that was begun of it is over: a swap file's space is free then, or soon after. What has not begun, and waits for
-  // something else, is cancelled; no transfer is accepted. Its index stays taken. Done twice it is done once.
-  void drop_file(int index);
+  // something else, is cancelled; no transfer is accepted. Its index stays taken. Done twice it is done once. `behind`: by a thread of its own,
+  // for a file system takes long to free the space of a large file; else, where nothing was begun, before this returns.
+  void drop_file(int index, bool behind = true);
 
   // The files that have not been dropped.
   std::vector<int> open_files() const;

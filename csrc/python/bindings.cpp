@@ -275,8 +275,8 @@ void bind_io(py::module_& m) {
       .def("shut_down", &IoEngine::shut_down, py::call_guard<py::gil_scoped_release>())
       .def("create_swap_file", &IoEngine::create_swap_file, py::arg("folder"), py::arg("nbytes"),
            py::call_guard<py::gil_scoped_release>())
-      .def("drop_file", &IoEngine::drop_file, py::arg("file"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("open_files", &IoEngine::open_files)
+      .def("drop_file", &IoEngine::drop_file, py::arg("file"), py::arg("behind") = true, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("open_files", py::cpp_function(&IoEngine::open_files, py::call_guard<py::gil_scoped_release>()))
       .def("open_file", &IoEngine::open_file, py::arg("path"), py::call_guard<py::gil_scoped_release>())
       .def("device", [](const IoEngine& engine, int file) { return engine.file(file).device; }, py::arg("file"))
       .def("is_direct", [](const IoEngine& engine, int file) { return engine.file(file).direct; }, py::arg("file"))

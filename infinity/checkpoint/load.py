@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,6 +98,8 @@ class _Checked:
 def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
     checked = _check(manifest, data, engine, model, optimizer)
     engine.collectives.rendezvous(f"loading {manifest['data']}, which every rank can", wherever=True)
+    # The load, not the checkpoint: values may have been changed since they were last loaded from the same one.
+    origin = engine.collectives.collect(f"{manifest['data']}-{secrets.token_hex(4)}", "what this load is called")[0]
     once = checked.once
     if once.files and not once.take_room(engine):
         check_files(data, {name: manifest["files"][name] for name in once.files})
@@ -116,7 +119,7 @@ def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module
     if checked.generators is not None:
         restore_random_state(checked.generators, checked.other, rank)
     # Where an exception came before this rank had begun, all others say this and it does not: its old values must not mix with theirs.
-    engine.collectives.note_origin(manifest["data"])
+    engine.collectives.note_origin(origin)
     engine.go_on()
     return checked.extra
 

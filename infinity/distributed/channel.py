@@ -25,7 +25,7 @@ from .tree import Merge, Tree
 
 SAID_NBYTES = 448  # what a rank is about to do, or why it failed
 FAILED = "failed: "
-ORIGIN = re.compile(r", from infinity-[0-9a-f]+\)")  # the checkpoint that a rank's values are from, where it says so
+ORIGIN = re.compile(r", from infinity-[0-9a-f-]+\)")  # the load that a rank's values are from, where it says so
 HEARING_SECONDS = 5.0  # that a failed rank waits for another one to come to a meeting
 
 
@@ -179,11 +179,12 @@ class Channel:
                 error = error or PeerError(f"rank {peer} {theirs}")
         for peer, theirs in zip(self.ranks, texts):
             if theirs != _cut(what):
-                apart = ORIGIN.findall(theirs) != ORIGIN.findall(what)
+                whole = max(len(what.encode()), len(theirs.encode())) < SAID_NBYTES  # the origin is at the end of what is said
+                apart = whole and ORIGIN.findall(theirs) != ORIGIN.findall(what)
                 error = error or UsageError(
                     f"rank {dist.get_rank()} is at '{what}' while rank {peer} is at '{theirs}': all ranks must run the same "
                     "modules in the same order, and make the same calls that need every rank (step, state_dict, "
-                    f"clip_grad_norm_, saving, loading).{' Their values are of different checkpoints: load one on all.' * apart}"
+                    f"clip_grad_norm_, saving, loading).{' Their values are from different loads: load a checkpoint on all.' * apart}"
                 )
         error = error or UsageError(
             f"rank {dist.get_rank()} is at '{what}', as all ranks are, but other ranks came there another way."

@@ -1,7 +1,7 @@
 """Exchanges: what the ranks of a job tell each other outside of a pass: values, agreements, and that one of them failed.
 
-progress   how many steps and backwards a rank has done, and since which checkpoint: part of what is said at every meeting. A rank that
-           an exception struck when all had agreed to load one, and before it did, is met with that before its values mix with theirs
+progress   how many steps and backwards a rank has done, and since which load: part of what is said at every meeting. A rank that
+           an exception struck when all had agreed to load, and before it did, is met with that before its values mix with theirs
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Progress:
 
     steps: int = 0
     backwards: int = 0
-    origin: str = ""  # said behind them
+    origin: str = ""  # the load that its values are from, as it is said
 
 
 class Exchanges:
@@ -48,9 +48,9 @@ class Exchanges:
         """Sets what this rank says at every meeting of how far it is."""
         self._reached.steps, self._reached.backwards = steps, backwards
 
-    def note_origin(self, checkpoint: str) -> None:
-        """Sets what this rank says at every meeting of where its values are from: all of them were those of ``checkpoint``."""
-        self._reached.origin = f", from {checkpoint}"
+    def note_origin(self, load: str) -> None:
+        """Sets what this rank says at every meeting of where its values are from: ``load``, by a name that no other load has."""
+        self._reached.origin = f", from {load}"
 
     @property
     def _progress(self) -> str:

@@ -238,8 +238,9 @@ class ArrayAllocator:
         charge = self.ledger.reserve(Tier.NVME, size, what)
         volume = native.Volume()
         folders.lay_out(volume, size, self.io)
-        account.planned_nbytes += size
-        self._added.append(_Added(volume, folder, size, charge))  # whole, or not at all: see drop_unused()
+        added = _Added(volume, folder, size, charge)
+        # In one statement, which nothing interrupts: it is there, or drop_unused() finds its files.
+        self._added, account.planned_nbytes = [*self._added, added], account.planned_nbytes + size
         self._spaces.append((len(self._added) - 1, 0, size))
 
     def drop_unused(self) -> None:

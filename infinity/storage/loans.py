@@ -20,11 +20,25 @@ PIECE_NBYTES = 4 * 1024 * 1024
 MOST = 32  # at a time
 
 
+_never_freed: list[torch.Tensor] = []  # that a hung disk may still read, for as long as the process lives
+
+
 @dataclass(eq=False)
 class _Loan:
     memory: torch.Tensor
+    extent: native.Extent
     write: Callable[[int], native.Ticket]  # starts writing as many bytes from an address
     ticket: native.Ticket | None = None  # None: not known to have been submitted
+    is_copy: bool = False
+
+    def write_copy(self) -> None:
+        """Starts writing a copy of what a disk cannot read where it is: memory of a device, as some file systems map their files."""
+        nbytes = self.memory.numel()
+        region = native.Region(nbytes, huge_pages=False, touch_threads=0)
+        copy = native.tensor_at(region, region.address, nbytes, torch.uint8)
+        native.copy_flat(copy, self.memory)
+        self.memory, self.ticket, self.is_copy = copy, None, True
+        self.ticket = self.write(region.address)
 
 
 class Loans:
@@ -45,14 +59,20 @@ class Loans:
             def write(address: int, at: int = offset + begin, nbytes: int = piece.numel()) -> native.Ticket:
                 return io.write(extent, at, address, nbytes, checksum=checksum)
 
-            loan = _Loan(piece, write)
+            loan = _Loan(piece, extent, write)
             self._loans.append(loan)  # before the disk has it: an exception that comes then leaves it here
             loan.ticket = write(piece.data_ptr())
 
     def finish(self) -> None:
-        """Returns when all of it is at home. Raises what went wrong; called again, it goes on with the rest."""
+        """Returns when none of it is under way. Raises what went wrong first."""
+        first: InfinityError | None = None
         while self._loans:
-            self._finish_first()
+            try:
+                self._finish_first()
+            except InfinityError as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     def _finish_first(self) -> None:
         loan = self._loans[0]
@@ -61,32 +81,29 @@ class Loans:
         else:
             try:
                 loan.ticket.wait()
-            except StorageError as error:  # it is over; where Ctrl-C comes it need not be
-                if error.errno != errno.EFAULT:
-                    self._loans.popleft()
-                    raise
-                _write_copy(loan)
-            except InfinityError:
+            except InfinityError as error:  # it is over; where Ctrl-C comes it need not be
+                if isinstance(error, StorageError) and error.errno == errno.EFAULT and not loan.is_copy:
+                    loan.write_copy()
+                    return  # to be waited for
+                if isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT:
+                    _never_freed.append(loan.memory)
                 self._loans.popleft()
                 raise
         self._loans.popleft()
 
     def rebuild(self) -> None:
         """Returns when nothing is under way, whatever became of it."""
-        while self._loans:
+        with suppress(InfinityError):
+            self.finish()
+        while self._hidden:
             with suppress(InfinityError):
-                self._finish_first()
+                if (ticket := self._hidden[-1].extent.writes_under_way()) is not None:
+                    ticket.wait()
+            self._hidden.pop()
 
-    def clear(self) -> None:
-        """Lets all memory go: the I/O engine was shut down."""
+    def clear(self, *, hung: bool) -> None:
+        """Lets all memory go: the I/O engine was shut down. ``hung``: and gave a disk up, which may still read any of it."""
+        if hung:
+            _never_freed.extend(loan.memory for loan in (*self._loans, *self._hidden))
         self._loans.clear()
         self._hidden.clear()
-
-
-def _write_copy(loan: _Loan) -> None:
-    """Writes what a disk cannot read where it is: memory of a device, as some file systems map their files."""
-    region = native.Region(loan.memory.numel(), huge_pages=False, touch_threads=0)
-    native.copy_flat(native.tensor_at(region, region.address, loan.memory.numel(), torch.uint8), loan.memory)
-    loan.memory = native.tensor_at(region, region.address, loan.memory.numel(), torch.uint8)  # kept as the other was
-    loan.ticket = loan.write(region.address)
-    loan.ticket.wait()

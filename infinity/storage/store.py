@@ -217,7 +217,7 @@ class ShardStore(ArrayAllocator):
         self._loans.write(self.io, array.extent, offset, memory, checksum=self.checksums)
 
     def finish_lent(self) -> None:
-        """Waits until what was lent is at home. Raises what went wrong first; called again, it goes on with the rest."""
+        """Waits until what was lent is at home, or failed. Raises what went wrong first."""
         self._loans.finish()
 
     @contextmanager
@@ -325,8 +325,8 @@ class ShardStore(ArrayAllocator):
         self.past_host = None
         if self.io is not None:  # waits for what is in flight and closes the files, whoever still refers to it
             self.io.shut_down()
+            self._loans.clear(hung=bool(self.io.hung))
         self.io = None
-        self._loans.clear()
         self._returning.clear()
         self._service = self.staging = None
         self._added.clear()

@@ -75,7 +75,7 @@ class SwapFolders:
         except BaseException:
             for file in files:
                 if file >= 0:
-                    io.drop_file(file)
+                    io.drop_file(file, behind=False)
             raise
         volume.set_files(files)
 

@@ -443,12 +443,14 @@ def test_ranks_of_one_machine_check_each_file_of_a_checkpoint_once(standing_rank
     assert all(rank["same"] for rank in ranks)
 
 
-def test_a_rank_that_missed_a_load_trains_with_nobody_until_it_has_loaded(standing_ranks, tmp_path):
-    """Ctrl-C on one rank when all have agreed to load: it has its old values, of as many steps as the others' new ones."""
-    first, second = standing_ranks(2).run("checkpoint_jobs", "struck_before_it_begins", {"path": str(tmp_path)})
+@pytest.mark.parametrize("again", [False, True])
+def test_a_rank_that_missed_a_load_trains_with_nobody_until_it_has_loaded(again, standing_ranks, tmp_path):
+    """Ctrl-C on one rank when all have agreed to load: it has its old values, of as many steps as the others' new ones. ``again``: these are of the same
+    checkpoint, edited."""
+    first, second = standing_ranks(2).run("checkpoint_jobs", "struck_before_it_begins", {"path": str(tmp_path), "again": again})
     assert first["load"] == "struck" and second["load"].startswith("PeerError") and "KeyboardInterrupt" in second["load"]
     for rank in (first, second):
-        assert rank["forward"].startswith("UsageError") and rank["forward"].endswith("load one on all."), rank["forward"]
+        assert rank["forward"].startswith("UsageError") and rank["forward"].endswith("load a checkpoint on all."), rank["forward"]
         assert rank["again"] == "was taken" and rank["same"]
 
 

@@ -437,35 +437,63 @@ def test_no_more_is_lent_at_a_time_than_is_allowed(folder, monkeypatch):
 
 @pytest.mark.parametrize("fault, name", [("eio", "StorageError"), ("lost_write", "CorruptionError")])
 def test_what_is_lent_to_a_disk_that_fails_is_a_typed_error(fault, name, kind, folder, monkeypatch):
-    """Method: every write is refused, or lost. All that was lent is over when the last error was told."""
+    """Method: half of the writes are refused, or lost, and the others are late. Nothing is lent any more behind the error, and nothing under way."""
     monkeypatch.setattr(loans, "PIECE_NBYTES", BLOCK)
-    with home_in(folder, faults=fault_plan(**{fault: 1.0})) as home:
-        found = []
-        lent_to(home, 3 * BLOCK)
-        for _ in range(4):
-            try:
-                home.store.finish_lent()
-                home.check_all()
-            except TYPED as error:
-                found.append(type(error).__name__)
-        assert found[0] == name and home.engine.under_way() == 0 and not home.store._loans._loans
+    with home_in(folder, faults=fault_plan(3, delay=1.0, delay_seconds=0.02, **{fault: 0.5})) as home:
+        with pytest.raises(TYPED) as raised:
+            with home.store.writing_behind() as writer:
+                home.write(writer, 4, 0, home.arrays[4].numel, 1, lent=True)
+            assert fault == "lost_write"
+            home.check_all()
+        assert type(raised.value).__name__ == name
+        assert home.engine.under_way() == 0 and not home.store._loans._loans
+
+
+def test_memory_that_a_hung_disk_may_still_read_is_never_freed(tmp_path, monkeypatch):
+    """Method: writes that never end. Behind the error, and the end of the store, the memory is there."""
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(loans, "_never_freed", kept)
+    with environment(INFINITY_IO_TIMEOUT="0.5"):
+        store = ShardStore([str(tmp_path)], Ledger(), Traffic(), service_nbytes=5 * BLOCK, faults=fault_plan(hang=1.0))
+    array = store.allocate(Tier.NVME, torch.uint8, 4 * BLOCK, "array")
+    store.open([])
+    region = native.Region(4 * BLOCK, False, 0)
+    memory = native.tensor_at(region, region.address, 4 * BLOCK, torch.uint8)
+    store.lend(array, 0, memory[: 2 * BLOCK])
+    with pytest.raises(StorageError) as raised:
+        store.finish_lent()
+    assert raised.value.errno == errno.ETIMEDOUT and [each.data_ptr() for each in kept] == [memory.data_ptr()]
+    store._loans._hidden.append(SimpleNamespace(memory=memory[2 * BLOCK :]))  # one that an exception hid
+    store.close()
+    assert [each.data_ptr() for each in kept] == [memory.data_ptr(), memory[2 * BLOCK :].data_ptr()]
+
+
+class Refusing(Noted):
+    """An engine that cannot read the memory of its first write. Ctrl-C comes as write number ``interrupted`` has been submitted."""
+
+    def __init__(self, engine: native.IoEngine, interrupted: int | None = None):
+        super().__init__(engine)
+        self.interrupted = interrupted
+
+    def write(self, extent: native.Extent, offset: int, address: int, nbytes: int, **more: Any) -> Any:
+        if self.tickets:
+            super().write(extent, offset, address, nbytes, **more)
+        else:
+            self.tickets.append(SimpleNamespace(done=True, wait=self.refuse))
+        if len(self.tickets) - 1 == self.interrupted:
+            raise KeyboardInterrupt
+        return self.tickets[-1]
+
+    @staticmethod
+    def refuse() -> None:
+        raise StorageError(errno.EFAULT, "write", "a disk")
 
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_memory_that_the_disk_cannot_read_is_copied(wrong, folder, monkeypatch):
     """Method: a disk that refuses what lies in the memory that was lent with EFAULT. The twin: where the error counts as any other it is raised."""
     if wrong:
-        monkeypatch.setattr(loans, "errno", SimpleNamespace(EFAULT=None))
-
-    class Refusing(Noted):
-        def write(self, extent: native.Extent, offset: int, address: int, nbytes: int, **more: Any) -> Any:
-            if not self.tickets:
-                self.tickets.append(SimpleNamespace(done=True, wait=refuse))
-                return self.tickets[-1]
-            return super().write(extent, offset, address, nbytes, **more)
-
-    def refuse() -> None:
-        raise StorageError(errno.EFAULT, "write", "a disk")
+        monkeypatch.setattr(loans, "errno", SimpleNamespace(EFAULT=None, ETIMEDOUT=errno.ETIMEDOUT))
 
     with home_in(folder) as home:
         home.store.io = Refusing(home.engine._engine)
@@ -477,6 +505,24 @@ def test_memory_that_the_disk_cannot_read_is_copied(wrong, folder, monkeypatch):
             home.store.finish_lent()
             home.check_all()
         home.store.io = home.store.io._engine
+
+
+@pytest.mark.parametrize("interrupted", [1, 2, 3])
+def test_a_transfer_that_ctrl_c_hid_keeps_its_memory_until_it_is_over(interrupted, kind, folder, monkeypatch):
+    """Method: the disk is slow, and Ctrl-C comes when a write has been submitted and nobody has its ticket; one of them is of a copy."""
+    monkeypatch.setattr(loans, "PIECE_NBYTES", BLOCK)
+    with home_in(folder, faults=fault_plan(delay=1.0, delay_seconds=0.05)) as home:
+        home.store.io = disk = Refusing(home.engine._engine, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lent_to(home, 3 * BLOCK)
+            home.store.finish_lent()
+        kept = [*home.store._loans._loans, *home.store._loans._hidden]
+        assert any(loan.ticket is None for loan in kept) and disk.under_way() <= len(kept)
+        home.store.rebuild()
+        assert disk.under_way() == 0 and not home.store._loans._loans and not home.store._loans._hidden
+        home.store.io = disk._engine
+        home.write_all_anew()
+        home.check_all()
 
 
 @pytest.mark.parametrize("line", range(12))
@@ -501,10 +547,9 @@ def test_ctrl_c_while_memory_is_lent_leaves_nothing_under_way_that_nobody_keeps(
             pass
         finally:
             sys.settrace(before)
-        kept = [loan for loan in (*home.store._loans._loans, *home.store._loans._hidden)]
-        assert len(kept) >= home.engine.under_way()
+        assert len(home.store._loans._loans) + len(home.store._loans._hidden) >= home.engine.under_way()
         home.store.rebuild()
-        assert not home.store._loans._loans
+        assert not home.store._loans._loans and not home.engine.under_way()
         home.write_all_anew()
         home.check_all()
 

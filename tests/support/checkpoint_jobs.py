@@ -43,9 +43,10 @@ def checked_together(path: str) -> dict[str, Any]:
     return {"summed": summed, "all": {file.name for file in damaged.parent.glob("*.safetensors")}, "told": said, "same": same}
 
 
-def struck_before_it_begins(path: str) -> dict[str, Any]:
+def struck_before_it_begins(path: str, again: bool) -> dict[str, Any]:
     """Loads a checkpoint as far into training as this job is, of other values: Ctrl-C comes on the first rank when all have agreed to and before it
-    begins. What each rank is told, by that load, by a forward behind it, and by a second load; and whether the values are then the saved ones."""
+    begins. What each rank is told, by that load, by a forward behind it, and by a second load; and whether the values are then the saved ones.
+    ``again``: it was loaded before, and its values were changed."""
     model = build()
     model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
     train(model, optimizer, steps=1)
@@ -56,6 +57,11 @@ def struck_before_it_begins(path: str) -> dict[str, Any]:
     model = build()
     model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
     train(model, optimizer, steps=1, first=1)
+    if again:
+        infinity.load_checkpoint(path, model, optimizer)
+        with infinity.full_params(model, writeback=True) as params:
+            for value in params.values():
+                value.add_(1.0)
     strike = mock.patch.object(Engine, "begin_repair", side_effect=KeyboardInterrupt) if dist.get_rank() == 0 else nullcontext()
     with strike:
         try:
