@@ -12,23 +12,16 @@ Words used here:
 from __future__ import annotations
 
 import ctypes
-import errno
-import gc
-import itertools
 import random
 import struct
-import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from behind_cases import ARRAYS, BLOCK, LR, PAGE, SEED, SlowDisk, home_in, threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import few
@@ -53,20 +46,10 @@ from torch import nn
 import infinity
 from infinity import native
 from infinity.errors import CorruptionError, InfinityError, StorageError, UsageError
-from infinity.machine.ledger import Ledger
-from infinity.machine.tiers import Tier
-from infinity.machine.traffic import Traffic
-from infinity.storage import loans
 from infinity.storage.arrays import StateArray
 from infinity.storage.store import ShardStore
 from infinity.storage.write_behind import PARTS, UNDER_WAY, OpenPart, WriteBehind
 
-SEED = 77
-LR = 1e-2
-BLOCK, PAGE = native.CHECKSUM_NBYTES, native.BLOCK_NBYTES
-# Smaller than a block, whole blocks, blocks and a rest; the lengths in elements differ by dtype.
-ARRAYS = [(PAGE, torch.uint8), (3 * BLOCK + 5 * PAGE, torch.float32), (BLOCK, torch.bfloat16), (2 * BLOCK - PAGE, torch.int16),
-          (7 * BLOCK, torch.float16), (BLOCK + PAGE, torch.float64)]  # fmt: skip
 TYPED = (StorageError, CorruptionError)
 
 pytestmark = pytest.mark.timeout(120)  # a hang is a failure, too
@@ -81,129 +64,6 @@ def kind(request, monkeypatch) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("swap")
-
-
-class Noted:
-    """An engine, and the ticket of every transfer."""
-
-    def __init__(self, engine: native.IoEngine):
-        self._engine, self.tickets = engine, []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def write(self, *place: Any, **more: Any) -> native.Ticket:
-        self.tickets.append(self._engine.write(*place, **more))
-        return self.tickets[-1]
-
-    def read(self, *place: Any, **more: Any) -> native.Ticket:
-        self.tickets.append(self._engine.read(*place, **more))
-        return self.tickets[-1]
-
-    def under_way(self) -> int:
-        return sum(not ticket.done for ticket in self.tickets)
-
-
-class SlowDisk(Noted):
-    """See above. Ctrl-C comes in the first wait for transfer number ``interrupted``."""
-
-    class Held:
-        def __init__(self, disk: SlowDisk, transfer: Callable, place: tuple):
-            self.disk, self.transfer, self.place, self.done = disk, transfer, place, False
-
-        def wait(self) -> None:
-            if self.disk.tickets.index(self) == self.disk.interrupted:
-                self.disk.interrupted = None
-                raise KeyboardInterrupt
-            while not self.done:
-                held = self.disk.rng.choice([ticket for ticket in self.disk.tickets if not ticket.done])
-                held.transfer(*held.place).wait()
-                held.done, held.transfer = True, None  # and with it the memory
-
-    def __init__(self, engine: native.IoEngine, seed: int, interrupted: int | None = None):
-        super().__init__(engine)
-        self.rng, self.interrupted = random.Random(seed), interrupted
-
-    def write(self, *place: Any, **more: Any) -> Held:
-        self.tickets.append(self.Held(self, partial(self._engine.write, **more), place))
-        return self.tickets[-1]
-
-    def read(self, *place: Any, **more: Any) -> Held:
-        self.tickets.append(self.Held(self, partial(self._engine.read, **more), place))
-        return self.tickets[-1]
-
-
-class Home:
-    """A store with arrays on disk and one in memory, their plain model, and moves of both."""
-
-    def __init__(self, folder: Path, *, service_nbytes: int = 5 * BLOCK, **options: Any):
-        self.store = ShardStore([str(folder)], Ledger(), Traffic(), service_nbytes=service_nbytes, **options)
-        places = [*((Tier.NVME, *array) for array in ARRAYS), (Tier.HOST, 3 * PAGE, torch.float32)]
-        self.arrays = [self.store.allocate(tier, dtype, n // dtype.itemsize, "array") for tier, n, dtype in places]
-        self.store.open([])
-        self.store.io = self.engine = Noted(self.store.io)
-        self.plain = [torch.zeros(array.numel, dtype=array.dtype) for array in self.arrays]
-
-    def write(self, writer: WriteBehind, index: int, begin: int, count: int, seed: int, *, lent: bool = False) -> None:
-        size = self.arrays[index].dtype.itemsize
-        raw = torch.randint(256, (count * size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-        values = raw.view(self.arrays[index].dtype)
-        self.plain[index][begin : begin + count] = values
-        if lent and count:  # where its blocks lie as the disk's do
-            region = native.Region(count * size + PAGE, False, 0)
-            memory = native.tensor_at(region, region.address + begin * size % PAGE, count * size, torch.uint8)
-            memory.copy_(raw)
-            writer.write(self.arrays[index], begin, memory.view(values.dtype), version=1, stays=True)
-            return
-        writer.write(self.arrays[index], begin, values, version=1)
-        raw.fill_(0xEE)  # it is the caller's again
-
-    def check_read(self, reader: ShardStore | WriteBehind, index: int, begin: int, count: int) -> None:
-        found = reader.read(self.arrays[index], begin, begin + count)
-        assert torch.equal(as_bytes(found), as_bytes(self.plain[index][begin : begin + count])), f"array {index} at {begin}"
-
-    def check_all(self) -> None:
-        """All bytes are those of the plain model, by the store, which verifies every checksum."""
-        for index, array in enumerate(self.arrays):
-            self.check_read(self.store, index, 0, array.numel)
-
-    def write_all_anew(self) -> None:
-        with self.store.writing_behind() as writer:
-            for index, array in enumerate(self.arrays):
-                self.write(writer, index, 0, array.numel, index)
-
-    def do(self, writer: WriteBehind, moves: list[tuple]) -> None:
-        """Moves are (array, verb, where as a share, elements, seed); "on" goes on where the last move ended, "lend" writes from memory that stays."""
-        reached = [0] * len(self.arrays)
-        for index, verb, share, count, seed in moves:
-            numel = self.arrays[index].numel
-            begin = reached[index] % numel if verb in ("on", "lend on") else int(share * numel)
-            count = min(count, numel - begin)
-            if verb == "read":
-                self.check_read(writer, index, begin, count)
-            else:
-                self.write(writer, index, begin, count, seed, lent=verb.startswith("lend"))
-                reached[index] = begin + count
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
-@contextmanager
-def home_in(folder: Path, **options: Any) -> Iterator[Home]:
-    home = Home(folder, **options)
-    try:
-        yield home
-    finally:
-        home.store.close()
-        home.engine._engine = None
-        assert leftovers(folder) == [] and threads() == []
-
-
-def threads() -> list[str]:
-    """Threads of ours that Python knows of: there are none, the core's own do what is done behind."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")]
 
 
 def random_moves(rng: random.Random, count: int = 25) -> list[tuple]:
@@ -394,163 +254,6 @@ def test_one_writer_at_a_time(folder):
                 pass
         with home.store.writing_behind() as writer:
             home.write(writer, 4, 0, 100, 1)
-        home.check_all()
-
-
-# --- memory that is lent ---
-
-
-def lent_to(home: Home, count: int) -> tuple[weakref.ref, torch.Tensor]:
-    """Writes the first ``count`` bytes of array 4 from memory that nobody else keeps: a reference to it, and its bytes."""
-    region = native.Region(count, False, 0)
-    memory = native.tensor_at(region, region.address, count, torch.uint8)
-    memory.random_(256)
-    home.plain[4].view(torch.uint8)[:count] = memory
-    home.store.lend(home.arrays[4], 0, memory)
-    return weakref.ref(memory), memory.clone()
-
-
-def test_memory_that_is_lent_is_kept_until_the_disk_has_read_it(kind, folder):
-    """Method: writes that take their time, from memory that the caller lets go at once. Behind them it is gone, and nobody copied a byte."""
-    with home_in(folder, faults=fault_plan(delay=1.0, delay_seconds=0.02)) as home:
-        kept, _ = lent_to(home, 6 * BLOCK)
-        gc.collect()
-        assert home.engine.under_way() and len(home.store._loans._loans) == 1
-        home.store.finish_lent()
-        assert not home.engine.under_way() and not home.store._loans._loans
-        gc.collect()
-        assert kept() is None
-        home.check_all()
-
-
-def test_no_more_is_lent_at_a_time_than_is_allowed(folder, monkeypatch):
-    monkeypatch.setattr(loans, "PIECE_NBYTES", BLOCK)
-    monkeypatch.setattr(loans, "MOST", 2)
-    with home_in(folder) as home:
-        home.store.io = disk = SlowDisk(home.engine._engine, 0)
-        lent_to(home, 6 * BLOCK)
-        assert len(disk.tickets) == 6 and disk.under_way() <= 2
-        home.store.finish_lent()
-        home.store.io = disk._engine
-        home.check_all()
-
-
-@pytest.mark.parametrize("fault, name", [("eio", "StorageError"), ("lost_write", "CorruptionError")])
-def test_what_is_lent_to_a_disk_that_fails_is_a_typed_error(fault, name, kind, folder, monkeypatch):
-    """Method: half of the writes are refused, or lost, and the others are late. Nothing is lent any more behind the error, and nothing under way."""
-    monkeypatch.setattr(loans, "PIECE_NBYTES", BLOCK)
-    with home_in(folder, faults=fault_plan(3, delay=1.0, delay_seconds=0.02, **{fault: 0.5})) as home:
-        with pytest.raises(TYPED) as raised:
-            with home.store.writing_behind() as writer:
-                home.write(writer, 4, 0, home.arrays[4].numel, 1, lent=True)
-            assert fault == "lost_write"
-            home.check_all()
-        assert type(raised.value).__name__ == name
-        assert home.engine.under_way() == 0 and not home.store._loans._loans
-
-
-def test_memory_that_a_hung_disk_may_still_read_is_never_freed(tmp_path, monkeypatch):
-    """Method: writes that never end. Behind the error, and the end of the store, the memory is there."""
-    kept: list[torch.Tensor] = []
-    monkeypatch.setattr(loans, "_never_freed", kept)
-    with environment(INFINITY_IO_TIMEOUT="0.5"):
-        store = ShardStore([str(tmp_path)], Ledger(), Traffic(), service_nbytes=5 * BLOCK, faults=fault_plan(hang=1.0))
-    array = store.allocate(Tier.NVME, torch.uint8, 4 * BLOCK, "array")
-    store.open([])
-    region = native.Region(4 * BLOCK, False, 0)
-    memory = native.tensor_at(region, region.address, 4 * BLOCK, torch.uint8)
-    store.lend(array, 0, memory[: 2 * BLOCK])
-    with pytest.raises(StorageError) as raised:
-        store.finish_lent()
-    assert raised.value.errno == errno.ETIMEDOUT and [each.data_ptr() for each in kept] == [memory.data_ptr()]
-    store._loans._hidden.append(SimpleNamespace(memory=memory[2 * BLOCK :]))  # one that an exception hid
-    store.close()
-    assert [each.data_ptr() for each in kept] == [memory.data_ptr(), memory[2 * BLOCK :].data_ptr()]
-
-
-class Refusing(Noted):
-    """An engine that cannot read the memory of its first write. Ctrl-C comes as write number ``interrupted`` has been submitted."""
-
-    def __init__(self, engine: native.IoEngine, interrupted: int | None = None):
-        super().__init__(engine)
-        self.interrupted = interrupted
-
-    def write(self, extent: native.Extent, offset: int, address: int, nbytes: int, **more: Any) -> Any:
-        if self.tickets:
-            super().write(extent, offset, address, nbytes, **more)
-        else:
-            self.tickets.append(SimpleNamespace(done=True, wait=self.refuse))
-        if len(self.tickets) - 1 == self.interrupted:
-            raise KeyboardInterrupt
-        return self.tickets[-1]
-
-    @staticmethod
-    def refuse() -> None:
-        raise StorageError(errno.EFAULT, "write", "a disk")
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-def test_memory_that_the_disk_cannot_read_is_copied(wrong, folder, monkeypatch):
-    """Method: a disk that refuses what lies in the memory that was lent with EFAULT. The twin: where the error counts as any other it is raised."""
-    if wrong:
-        monkeypatch.setattr(loans, "errno", SimpleNamespace(EFAULT=None, ETIMEDOUT=errno.ETIMEDOUT))
-
-    with home_in(folder) as home:
-        home.store.io = Refusing(home.engine._engine)
-        lent_to(home, 6 * BLOCK)
-        if wrong:
-            with pytest.raises(StorageError):
-                home.store.finish_lent()
-        else:
-            home.store.finish_lent()
-            home.check_all()
-        home.store.io = home.store.io._engine
-
-
-@pytest.mark.parametrize("interrupted", [1, 2, 3])
-def test_a_transfer_that_ctrl_c_hid_keeps_its_memory_until_it_is_over(interrupted, kind, folder, monkeypatch):
-    """Method: the disk is slow, and Ctrl-C comes when a write has been submitted and nobody has its ticket; one of them is of a copy."""
-    monkeypatch.setattr(loans, "PIECE_NBYTES", BLOCK)
-    with home_in(folder, faults=fault_plan(delay=1.0, delay_seconds=0.05)) as home:
-        home.store.io = disk = Refusing(home.engine._engine, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            lent_to(home, 3 * BLOCK)
-            home.store.finish_lent()
-        kept = [*home.store._loans._loans, *home.store._loans._hidden]
-        assert any(loan.ticket is None for loan in kept) and disk.under_way() <= len(kept)
-        home.store.rebuild()
-        assert disk.under_way() == 0 and not home.store._loans._loans and not home.store._loans._hidden
-        home.store.io = disk._engine
-        home.write_all_anew()
-        home.check_all()
-
-
-@pytest.mark.parametrize("line", range(12))
-def test_ctrl_c_while_memory_is_lent_leaves_nothing_under_way_that_nobody_keeps(line, folder):
-    """Method: Ctrl-C at the n-th line of what lends it, on a slow disk; all that was begun is over when the store is put right, or kept."""
-    with home_in(folder, faults=fault_plan(delay=1.0, delay_seconds=0.02)) as home:
-        counted = itertools.count()
-
-        def trace(frame: Any, event: str, _: Any) -> Any:
-            if frame.f_code.co_filename != loans.__file__:
-                return None
-            if event == "line" and next(counted) == line:
-                raise KeyboardInterrupt
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            lent_to(home, 3 * BLOCK)
-            home.store.finish_lent()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
-        assert len(home.store._loans._loans) + len(home.store._loans._hidden) >= home.engine.under_way()
-        home.store.rebuild()
-        assert not home.store._loans._loans and not home.engine.under_way()
-        home.write_all_anew()
         home.check_all()
 
 
