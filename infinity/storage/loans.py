@@ -1,6 +1,7 @@
 """Loans: writes memory that is somebody else's to disk from where it is, and keeps it until the disk has read it.
 
-loan   a piece of such memory, and the transfer that reads it. One whose transfer an exception hid is kept for as long as the store is open
+loan     a piece of such memory, and the transfer that reads it
+hidden   of a loan: an exception came as its transfer was submitted, or was about to be
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from ..errors import InfinityError, StorageError
 
 PIECE_NBYTES = 4 * 1024 * 1024
 MOST = 32  # at a time
-
 
 _never_freed: list[torch.Tensor] = []  # that a hung disk may still read, for as long as the process lives
 
@@ -82,10 +82,10 @@ class Loans:
             try:
                 loan.ticket.wait()
             except InfinityError as error:  # it is over; where Ctrl-C comes it need not be
-                if isinstance(error, StorageError) and error.errno == errno.EFAULT and not loan.is_copy:
+                if _number_of(error) == errno.EFAULT and not loan.is_copy:
                     loan.write_copy()
                     return  # to be waited for
-                if isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT:
+                if _number_of(error) == errno.ETIMEDOUT:
                     _never_freed.append(loan.memory)
                 self._loans.popleft()
                 raise
@@ -96,9 +96,12 @@ class Loans:
         with suppress(InfinityError):
             self.finish()
         while self._hidden:
-            with suppress(InfinityError):
+            try:
                 if (ticket := self._hidden[-1].extent.writes_under_way()) is not None:
                     ticket.wait()
+            except InfinityError as error:
+                if _number_of(error) == errno.ETIMEDOUT:
+                    _never_freed.append(self._hidden[-1].memory)
             self._hidden.pop()
 
     def clear(self, *, hung: bool) -> None:
@@ -107,3 +110,7 @@ class Loans:
             _never_freed.extend(loan.memory for loan in (*self._loans, *self._hidden))
         self._loans.clear()
         self._hidden.clear()
+
+
+def _number_of(error: InfinityError) -> int | None:
+    return error.errno if isinstance(error, StorageError) else None
