@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from behind_cases import ARRAYS, BLOCK, LR, PAGE, SEED, SlowDisk, home_in, threads
+from behind_cases import ARRAYS, BLOCK, LR, PAGE, SEED, SlowDisk, folder, home_in, kind, threads  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import few
@@ -39,7 +39,7 @@ from models import (
     tokens,
     transformer,
 )  # fmt: skip
-from native_arrays import ENGINES, MIB, fault_plan, same_bits
+from native_arrays import MIB, fault_plan, same_bits
 from runs import adamw
 from torch import nn
 
@@ -53,17 +53,6 @@ from infinity.storage.write_behind import PARTS, UNDER_WAY, OpenPart, WriteBehin
 TYPED = (StorageError, CorruptionError)
 
 pytestmark = pytest.mark.timeout(120)  # a hang is a failure, too
-
-
-@pytest.fixture(params=ENGINES)
-def kind(request, monkeypatch) -> str:
-    monkeypatch.setenv("INFINITY_IO", request.param)
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("swap")
 
 
 def random_moves(rng: random.Random, count: int = 25) -> list[tuple]:

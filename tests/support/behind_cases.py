@@ -14,8 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from models import leftovers
+from native_arrays import ENGINES
 
 from infinity import native
 from infinity.machine.ledger import Ledger
@@ -30,6 +32,17 @@ BLOCK, PAGE = native.CHECKSUM_NBYTES, native.BLOCK_NBYTES
 # Smaller than a block, whole blocks, blocks and a rest; the lengths in elements differ by dtype.
 ARRAYS = [(PAGE, torch.uint8), (3 * BLOCK + 5 * PAGE, torch.float32), (BLOCK, torch.bfloat16), (2 * BLOCK - PAGE, torch.int16),
           (7 * BLOCK, torch.float16), (BLOCK + PAGE, torch.float64)]  # fmt: skip
+
+
+@pytest.fixture(params=ENGINES)
+def kind(request, monkeypatch) -> str:
+    monkeypatch.setenv("INFINITY_IO", request.param)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("swap")
 
 
 class Noted:
