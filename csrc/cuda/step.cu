@@ -36,7 +36,11 @@ void step(const Layout& layout, const Arrays& arrays, const std::vector<Run>& ru
                    ", master ", int(layout.master), ", gradient ", int(layout.grad), ", moments ", int(layout.moments), ")");
   stream = static_cast<cudaStream_t>(on);
   for (const Run& run : runs) {
-    kernel(arrays, run.begin, run.end, prepare(layout.rule, run.hyper));
+    const Constants constants = prepare(layout.rule, run.hyper);
+    const Uses uses = kernel.uses(constants);
+    INFINITY_REQUIRE((!uses.exp_avg || arrays.exp_avg) && (!uses.exp_avg_sq || arrays.exp_avg_sq), "rule ",
+                     int(layout.rule), " needs an array for each of its moments");
+    kernel.step(arrays, run.begin, run.end, constants);
     const cudaError_t error = cudaGetLastError();
     INFINITY_CHECK(error == cudaSuccess, "the step's kernel did not start: ", cudaGetErrorString(error));
   }

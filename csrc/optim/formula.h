@@ -201,26 +201,31 @@ using AdamW = AdamRule<V, true>;
 template <class V>
 using Adam = AdamRule<V, false>;
 
+template <template <class> class RuleOf>
+Uses uses_of(const Constants& k) {
+  return {RuleOf<Scalar>::uses_exp_avg(k), RuleOf<Scalar>::uses_exp_avg_sq};
+}
+
 template <template <class> class Weights, template <class> class Grads, template <class> class Moments>
 Kernel by_rule(const Layout& layout) {
   switch (layout.rule) {
-    case Rule::kAdamW: return run_kernel<Weights, Grads, Moments, AdamW>;
-    case Rule::kAdam: return run_kernel<Weights, Grads, Moments, Adam>;
-    case Rule::kSgd: return run_kernel<Weights, Grads, Moments, SgdRule>;
-    case Rule::kLion: return run_kernel<Weights, Grads, Moments, LionRule>;
+    case Rule::kAdamW: return {run_kernel<Weights, Grads, Moments, AdamW>, uses_of<AdamW>};
+    case Rule::kAdam: return {run_kernel<Weights, Grads, Moments, Adam>, uses_of<Adam>};
+    case Rule::kSgd: return {run_kernel<Weights, Grads, Moments, SgdRule>, uses_of<SgdRule>};
+    case Rule::kLion: return {run_kernel<Weights, Grads, Moments, LionRule>, uses_of<LionRule>};
   }
-  return nullptr;
+  return {};
 }
 
 template <template <class> class Weights, template <class> class Grads>
 Kernel block_by_rule(const Layout& layout) {
   switch (layout.rule) {
-    case Rule::kAdamW: return run_block_kernel<Weights, Grads, AdamW>;
-    case Rule::kAdam: return run_block_kernel<Weights, Grads, Adam>;
-    case Rule::kSgd: return run_block_kernel<Weights, Grads, SgdRule>;
-    case Rule::kLion: return run_block_kernel<Weights, Grads, LionRule>;
+    case Rule::kAdamW: return {run_block_kernel<Weights, Grads, AdamW>, uses_of<AdamW>};
+    case Rule::kAdam: return {run_block_kernel<Weights, Grads, Adam>, uses_of<Adam>};
+    case Rule::kSgd: return {run_block_kernel<Weights, Grads, SgdRule>, uses_of<SgdRule>};
+    case Rule::kLion: return {run_block_kernel<Weights, Grads, LionRule>, uses_of<LionRule>};
   }
-  return nullptr;
+  return {};
 }
 
 template <template <class> class Weights, template <class> class Grads>
@@ -229,7 +234,7 @@ Kernel by_moments(const Layout& layout) {
     case DType::kFloat32: return by_rule<Weights, Grads, AsFloat32>(layout);
     case DType::kBFloat16: return by_rule<Weights, Grads, AsBFloat16>(layout);
     case DType::kInt8: return block_by_rule<Weights, Grads>(layout);
-    default: return nullptr;
+    default: return {};
   }
 }
 
@@ -237,7 +242,7 @@ Kernel by_moments(const Layout& layout) {
 template <template <class> class Weights, template <class> class Own>
 Kernel by_grad(const Layout& layout) {
   if (layout.grad == DType::kFloat32) return by_moments<Weights, AsFloat32>(layout);
-  return layout.grad == layout.weight ? by_moments<Weights, Own>(layout) : nullptr;
+  return layout.grad == layout.weight ? by_moments<Weights, Own>(layout) : Kernel{};
 }
 
 inline Kernel find(const Layout& layout) {
@@ -245,21 +250,21 @@ inline Kernel find(const Layout& layout) {
     case DType::kFloat32:
       return layout.master == Master::kOwn && layout.grad == DType::kFloat32
                  ? by_moments<OwnFloat32, AsFloat32>(layout)
-                 : nullptr;
+                 : Kernel{};
     case DType::kBFloat16:
       switch (layout.master) {
         case Master::kOwn: return by_grad<OwnBFloat16, AsBFloat16>(layout);
         case Master::kSplit: return by_grad<Split, AsBFloat16>(layout);
         case Master::kFloat32: return by_grad<Float32BFloat16, AsBFloat16>(layout);
       }
-      return nullptr;
+      return {};
     case DType::kFloat16:
       switch (layout.master) {
         case Master::kOwn: return by_grad<OwnFloat16, AsFloat16>(layout);
         case Master::kFloat32: return by_grad<Float32Float16, AsFloat16>(layout);
-        default: return nullptr;
+        default: return {};
       }
-    case DType::kInt8: return nullptr;
+    case DType::kInt8: return {};
   }
-  return nullptr;
+  return {};
 }

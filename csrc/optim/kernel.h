@@ -85,9 +85,19 @@ struct Constants {
   float factors[kMaxGradFactors];
 };
 
+// Throws UsageError for what the rule does not compute.
 Constants prepare(Rule rule, const Hyperparameters& hyper);
 
-using Kernel = void (*)(const Arrays& arrays, std::size_t begin, std::size_t end, const Constants& constants);
+// What a rule reads and writes beside the weight, the master and the gradient; from the formula itself.
+struct Uses {
+  bool exp_avg = false, exp_avg_sq = false;
+};
+
+struct Kernel {
+  void (*step)(const Arrays& arrays, std::size_t begin, std::size_t end, const Constants& constants) = nullptr;
+  Uses (*uses)(const Constants& constants) = nullptr;
+  explicit operator bool() const { return step != nullptr; }
+};
 
 // The kernel of `layout` in the chosen SIMD unit. Throws UsageError when the combination has none.
 Kernel find_kernel(const Layout& layout);

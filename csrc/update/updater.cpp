@@ -76,14 +76,12 @@ std::size_t role_nbytes(const Layout& layout, int role) {
 // Cuts at this many elements are whole checksum blocks in arrays of every element size.
 std::size_t chunk_grain(const Layout& layout) { return kChecksumNbytes / (layout.moments == DType::kInt8 ? 1 : 2); }
 
-void check_update(const UnitUpdate& update) {
+void check_update(const UnitUpdate& update, const Kernel& kernel) {
   const Layout& layout = update.layout;
   INFINITY_REQUIRE(update.count > 0 && update.count % kBlockNbytes == 0, "an update of ", update.count,
                    " elements: must be a positive multiple of ", kBlockNbytes);
-  const bool adam = layout.rule == Rule::kAdamW || layout.rule == Rule::kAdam;
   INFINITY_REQUIRE(update.weight && update.grad, "an update needs a weight and a gradient extent");
   INFINITY_REQUIRE(bool(update.master) == (layout.master != Master::kOwn), "master extent and layout disagree");
-  INFINITY_REQUIRE(!adam || (update.exp_avg && update.exp_avg_sq), "Adam needs both moments");
   for (int role = 0; role < 5; ++role) {
     const auto& extent = update.*kRoles[role].extent;
     INFINITY_REQUIRE(!extent || extent->nbytes() >= update.count * role_nbytes(layout, role), "an extent of ",
@@ -103,9 +101,9 @@ void check_update(const UnitUpdate& update) {
     last = blocks ? round_up(run.end, kMomentBlock) : run.end;
     INFINITY_REQUIRE(!blocks || run.begin % kMomentBlock == 0, "run ", run.begin, " to ", run.end,
                      " starts inside a block of ", kMomentBlock, " 8-bit moments");
-    const bool moving = run.hyper.momentum != 0 || layout.rule == Rule::kLion;
-    INFINITY_REQUIRE(!moving || update.exp_avg, "momentum without an extent for it");
-    prepare(layout.rule, run.hyper);  // throws on what it cannot express
+    const Uses uses = kernel.uses(prepare(layout.rule, run.hyper));  // throws on what it cannot express
+    INFINITY_REQUIRE(!uses.exp_avg || update.exp_avg, "rule ", int(layout.rule), " needs an extent for exp_avg");
+    INFINITY_REQUIRE(!uses.exp_avg_sq || update.exp_avg_sq, "rule ", int(layout.rule), " needs an extent for exp_avg_sq");
   }
 }
 
@@ -156,9 +154,9 @@ std::size_t Updater::chunk_elements(const UnitUpdate& update, std::size_t slot_n
 }
 
 std::shared_ptr<Updater::Job> Updater::make_job(const UnitUpdate& update) const {
-  check_update(update);
   auto job = std::make_shared<Job>();
   job->kernel = find_kernel(update.layout);
+  check_update(update, job->kernel);
   job->chunk = chunk_elements(update, slot_nbytes_);
   INFINITY_REQUIRE(job->chunk > 0, "a slot of ", slot_nbytes_, " bytes is too small for ", chunk_grain(update.layout), " elements");
   job->ticket = std::make_shared<Ticket>((update.count + job->chunk - 1) / job->chunk);
@@ -477,7 +475,7 @@ void Updater::step_tile(Chunk& chunk, const std::vector<Constants>& constants, s
   for (std::size_t i = 0; i < constants.size(); ++i) {
     const Run& run = chunk.job->update.runs[i];
     const std::size_t first = std::max(run.begin, begin), last = std::min(run.end, end);
-    if (first < last) chunk.job->kernel(chunk.arrays, first, last, constants[i]);
+    if (first < last) chunk.job->kernel.step(chunk.arrays, first, last, constants[i]);
   }
   for (const Part& part : chunk.parts) {
     if (part.target == nullptr || !checksums_) continue;

@@ -98,7 +98,7 @@ class Updater {
   struct Job {
     UnitUpdate update;
     TicketPtr ticket;
-    Kernel kernel = nullptr;
+    Kernel kernel;
     std::size_t chunk = 0;  // elements
     std::size_t next = 0;   // first element of the next chunk
   };

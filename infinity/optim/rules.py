@@ -23,6 +23,16 @@ from ..errors import ConfigError, UsageError
 SUPPORTED = "torch.optim.AdamW, Adam, SGD (with or without momentum), and Lion (lr, betas, weight_decay)"
 TORCHS = {torch.optim.AdamW: "Adam.step", torch.optim.Adam: "Adam.step", torch.optim.SGD: "SGD.step"}
 OPTIM = os.path.dirname(torch.optim.__file__) + os.sep
+# The settings that the kernels compute a step from. Those of torch's own that are missing here change how torch computes, and
+# no result; any other that a class has is refused where it is set, by `check_groups`.
+COMPUTED = {
+    native.Rule.ADAMW: ("lr", "betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay"),
+    native.Rule.ADAM: ("lr", "betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay"),
+    native.Rule.SGD: ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    native.Rule.LION: ("lr", "betas", "weight_decay", "maximize"),
+}
+NEEDED = ("lr", "betas", "momentum", "dampening", "nesterov")  # of these, the ones without a default
+HOW = ("foreach", "fused")
 NOT_HONOURED = ("amsgrad", "differentiable", "capturable", "caution", "cautious")  # flags of a group
 
 
@@ -55,17 +65,21 @@ def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
                 f"Use torch.optim.{base.__name__}, or keep this model unwrapped."
             )
         rule = native.Rule.SGD if base is torch.optim.SGD else _adams(optimizer.param_groups, base)
-    check_groups(rule, optimizer.param_groups, moments=len(moment_names(rule, optimizer.param_groups)))
+    moments, settings = len(moment_names(rule, optimizer.param_groups)), optimizer.defaults if base is not None else ()
+    check_groups(rule, optimizer.param_groups, moments=moments, settings=settings)
     return rule
 
 
-def check_groups(rule: native.Rule, groups: Iterable[Mapping[str, Any]], *, moments: int) -> None:
+def check_groups(rule: native.Rule, groups: Iterable[Mapping[str, Any]], *, moments: int, settings: Iterable[str] = ()) -> None:
     """Raises ConfigError where ``groups`` ask for what the kernels of ``rule`` do not do; ``moments``: arrays per parameter there
-    are. What is neither a setting of the rule nor a flag is the user's own, and is let be."""
+    are; ``settings``: those that the optimizer's class has. What is neither one of them nor a flag is the user's own, and is let be."""
+    others = {name for name in settings if name not in (*COMPUTED[rule], *HOW)}
     for i, group in enumerate(groups):
-        for flag in NOT_HONOURED:
+        if missing := [name for name in NEEDED if name in COMPUTED[rule] and name not in group]:
+            raise ConfigError(f"the optimizer's group {i} lacks {', '.join(missing)}")
+        for flag in dict.fromkeys((*NOT_HONOURED, *others)):
             if group.get(flag):
-                raise ConfigError(f"the optimizer's group {i} has {flag}=True, which is not supported: set {flag}=False")
+                raise ConfigError(f"the optimizer's group {i} has {flag}={group[flag]}, which is not supported: set {flag}=False")
         if rule in (native.Rule.ADAM, native.Rule.ADAMW) and "decoupled_weight_decay" in group:
             if bool(group["decoupled_weight_decay"]) != (rule == native.Rule.ADAMW):
                 raise ConfigError(
@@ -95,10 +109,12 @@ def saved_step(state: Mapping[str, Any]) -> int:
     return int(state.get("step", started))
 
 
-def refuse_flags(rule: native.Rule, groups: Iterable[Mapping[str, Any]], *, moments: int, where: str) -> None:
+def refuse_flags(
+    rule: native.Rule, groups: Iterable[Mapping[str, Any]], *, moments: int, settings: Iterable[str], where: str
+) -> None:
     """Runs :func:`check_groups` on what comes after the wrap. Raises UsageError that says ``where`` it came from."""
     try:
-        check_groups(rule, groups, moments=moments)
+        check_groups(rule, groups, moments=moments, settings=settings)
     except ConfigError as error:
         raise UsageError(f"{where}: {error}") from None
 

@@ -428,7 +428,7 @@ def test_an_update_that_does_not_fit_its_extents_is_refused_and_breaks_nothing()
         (dict(weight=None), "needs a weight"),
         (dict(grad=None), "needs a weight and a gradient"),
         (dict(master=None), "master extent and layout disagree"),
-        (dict(exp_avg_sq=None), "both moments"),
+        (dict(exp_avg_sq=None), "needs an extent for exp_avg_sq"),
         (dict(exp_avg=short), "4096 bytes for 8192 elements"),
         (dict(runs=[native.Run(5, 5, hyper())]), "run 5 to 5"),
         (dict(runs=[native.Run(9, 5, hyper())]), "run 9 to 5"),
@@ -443,7 +443,7 @@ def test_an_update_that_does_not_fit_its_extents_is_refused_and_breaks_nothing()
     moving = native.Layout(rule=native.Rule.SGD, weight=native.DType.BFLOAT16, master=native.Master.SPLIT,
                            grad=native.DType.BFLOAT16, moments=native.DType.FLOAT32)  # fmt: skip
     runs = [native.Run(0, 8192, hyper(momentum=0.9))]
-    with pytest.raises(UsageError, match="momentum without an extent"):
+    with pytest.raises(UsageError, match="needs an extent for exp_avg"):
         updater.submit(native.UnitUpdate(**(good | dict(layout=moving, runs=runs, exp_avg=None, exp_avg_sq=None))))
     updater.submit(native.UnitUpdate(**good)).wait()
     assert different(arrays, unit.arrays())
