@@ -49,7 +49,7 @@ class Average:
 
     def __init__(self, model: nn.Module, blend: Blend):
         engine = engine_of(model)
-        if not engine.group_of:
+        if not engine.trained:
             raise UsageError("this model was wrapped without an optimizer: its weights do not change")
         if engine.average is not None:
             raise UsageError("this model has an average already: call its remove() first")

@@ -31,7 +31,7 @@ def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
     if folder is None and not engine.config.nvme_paths:
         raise ConfigError("park needs a folder on a disk: infinity.park(model, '/path/on/the/disk'), or Config(nvme_paths=[...])")
     with engine.using():
-        if landed := [handle.name for handle in engine.group_of if handle.grad.state is GradState.LANDED]:
+        if landed := [handle.name for handle in engine.trained if handle.grad.state is GradState.LANDED]:
             raise UsageError(
                 f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait for it. Park after step()"
             )

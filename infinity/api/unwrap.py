@@ -62,6 +62,7 @@ def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable
     engine, model = record.engine, record.model
     engine.wait_idle()
     state = managed.plain_state_dict() if managed is not None else None
+    outside = managed.state_outside_groups() if managed is not None else {}
     values: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for unit in engine.units:
         for shard in unit.shards:
@@ -82,6 +83,7 @@ def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable
             param.grad = grad
         if managed is not None and state is not None:
             managed.wrapped.load_state_dict(state)
+            managed.wrapped.state.update(outside)
         engine.shut_down()
         for module in (*parts_of(model), model):
             module.__dict__.pop(RECORD, None)

@@ -31,7 +31,7 @@ from ..machine.device import Device
 from ..machine.progress import progress
 from ..machine.traffic import Traffic
 from ..optim.optimizer import InfinityOptimizer
-from ..optim.rules import recognise, saved_step
+from ..optim.rules import moment_names, recognise, saved_step
 from ..runtime.engine import Engine
 from ..runtime.hooks import install_hooks
 from ..runtime.registry import RECORD, Wrapped
@@ -225,7 +225,7 @@ def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
 def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_of: dict, moved: MovedRest) -> tuple:
     """Changes the model. Everything that can fail for want of space or for bad input is behind us."""
     came_from = {param: param.device for unit in engine.units for shard in unit.shards for param in shard.params}
-    engine.attach(parameter_names(model), group_of)
+    engine.attach(parameter_names(model))
     owners: dict[nn.Module, list[ParamUnit]] = {}
     for group, unit in zip(groups, engine.units):
         for called in (module for owner in group.owners for module in called_for(model, owner)):
@@ -249,12 +249,13 @@ def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_o
     if optimizer is not None:
         stepping = InfinityOptimizer(engine, optimizer, rule)
         for param in group_of:
-            handle = managed(param)
-            handle.step = saved_step(optimizer.state.get(param, {}))
+            handle, state = managed(param), optimizer.state.get(param, {})
+            handle.step = saved_step(state)
+            handle.keeps_moments = not handle.step and any(name in state for name in moment_names(rule, optimizer.param_groups))
             if raw_grad(param) is not None:
                 set_raw_grad(param, None)
                 handle.grad.move(GradState.LANDED)
-        optimizer.state.clear()
+        stepping.take_over_state()
     record = Wrapped(engine, model, removers, stepping, came_from)
     for module in (*parts_of(model), model):
         module.__dict__[RECORD] = record

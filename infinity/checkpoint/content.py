@@ -60,7 +60,7 @@ def unit_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
         if not engine.gradients.counts(handle):
             continue  # the ranks of the mesh hold it in common, and another one writes it
         for name in SAVED:
-            wanted = name == "weight" or handle.step or (name == "master" and handle.grad is not None)
+            wanted = name == "weight" or handle.has_state or (name == "master" and handle.grad is not None)
             if name in handle.shard.arrays and wanted:
                 for number, (key, entry) in enumerate(_entries(engine, handle, name)):
                     if number == len(files):
@@ -118,21 +118,40 @@ def describe_parameter(handle: ParamHandle) -> dict[str, Any]:
         "master": spec.master.name if handle.grad is not None else None,  # of a shard that is stepped not every one may be
         "moments": str(spec.moment_dtype).removeprefix("torch."),
         "step": handle.step,
-    }
+    } | ({"keeps_moments": True} if handle.keeps_moments else {})
 
 
 def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
     return param.stride() if is_dense(param.shape, param.stride()) else torch.empty(param.shape, device="meta").stride()
 
 
-def describe_groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]] | None:
+def describe_groups(optimizer: InfinityOptimizer | None) -> list[dict[str, Any]] | None:
     if optimizer is None:
         return None
+    optimizer.read_groups()
     return [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [handle_of(param).name for param in group["params"]]}
         for group in optimizer.param_groups
     ]
+
+
+def describe_own_state(optimizer: InfinityOptimizer) -> dict[str, dict[Any, Any]]:
+    """Lists what users have put into ``optimizer.state`` beside torch's keys: of ``parameters``, by name, and ``others``."""
+    found: dict[str, dict[Any, Any]] = {"parameters": {}, "others": {}}
+    for key, own in optimizer.state.own_values().items():
+        if (handle := handle_of(key)) is None:
+            found["others"][key] = own
+        elif own:
+            found["parameters"][handle.name] = own
+    return found
+
+
+def put_own_state(optimizer: InfinityOptimizer, engine: Engine, saved: dict[str, dict[Any, Any]]) -> None:
+    """Puts back what :func:`describe_own_state` listed, in place of what there is."""
+    params = {handle.name: handle.param for handle in engine.trained}
+    of_params = {params[name]: own for name, own in saved.get("parameters", {}).items() if name in params}
+    optimizer.state.take_own(of_params | saved.get("others", {}))
 
 
 def groups_of_stages(optimizer: torch.optim.Optimizer | None, collectives: Collectives) -> list[dict[str, Any]] | None:

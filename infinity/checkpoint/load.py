@@ -26,7 +26,16 @@ from ..state.shard_spec import MOMENTS, SCALES, elements_each
 from ..state.tensors import overwrite
 from ..storage.arrays import ArrayIO
 from .boxes import boxes_of_run, view_of_run
-from .content import SAVED, buffers_of, describe_parameter, engine_of_pair, groups_of_stages, part_of_rank, unmanaged_parameters
+from .content import (
+    SAVED,
+    buffers_of,
+    describe_parameter,
+    engine_of_pair,
+    groups_of_stages,
+    part_of_rank,
+    put_own_state,
+    unmanaged_parameters,
+)
 from .folder import OF_READERS, reading
 from .manifest import MANIFEST, MOST_STEPS, check_files, check_sizes, read_manifest
 from .parts import read_tensors
@@ -91,6 +100,7 @@ class _Checked:
     once: ReadOnce  # whose files are checked as they are read
     other: dict[str, torch.Tensor]  # everything but the units' arrays
     groups: list[dict] | None
+    own_state: dict[str, dict]  # what users have put into optimizer.state
     extra: Any
     generators: tuple | None  # None: a rank that did not exist then goes on with the generators it has
 
@@ -113,6 +123,7 @@ def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module
     if optimizer is not None and checked.groups is not None:
         for group, saved in zip(optimizer.param_groups, checked.groups):
             group.update({key: value for key, value in saved.items() if key not in OF_PARAMETERS})
+        put_own_state(optimizer, engine, checked.own_state)
     rank = _rank_in(manifest, engine)
     _load_rest(model, checked.other, _rank_in(manifest, engine, of_stage=True))
     engine.count_backwards(0)
@@ -137,6 +148,7 @@ def _check(
         _check_files(data, before, engine.collectives)
         other = read_tensors(data / OF_READERS)
         groups, extra = decode_value(manifest["groups"], other), decode_value(manifest["extra"], other)
+        own_state = decode_value(manifest.get("own_state", {"$dict": []}), other)
         _check_complete(engine, manifest, data)
         generators = check_random_state(manifest["random"][rank], other, rank) if rank < len(manifest["random"]) else None
         if optimizer is not None:
@@ -148,7 +160,7 @@ def _check(
     except NOT_A_CHECKPOINT as error:
         # Its checksum is right, so it was written like this: by something else, or by another version.
         raise CorruptionError(f"{data.parent / MANIFEST} does not describe a checkpoint: {error!r}") from error
-    return _Checked(once, other, groups, extra, generators)
+    return _Checked(once, other, groups, own_state, extra, generators)
 
 
 def _choose_files(manifest: dict[str, Any], data: Path, engine: Engine) -> ReadOnce:
@@ -208,9 +220,9 @@ def _load_units(manifest: dict[str, Any], data: Path, engine: Engine, once: Read
     encoded_anew = []
     with SavedTensors(data, manifest) as saved, engine.store.writing_behind() as store:
         for handle in handles:
-            step = manifest["parameters"][handle.name]["step"]
-            arrays = _saved_arrays(handle, step)
-            coded = handle.shard.spec.moment_dtype == torch.uint8 and step
+            saved_one = manifest["parameters"][handle.name]
+            arrays = _saved_arrays(handle, saved_one)
+            coded = handle.shard.spec.moment_dtype == torch.uint8 and _has_state(saved_one)
             if coded and not all(saved.has_part(name, handle.name, part_of_rank(handle)) for name in MOMENTS if name in arrays):
                 encoded_anew.append(handle.name)
                 _load_decoded(saved, store, engine, handle, [name for name in MOMENTS if name in arrays])
@@ -222,7 +234,7 @@ def _load_units(manifest: dict[str, Any], data: Path, engine: Engine, once: Read
                     _load_array(saved, store, engine, handle, name)
             if handle.grad is None:
                 handle.shard.settle_master(store, handle.index, version=engine.step_index)
-            _restore_step(store, engine, handle, step)
+            _restore_step(store, engine, handle, saved_one)
     if encoded_anew:
         logger.warning(
             "the 8-bit moments of %d parameters (%s, ...) were saved in other parts than this mesh has: they are decoded and encoded anew, and "
@@ -241,7 +253,7 @@ def _load_average(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
         return
     if count:
         with SavedTensors(data, manifest, files="average-") as saved:
-            for handle in filter(average.has, engine.group_of):
+            for handle in filter(average.has, engine.trained):
                 first = handle.shard.part("weight", handle.index)[0]
                 begin, end = (at - first for at in handle.shard.own_part("weight", handle.index))
                 average.write_own(handle, _read_run(saved, handle, "average", begin, end, average.dtype_of(handle))[0])
@@ -252,13 +264,18 @@ def _homes(engine: Engine, manifest: dict[str, Any]) -> Iterator[tuple[ParamHand
     """What a checkpoint is to be loaded to, with the names of the arrays."""
     for unit in engine.units:
         for handle in unit.handles:
-            for name in _saved_arrays(handle, manifest["parameters"][handle.name]["step"]):
+            for name in _saved_arrays(handle, manifest["parameters"][handle.name]):
                 yield handle, name
 
 
-def _saved_arrays(handle: ParamHandle, step: int) -> list[str]:
-    """Names the arrays that a checkpoint has of a parameter after so many steps."""
-    saved = ("weight",) if handle.grad is None else SAVED if step else ("weight", "master")
+def _has_state(saved: dict[str, Any]) -> bool:
+    """Tells whether a checkpoint has moments of a parameter, which it describes as ``saved``."""
+    return bool(saved["step"]) or saved.get("keeps_moments") is True
+
+
+def _saved_arrays(handle: ParamHandle, described: dict[str, Any]) -> list[str]:
+    """Names the arrays that a checkpoint has of a parameter."""
+    saved = ("weight",) if handle.grad is None else SAVED if _has_state(described) else ("weight", "master")
     return [name for name in handle.shard.arrays if name in saved]
 
 
@@ -305,14 +322,15 @@ def _read_run(
     return values, False
 
 
-def _restore_step(store: ArrayIO, engine: Engine, handle: ParamHandle, step: int) -> None:
-    """A parameter that had no step when saved starts with zero moments again."""
-    if handle.step and not step:
+def _restore_step(store: ArrayIO, engine: Engine, handle: ParamHandle, saved: dict[str, Any]) -> None:
+    """A parameter that had no state when saved starts with zero moments again."""
+    if handle.has_state and not _has_state(saved):
         for name in MOMENTS:
             if name in handle.shard.arrays:
                 zeros = torch.zeros(handle.shard.layout.placements[handle.index].shape, device="cpu")
                 handle.shard.write_moment(store, name, handle.index, zeros, version=engine.step_index)
-    handle.step = step
+    handle.step = saved["step"]
+    handle.keeps_moments = _has_state(saved) and not handle.step
     if handle.grad is not None:
         engine.gradients.clear(handle)
 
@@ -346,7 +364,7 @@ def _check_complete(engine: Engine, manifest: dict[str, Any], data: Path) -> Non
             step = manifest["parameters"][handle.name]["step"]
             if type(step) is not int or not 0 <= step < MOST_STEPS:
                 raise ValueError(f"{handle.name} has taken {step!r} steps")
-            for array in _saved_arrays(handle, step):
+            for array in _saved_arrays(handle, manifest["parameters"][handle.name]):
                 saved.check(array, handle.name, handle.shard.arrays[array].dtype)
     _check_average(engine, manifest, data)
 
@@ -357,7 +375,7 @@ def _check_average(engine: Engine, manifest: dict[str, Any], data: Path) -> None
         raise TypeError(f"average is {count!r}")
     if engine.average is not None and count:
         saved = SavedTensors(data, manifest, files="average-")
-        for handle in filter(engine.average.has, engine.group_of):
+        for handle in filter(engine.average.has, engine.trained):
             saved.check("average", handle.name, engine.average.dtype_of(handle))
 
 

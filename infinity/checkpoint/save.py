@@ -31,11 +31,13 @@ from ..distributed.collectives import Collectives
 from ..errors import PeerError, StorageError, UsageError
 from ..gradients.record import GradState
 from ..machine.progress import progress
+from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
 from ..runtime.registry import whole_of
 from .content import (
     average_files,
     buffers_of,
+    describe_own_state,
     describe_parameter,
     engine_of_pair,
     flat_bytes,
@@ -76,18 +78,20 @@ def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.opt
     collectives = engine.collectives
     engine.refuse_averaged("save_checkpoint")
     engine.wait_idle()
-    if landed := [handle.name for handle in engine.group_of if handle.grad.state is GradState.LANDED]:
+    if landed := [handle.name for handle in engine.trained if handle.grad.state is GradState.LANDED]:
         raise UsageError(
             f"save_checkpoint between backward and step: the gradients of {len(landed)} parameters ({landed[0]}, ...) "
             "would be lost. Save after step(), or call zero_grad() first."
         )
     tensors: dict[str, torch.Tensor] = {}
+    own_state = _encode_own_state(optimizer, tensors, collectives)
     content = {
         "format": FORMAT,
         "data": f"infinity-{_token(collectives)}",
         "parameters": _of_stages({h.name: describe_parameter(h) for unit in engine.units for h in unit.handles}, collectives),
         "optimizer": optimizer.rule_name if optimizer is not None else None,
         "groups": encode_value(groups_of_stages(optimizer, collectives), tensors, "groups"),
+        **({"own_state": own_state} if own_state is not None else {}),
         "random": collectives.collect(read_random_state(), "random state"),
         "data_ranks": engine.ranks.data_size,
         "parts": engine.ranks.parts,
@@ -120,6 +124,15 @@ def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.opt
         raise StorageError(
             error.errno, f"checkpoint {root} {state}: {os.strerror(error.errno or 0)}", str(error.filename or root)
         ) from error
+
+
+def _encode_own_state(optimizer: InfinityOptimizer | None, tensors: dict[str, torch.Tensor], collectives: Collectives) -> Any:
+    """Encodes what users have put into ``optimizer.state``; None where that is nothing."""
+    if optimizer is None:
+        return None
+    own = describe_own_state(optimizer)
+    own = {kind: _of_stages(values, collectives) for kind, values in own.items()}
+    return encode_value(own, tensors, "own_state") if any(own.values()) else None
 
 
 def _write_data(data: Path, engine: Engine, content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,8 +22,10 @@ from .. import native
 from ..errors import UsageError
 from ..gradients.record import GradState, refuse_torn
 from ..state.dtensors import is_distributed
+from ..state.handle import ParamHandle
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
+from .books import Members, OptimizerBooks
 from .clipping import clip_factor
 from .optimizer_state import OptimizerState
 from .rules import moment_names, refuse_flags
@@ -42,6 +44,13 @@ def _plainly(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
+def _parts(optimizer: weakref.ref[InfinityOptimizer]) -> tuple[StepTarget, list[dict[str, Any]]]:
+    """Returns the engine and the groups of an optimizer, which its books do not keep alive."""
+    if (alive := optimizer()) is None:
+        raise UsageError("optimizer.state: the optimizer that wrap_model returned is gone, and its state with it")
+    return alive._engine, alive.param_groups
+
+
 def _unit_landed(optimizer: weakref.ref[InfinityOptimizer], unit: ParamUnit) -> None:
     if (alive := optimizer()) is not None:
         alive.unit_landed(unit)
@@ -54,13 +63,17 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self._engine, self.wrapped, self._rule = engine, wrapped, rule
         self._ready = False
         self._shadowed = 0  # shadows since the last step
+        self._moments = moment_names(rule, wrapped.param_groups)
+        counts = rule in (native.Rule.ADAMW, native.Rule.ADAM)
+        self._books = OptimizerBooks(partial(_parts, weakref.ref(self)), self._moments, counts_steps=counts)
+        self._members = Members(engine)
         self.is_unwrapped = False  # by an unwrap_model that raised, for it was interrupted
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
         self._ready = True
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(self, kind, getattr(wrapped, kind))
-        wrapped.param_groups = self.param_groups  # a scheduler made for the wrapped one steers this one
-        self._moments = moment_names(rule, self.param_groups)
+        self._groups = wrapped.param_groups = self.param_groups  # a scheduler made for the wrapped one steers this one
+        self._members.read(self.param_groups)
         engine.listen_to_landed(partial(_unit_landed, weakref.ref(self)))  # the engine does not keep its optimizer alive
 
     @property
@@ -74,8 +87,41 @@ class InfinityOptimizer(torch.optim.Optimizer):
         return [{key: _plainly(value) for key, value in group.items() if key not in OF_PARAMETERS} for group in self.param_groups]
 
     @property
+    def state(self) -> OptimizerBooks:
+        """The state of each parameter, under torch's keys. A value is read from home when its key is looked up, and
+        what is written reaches home before it is used. With several ranks all of them look up and write the same."""
+        return self._books
+
+    @state.setter
+    def state(self, state: Mapping[Any, Any]) -> None:
+        if self._ready:
+            self._books.replace(state)
+
+    def take_over_state(self) -> None:
+        """Moves what the wrapped optimizer has in its books, beside what is at home, to ours, which are its own from then on."""
+        for param, entry in self.wrapped.state.items():
+            own = {key: value for key, value in entry.items() if key not in self._books.names} if isinstance(entry, dict) else entry
+            if own or not isinstance(entry, dict):
+                self._books[param] = own
+        self.wrapped.state.clear()
+        self.wrapped.state = self._books
+
+    def read_groups(self) -> None:
+        """Reads from ``param_groups`` which parameters are stepped, and how. Raises UsageError where that cannot be done."""
+        if self.param_groups is self._groups:
+            self.param_groups = self.wrapped.param_groups  # somebody may have given the wrapped one others
+        self._groups = self.wrapped.param_groups = self.param_groups
+        self._members.read(self.param_groups)
+
+    def _read_books(self, where: str) -> None:
+        """Reads all that users may have changed since the last step. Nothing of it is changed where this raises."""
+        self.read_groups()
+        self.check_groups(self.param_groups, where)
+        self._books.settle()
+
+    @property
     def _stepper(self) -> Stepper:
-        return Stepper(self._engine, self._rule, self.param_groups)
+        return Stepper(self._engine, self._rule, self.param_groups, self._members.group_of)
 
     @property
     def _state(self) -> OptimizerState:
@@ -113,11 +159,12 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 if all(each is not group for each in self.param_groups):
                     self.param_groups.append(group)
 
-            engine.admit(group["params"], group=before, moment_count=len(self._moments), then=then)
+            engine.admit(group["params"], moment_count=len(self._moments), then=then)
 
     def check_groups(self, groups: list[dict[str, Any]], where: str) -> None:
         """Raises UsageError where ``groups``, which come from ``where``, ask for what the rule does not do."""
-        refuse_flags(self._rule, groups, moments=len(self._moments), where=where)
+        settings = self.defaults if self._rule != native.Rule.LION else ()
+        refuse_flags(self._rule, groups, moments=len(self._moments), settings=settings, where=where)
 
     # --- the step ---
 
@@ -146,12 +193,12 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         engine = self._engine
-        self.check_groups(self.param_groups, "step()")
+        self._read_books("step()")
         engine.gradients.average()
         begun = engine.steps.begun
         if not begun:
             self._check_unconsumed()
-        for handle in engine.group_of:
+        for handle in engine.trained:
             refuse_torn(handle)
         self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
         clip = self._clip_factor() if engine.config.max_grad_norm is not None else 1.0
@@ -177,6 +224,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 engine.shadow_policy.end_step(made=self._shadowed, kept=kept, backwards=backwards)
                 self._shadowed = 0
         engine.end_step()
+        engine.lent.refresh()
         engine.steps.tell()  # the caller is told by the return
 
     def _clip_factor(self) -> float:
@@ -211,8 +259,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
         """Digests the step's inputs: ranks that differ raise. Other stages have other parameters, with the same settings."""
         inputs: list = [clip]
         inputs += self.settings
-        for handle in self._engine.group_of if of_parameters else ():
-            inputs.append((handle.step, handle.grad.state.name, handle.grad.factors))
+        group_of = self._members.group_of
+        for handle in self._engine.trained if of_parameters else ():
+            inputs.append((handle.step, handle.grad.state.name, handle.grad.factors, group_of.get(handle)))
+        if of_parameters:
+            inputs.append(self._engine.lent.edits)
         digest = hashlib.blake2b(repr(inputs).encode(), digest_size=8).hexdigest()
         rates = ", ".join(f"{float(group['lr']):g}" for group in self.param_groups)
         return f"a step ({digest} stands for all settings, clipping and gradients) with learning rates {rates}"
@@ -235,7 +286,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 "out one of the two, or let Config(speculate=True) update units ahead."
             )
         with engine.using():
-            self.check_groups(self.param_groups, "step_in_backward()")
+            self._read_books("step_in_backward()")
             self._check_unconsumed()
             engine.begin_step()
             engine.steps.stream()
@@ -263,10 +314,10 @@ class InfinityOptimizer(torch.optim.Optimizer):
             engine.journal.carry_out(partial(stepper.carry_out, stepper.plan(unit, engine.steps.index)))
 
     def _is_consumed(self) -> bool:
-        return any(handle.grad.state is GradState.CONSUMED for handle in self._engine.group_of)
+        return any(handle.grad.state is GradState.CONSUMED for handle in self._members.group_of)
 
     def _check_unconsumed(self) -> None:
-        for handle in self._engine.group_of:
+        for handle in self._members.group_of:
             if handle.grad.state is GradState.CONSUMED:
                 raise UsageError(
                     f"step() without a new gradient: the one of {handle.name} was consumed by the last step. "
@@ -294,16 +345,36 @@ class InfinityOptimizer(torch.optim.Optimizer):
         16-bit parameter with an fp32 master has that too, as ``master``: the model's state dict shows its upper half only."""
         self._engine.refuse_unflushed("optimizer.state_dict()")
         with self._engine.using():
-            return self._state.read(masters=True)
+            self.read_groups()
+            if outside := [handle.name for handle in self._outside_groups()]:
+                raise UsageError(
+                    f"optimizer.state_dict(): {len(outside)} parameters ({outside[0]}, ...) have state and are in no group, so a state "
+                    "dict has no number for them. Put them back into a group, delete their state, or use infinity.save_checkpoint()."
+                )
+            return self._read_state(masters=True)
 
     def plain_state_dict(self) -> dict[str, Any]:
         """Returns the state dict without masters, which a plain optimizer has no use for."""
-        return self._state.read(masters=False)
+        return self._read_state(masters=False)
+
+    def _read_state(self, *, masters: bool) -> dict[str, Any]:
+        self.read_groups()
+        self._books.settle()
+        return self._state.read(self._books, masters=masters)
+
+    def state_outside_groups(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Returns the state of parameters that were taken out of the groups, which no state dict has."""
+        return {handle.param: dict(self._books[handle.param]) for handle in self._outside_groups()}
+
+    def _outside_groups(self) -> list[ParamHandle]:
+        handles = self._engine.trained if self._books.names else ()
+        return [handle for handle in handles if handle.has_state and handle not in self._members.group_of]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state dict of this or of the plain optimizer. Raises UsageError before anything is changed."""
         self._engine.refuse_unflushed("optimizer.load_state_dict()")
         with self._engine.using():
+            self.read_groups()
             groups = self._state.check(state_dict)
             self.check_groups(groups, "load_state_dict()")
-            self._state.write(state_dict, groups)
+            self._state.write(state_dict, groups, self._books)

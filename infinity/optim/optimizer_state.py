@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..state.dtensors import like, local_of, part_of
 from ..state.handle import handle_of
 from ..state.shard import ParamShard
+from .books import OptimizerBooks
 from .rules import saved_step
 from .step_target import StepTarget
 
@@ -24,8 +25,9 @@ class OptimizerState:
     def __init__(self, target: StepTarget, rule: native.Rule, groups: list[dict[str, Any]], moments: dict[str, str]):
         self._target, self._rule, self._groups, self.moments = target, rule, groups, moments
 
-    def read(self, *, masters: bool) -> dict[str, Any]:
-        """Returns a state dict as torch's optimizers have it. ``masters``: with the fp32 masters of 16-bit parameters."""
+    def read(self, books: OptimizerBooks, *, masters: bool) -> dict[str, Any]:
+        """Returns a state dict as torch's optimizers have it, with what of the user's is in ``books``. ``masters``: with the
+        fp32 masters of 16-bit parameters."""
         store = self._target.store
         groups, indices = [], {}
         for group in self._groups:
@@ -33,16 +35,22 @@ class OptimizerState:
                 indices.setdefault(param, len(indices))
             packed = {key: value for key, value in group.items() if key != "params"}
             groups.append(packed | {"params": [indices[param] for param in group["params"]]})
-        state: dict[int, dict[str, torch.Tensor]] = {}
+        state: dict[Any, Any] = {}
         of_shards: dict[ParamShard, list[torch.Tensor]] = {}
         for param in indices:
-            if handle_of(param).step:
+            if handle_of(param).has_state:
                 of_shards.setdefault(handle_of(param).shard, []).append(param)
         for shard, params in of_shards.items():
             with_masters = masters and shard.hides_bits
             with shard.assembling_state(store, self.moments.values(), masters=with_masters):
                 state |= {indices[param]: self._read_one(param, with_master=with_masters) for param in params}
-        return {"state": {index: state[index] for index in sorted(state) if state[index]}, "param_groups": groups}
+        found = {index: state[index] for index in sorted(state) if state[index]}
+        for key, own in books.own_values().items():
+            if key not in indices:
+                found[key] = own
+            else:
+                found[indices[key]] = found.get(indices[key], {}) | own
+        return {"state": found, "param_groups": groups}
 
     def _read_one(self, param: torch.Tensor, *, with_master: bool) -> dict[str, torch.Tensor]:
         handle, store = handle_of(param), self._target.store
@@ -63,7 +71,8 @@ class OptimizerState:
         if ours != theirs:
             raise UsageError(f"the state dict has groups of {theirs} parameters, this optimizer of {ours}")
         params = self._params_of(state_dict)
-        for index, state in state_dict["state"].items():
+        for index in state_dict["state"].keys() & params.keys():
+            state = state_dict["state"][index]
             for name in (*self.moments, "master"):
                 value = state.get(name)
                 if value is not None and tuple(value.shape) != tuple(params[index].shape):
@@ -84,14 +93,18 @@ class OptimizerState:
             for index, param in zip(saved["params"], group["params"])
         }
 
-    def write(self, state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-        """Makes ``state_dict`` the state, and ``groups``, which :meth:`check` gave for it, the hyperparameters."""
-        moments = [value for state in state_dict["state"].values() for value in state.values() if isinstance(value, torch.Tensor)]
+    def write(self, state_dict: dict[str, Any], groups: list[dict[str, Any]], books: OptimizerBooks) -> None:
+        """Makes ``state_dict`` the state, and ``groups``, which :meth:`check` gave for it, the hyperparameters; what is the
+        user's goes into ``books``."""
+        params = self._params_of(state_dict)
+        states = [state_dict["state"].get(index, {}) for index in params]
+        moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         self._target.collectives.same("loading the optimizer's state", *map(local_of, moments))
         for group, taken in zip(self._groups, groups):
             group.update(taken)
         absent, others, loaded = [], [], []
-        params = self._params_of(state_dict)
+        self._target.lent.forget()
+        books.take_own({params.get(key, key): value for key, value in state_dict["state"].items()})
         for index, param in params.items():
             state, handle = state_dict["state"].get(index, {}), handle_of(param)
             self._adopt(param, state)
@@ -132,7 +145,8 @@ class OptimizerState:
         """Makes ``state``, as torch's optimizers keep it per parameter, the state at home; empty is a fresh start."""
         handle, target = handle_of(param), self._target
         step = saved_step(state)
-        if step or handle.step:
+        kept = step or any(state.get(name) is not None for name in self.moments)
+        if kept or handle.has_state:
             for name, array in self.moments.items():
                 value = state.get(name)
                 if value is None:
@@ -140,4 +154,4 @@ class OptimizerState:
                 else:
                     value = part_of(param, value, f"{name} of {handle.name}")
                 handle.shard.write_moment(target.store, array, handle.index, value, version=target.steps.index)
-        handle.step = step
+        handle.step, handle.keeps_moments = step, bool(kept and not step)

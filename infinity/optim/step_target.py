@@ -20,6 +20,7 @@ from ..state.journal import Journal
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from ..storage.store import ShardStore
+from .lent_state import LentState
 from .updates import Updates
 
 
@@ -28,7 +29,8 @@ class StepTarget(Protocol):
 
     config: Config
     units: list[ParamUnit]
-    group_of: dict[ParamHandle, int]  # index of the optimizer's param group
+    trained: list[ParamHandle]  # the parameters that have optimizer state
+    lent: LentState
     steps: StepCounter
     schedule: Schedule
     shadow_policy: ShadowPolicy | None  # None: no updates are made ahead
@@ -71,8 +73,8 @@ class StepTarget(Protocol):
     def release(self, units: Iterable[ParamUnit]) -> None:
         """Sends ``units`` home: their bytes there are about to change."""
 
-    def admit(self, params: Iterable[torch.Tensor], *, group: int, moment_count: int, then: Callable[[], None]) -> None:
-        """Steps, from now on, ``params`` as those of ``group``, and calls ``then``, or raises and changes nothing."""
+    def admit(self, params: Iterable[torch.Tensor], *, moment_count: int, then: Callable[[], None]) -> None:
+        """Steps, from now on, ``params`` too, and calls ``then``, or raises and changes nothing."""
 
     def count_backwards(self, count: int) -> None:
         """Sets how many backwards have ended since the last step."""

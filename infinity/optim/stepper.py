@@ -6,7 +6,7 @@ shadow  the update of a shard that was made in the backward, on the chance that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,10 +47,16 @@ def _inputs_of(spans: list[Span]) -> list[tuple]:
 
 
 class Stepper:
-    """Steps units by one rule and the hyperparameters of an optimizer's groups. Used from the thread that runs the step."""
+    """Steps units by one rule and the hyperparameters of an optimizer's groups. Used from the thread that runs the step.
 
-    def __init__(self, target: StepTarget, rule: native.Rule, groups: list[dict[str, Any]]):
-        self._target, self._rule, self._groups = target, rule, groups
+    ``group_of``: the parameters that are stepped, each with the index of its group.
+    """
+
+    def __init__(self, target: StepTarget, rule: native.Rule, groups: list[dict[str, Any]], group_of: Mapping[ParamHandle, int]):
+        self._target, self._rule, self._groups, self._group_of = target, rule, groups, group_of
+
+    def _is_stepped(self, handle: ParamHandle) -> bool:
+        return has_landed(handle) and handle in self._group_of
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[ShardStep]:
         """Plans what a step does with ``unit``. Gradients that have landed go home; nothing else is changed."""
@@ -68,7 +74,7 @@ class Stepper:
                     target.gradients.apply_factors(handle)  # there is no room for another
             after = target.gradients.homes.close_shard(shard)
             spans = list(self._spans(shard, handles, clip))
-            step = ShardStep(shard, [(h, h.step + 1) for h in handles if has_landed(h)])
+            step = ShardStep(shard, [(h, h.step + 1) for h in handles if self._is_stepped(h)])
             shadow = shard.shadow
             if shadow is not None and shadow.ticket is not None and shadow.inputs == _inputs_of(spans):
                 step.shadow = shadow
@@ -137,9 +143,8 @@ class Stepper:
                 made += 1
         return made
 
-    @staticmethod
-    def _has_landed(unit, shard: ParamShard) -> bool:
-        return any(h.shard is shard and has_landed(h) for h in unit.handles)
+    def _has_landed(self, unit: ParamUnit, shard: ParamShard) -> bool:
+        return any(h.shard is shard and self._is_stepped(h) for h in unit.handles)
 
     def _plan_update(self, step: ShardStep, spans: list[Span], after: list[native.Ticket], *, label: int, version: int) -> None:
         """``spans`` of a shard are to be stepped: where its state is, and of state on the host a part on the device too."""
@@ -211,8 +216,8 @@ class Stepper:
         for handle in handles:
             low, high = shard.slice_part(handle.index)
             current = None
-            if has_landed(handle) and low < high:
-                current = (self._target.group_of[handle], handle.step + 1, (*handle.grad.factors, *last))
+            if self._is_stepped(handle) and low < high:
+                current = (self._group_of[handle], handle.step + 1, (*handle.grad.factors, *last))
             if current != key:
                 if key is not None:
                     yield begin, end, self._hyperparameters(*key)

@@ -155,7 +155,7 @@ class WithoutFlush:
                 "run() inside step_in_backward: updates are made when a batch's last backward is over. Call it outside."
             )
         with engine.using(), engine.collectives.together(what):
-            if held := [handle.name for handle in engine.group_of if handle.grad.state is not GradState.ABSENT]:
+            if held := [handle.name for handle in engine.trained if handle.grad.state is not GradState.ABSENT]:
                 raise UsageError(
                     f"run() with gradients of an earlier backward ({held[0]}, ...), to which the first batch would be added: call optimizer.zero_grad() first"
                 )

@@ -77,7 +77,6 @@ def admit(
     resources: Resources,
     params: Iterable[torch.Tensor],
     *,
-    group: int,
     moment_count: int,
     then: Callable[[], None],
 ) -> None:
@@ -114,7 +113,7 @@ def admit(
             if handle.grad is None:
                 engine.passes.hook(handle.param)
                 engine.gradients.track(handle)
-            engine.group_of[handle] = group
+                engine.trained.append(handle)
         engine.sizes, engine.plan = sizes, plan
         then()
 

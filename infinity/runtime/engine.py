@@ -25,6 +25,7 @@ from ..machine.ledger import Ledger
 from ..machine.rates import memory_rate
 from ..machine.tiers import Tier
 from ..machine.timeline import Timeline
+from ..optim.lent_state import LentState
 from ..optim.updates import Updates
 from ..planning.memory_plan import MemoryPlan
 from ..planning.schedule import Schedule
@@ -74,7 +75,7 @@ class Engine(Refusals):
         self.joined = JoinedPass()
         self.sizes = sizes  # of the units, as they were planned with
         self.shadow_policy = ShadowPolicy() if plan.shadowed else None
-        self.group_of: dict[ParamHandle, int] = {}  # index of the optimizer's param group
+        self.trained: list[ParamHandle] = []  # the parameters that have optimizer state
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}  # the newest state-dict tensor of a tied parameter
         self.average: WeightAverage | None = None  # of the trained parameters
         self.older: OlderWeights | None = None  # where a pipeline runs without flush
@@ -84,6 +85,7 @@ class Engine(Refusals):
             self.ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
         self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives)
         self.updates = Updates(units, self.traffic)
+        self.lent = LentState(self.store, self.steps, self.journal)
         self.parking = Parking(self.store)
         shards = [shard for unit in units for shard in unit.shards]
         given_back = self.store, shards, self.updates.recorded, self.updates.names, self.collectives, device
@@ -130,7 +132,7 @@ class Engine(Refusals):
         )
         self.edits = ValueEdits(self.store, self.prefetcher, self.journal, self.collectives, self.steps)
 
-    def attach(self, names: dict[torch.Tensor, list[str]], group_of: dict[torch.Tensor, int]) -> None:
+    def attach(self, names: dict[torch.Tensor, list[str]]) -> None:
         """Makes the parameters managed ones. Their values are at home already: nothing here needs space or the disk."""
         for unit in self.units:
             for shard in unit.shards:
@@ -139,7 +141,7 @@ class Engine(Refusals):
                     handle = ParamHandle(names[param], unit, shard, index, self)
                     if shard.spec.stepped:
                         self.gradients.track(handle)
-                        self.group_of[handle] = group_of[param]
+                        self.trained.append(handle)
                     param._infinity = handle
                     unit.handles.append(handle)
             unit.attach()
@@ -200,6 +202,7 @@ class Engine(Refusals):
         except Exception:  # noqa: BLE001 - what cannot be carried to its end is what all is set anew for
             self.halt(why)
             self.journal.forget()
+        self.lent.forget()
         self.wait_idle()
         self.prefetcher.release_all(self.units)
         self.halt(why)
@@ -275,9 +278,9 @@ class Engine(Refusals):
         if not self.joined.is_open:
             self.prefetcher.release_idle(keeps=self.keeps_older)
 
-    def admit(self, params: Iterable[torch.Tensor], *, group: int, moment_count: int, then: Callable[[], None]) -> None:
-        """Steps ``params``, frozen until now, as the optimizer's ``group``. Raises UsageError or CapacityError with nothing changed."""
-        admit(self, self._resources, params, group=group, moment_count=moment_count, then=then)
+    def admit(self, params: Iterable[torch.Tensor], *, moment_count: int, then: Callable[[], None]) -> None:
+        """Steps ``params``, frozen until now. Raises UsageError or CapacityError with nothing changed."""
+        admit(self, self._resources, params, moment_count=moment_count, then=then)
 
     def count_backwards(self, count: int) -> None:
         """Sets how many backwards have ended since the last step."""
@@ -330,7 +333,8 @@ class Engine(Refusals):
     # --- everything ---
 
     def wait_idle(self) -> None:
-        """Waits until every byte is at home. Raises what went wrong."""
+        """Waits until every byte is at home, what users changed in the optimizer's state too. Raises what went wrong."""
+        self.lent.settle()
         for unit in self.units:
             for shard in unit.shards:
                 shard.wait()

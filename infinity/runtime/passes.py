@@ -103,7 +103,7 @@ class Passes:
         if not engine.joined.is_open:
             engine.refuse_unflushed("a forward of its own")
         kind = "unflushed" if engine.keeps_older else "train"  # in which units come in other versions, too
-        for handle in engine.group_of if training else ():
+        for handle in engine.trained if training else ():
             set_raw_grad(handle.param, None)  # of a backward that was cut short before the engine heard of it
         engine.schedule.begin(kind if training else "infer")
         engine.prefetcher.begin_pass(training=training)

@@ -23,7 +23,7 @@ def recover(engine: Running, *, finishing: bool) -> None:
         engine.reducer.abandon()
     engine.prefetcher.rebuild()
     engine.ledger.forget_passing()
-    for handle in engine.group_of:
+    for handle in engine.trained:
         set_raw_grad(handle.param, None)
     if engine.store.failure is None:  # else nothing more goes to or comes from the disk
         _rebuild_homes(engine, finishing=finishing)
@@ -32,7 +32,7 @@ def recover(engine: Running, *, finishing: bool) -> None:
     if not finishing:
         return  # still marked: the next use does the rest
     if engine.steps.streaming:
-        if any(handle.grad.state is GradState.CONSUMED for handle in engine.group_of):
+        if any(handle.grad.state is GradState.CONSUMED for handle in engine.trained):
             engine.halt("an exception inside step_in_backward left part of a step done")
         engine.steps.give_up()
     engine.scopes.interrupted = False  # the last thing

@@ -108,7 +108,7 @@ class Running(ScopeOpener, Protocol):
     gradients: GradientBank
     reducer: Reducer | None  # None: gradients are averaged with nobody
     prefetcher: Prefetcher
-    group_of: dict[ParamHandle, int]  # the parameters that are stepped
+    trained: list[ParamHandle]  # the parameters that have optimizer state
 
     storages: dict[int, tuple[ParamUnit, torch.Tensor]]  # device buffers, by storage
 

@@ -165,7 +165,7 @@ class WeightAverage:
         engine.prefetcher.release_all(engine.units)
         for shard in self._arrays:
             shard.wait_idle()
-        for handle in engine.group_of:
+        for handle in engine.trained:
             handle.changed()
         engine.journal.carry_out(partial(self._carry_out, self._exchanged, Progress(), self._end_exchange, not self.is_exchanged))
 

@@ -80,12 +80,26 @@ class Loan(Protocol):
 class ParamHandle:
     """Links a parameter to its unit, shard and engine. The engine is held weakly: parameters must not keep it alive."""
 
-    __slots__ = ("names", "unit", "shard", "index", "grad", "step", "version", "has_loaded_master", "lent", "is_counted", "_engine")
+    __slots__ = (
+        "names",
+        "unit",
+        "shard",
+        "index",
+        "grad",
+        "step",
+        "keeps_moments",
+        "version",
+        "has_loaded_master",
+        "lent",
+        "is_counted",
+        "_engine",
+    )
 
     def __init__(self, names: list[str], unit: Unit, shard: ParamShard, index: int, engine: Owner):
         self.names, self.unit, self.shard, self.index = names, unit, shard, index
         self.grad: Any = None  # the GradientBank's record; None when the optimizer does not step this parameter
         self.step = 0  # optimizer steps applied
+        self.keeps_moments = False  # though ``step`` is 0: the user set the count back
         self.version = 0  # counts changes of the value at home
         self.has_loaded_master = False  # since the last step: a load of the value it belongs to leaves its bits
         self.lent: weakref.ref[Loan] | None = None  # what the parameter stands for in a block of full_params
@@ -100,6 +114,11 @@ class ParamHandle:
     def param(self) -> torch.nn.Parameter:
         """The parameter itself."""
         return self.shard.params[self.index]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the optimizer has state of the parameter."""
+        return self.step > 0 or self.keeps_moments
 
     def changed(self) -> None:
         """Notes that the value at home is about to be another one."""

@@ -202,7 +202,7 @@ def test_a_group_without_room_leaves_all_as_it_was(home, tmp_path, monkeypatch):
         thaw(model, optimizer, 0)
     monkeypatch.undo()
     assert [engine.ledger.accounts[tier].charged_nbytes for tier in (Tier.DEVICE, Tier.HOST)] == before
-    assert len(optimizer.param_groups) == 1 and {handle.name.partition(".")[0] for handle in engine.group_of} == {"tokens"}
+    assert len(optimizer.param_groups) == 1 and {handle.name.partition(".")[0] for handle in engine.trained} == {"tokens"}
     thaw(model, optimizer, 0), thaw(plain, plain_optimizer, 0)
     assert torch.equal(step(model, optimizer, 1)[0], step(plain, plain_optimizer, 1)[0])
     same(model, optimizer, plain, plain_optimizer)

@@ -1,0 +1,197 @@
+"""LentState: keeps the tensors of optimizer state that users hold equal to what is at home.
+
+lent   a tensor that ``optimizer.state[p][key]`` returned, or that was assigned there. Users may
+       change it in any way, also through views, numpy or DLPack, as they may with torch's own
+
+A change is noticed by the tensor's bytes, so none is missed. It reaches home at the next use of
+the state. After a step the tensors that somebody still holds are read again. With several ranks
+that would need all of them, so there a tensor shows the state at the time of the read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Mapping
+from functools import cache, partial
+
+import torch
+
+from ..errors import UsageError
+from ..state.dtensors import is_distributed, like, local_of, part_of
+from ..state.handle import ParamHandle
+from ..state.journal import Journal
+from ..state.step_counter import StepCounter
+from ..storage.store import ShardStore
+
+STEP = "step"  # the key of a parameter's step count, which lies in its handle and in no array
+MOST_STEPS = 2**31
+TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES = 64, 32 * 1024 * 1024
+
+
+@cache
+def _own_uses() -> int:
+    """Counts the uses of a storage that one tensor has, as :func:`_uses` counts them."""
+    return _uses(torch.empty(1, device="cpu"))
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+class _Lent:
+    """One tensor. ``bytes``: our own view of its local part, which keeps it after its last user."""
+
+    def __init__(self, tensor: torch.Tensor, index: int):
+        self.bytes = local_of(tensor).detach()
+        self.give(tensor)
+        self.note(index)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Remembers the tensor that users have."""
+        self.tensor = weakref.ref(tensor)
+
+    def note(self, index: int) -> None:
+        """Takes what the tensor holds now for the state at home, as of step ``index``."""
+        self.digest, self.index = _digest(self.bytes), index
+
+    @property
+    def is_changed(self) -> bool:
+        return _digest(self.bytes) != self.digest
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anything but this object has the tensor's memory."""
+        return self.tensor() is not None or _uses(self.bytes) > _own_uses()
+
+
+class LentState:
+    """The lent tensors of one engine. Used inside a use of the engine, from one thread."""
+
+    def __init__(self, store: ShardStore, steps: StepCounter, journal: Journal):
+        self._store, self._steps, self._journal = store, steps, journal
+        self._lent: dict[tuple[ParamHandle, str], _Lent] = {}
+        self._left_count, self._left_nbytes = TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES  # until a trim
+        self._edits = hashlib.blake2b(digest_size=8)
+
+    @property
+    def edits(self) -> str:
+        """A digest of what was written since the last step: data ranks must have written the same."""
+        return self._edits.hexdigest()
+
+    def read(self, handle: ParamHandle, name: str) -> torch.Tensor:
+        """Returns array ``name`` of a parameter, or its step count, as a tensor that may be changed."""
+        lent = self._lent.get((handle, name))
+        if lent is not None and lent.index != self._steps.index and not self._refresh(handle, name, lent):
+            lent = None
+        if lent is None:
+            with torch.inference_mode(False), torch.no_grad():
+                tensor = self._read(handle, name)
+            self.lend(handle, name, tensor)
+            return tensor
+        tensor = lent.tensor()
+        if tensor is None:
+            tensor = like(handle.param, lent.bytes.detach())
+            lent.give(tensor)
+        return tensor
+
+    def lend(self, handle: ParamHandle, name: str, tensor: torch.Tensor) -> None:
+        """Watches ``tensor``, which holds what is at home."""
+        self._left_count, self._left_nbytes = self._left_count - 1, self._left_nbytes - tensor.nbytes
+        if self._left_count < 0 or self._left_nbytes < 0:
+            self._trim()
+        self._lent[handle, name] = _Lent(tensor, self._steps.index)
+
+    def write(self, handle: ParamHandle, values: Mapping[str, torch.Tensor]) -> None:
+        """Sends ``values`` of arrays, and of the step count, home. Their shapes were checked."""
+        if self._steps.streaming:
+            raise UsageError(
+                f"optimizer.state of {handle.name} inside `with optimizer.step_in_backward()`: "
+                "change it before that block, or after step()"
+            )
+        for name, value in values.items():
+            self._edits.update(f"{handle.name} {name} ".encode())
+            if not is_distributed(handle.param):
+                self._edits.update(_digest(value))
+        self._journal.carry_out(partial(self._write, handle, dict(values)))
+
+    def restart(self, handle: ParamHandle, names: list[str]) -> None:
+        """Makes the state of a parameter that of one that was never stepped. Lent tensors are the user's from then on."""
+        if handle.has_state:
+            shape = local_of(handle.param).shape
+            zeros = torch.zeros((), dtype=torch.float32, device="cpu").expand(shape)
+            self.write(handle, {name: zeros for name in names} | {STEP: torch.tensor(0.0, device="cpu")})
+            handle.keeps_moments = False
+        for key in [key for key in self._lent if key[0] is handle]:
+            del self._lent[key]
+
+    def settle(self) -> None:
+        """Sends home what was changed since the last time."""
+        for (handle, name), lent in list(self._lent.items()):
+            if lent.is_changed:
+                if lent.index != self._steps.index and not handle.shard.ranks.alone:
+                    raise UsageError(
+                        f"optimizer.state: {name} of {handle.name} was read at step {lent.index} and changed "
+                        f"after step {self._steps.index}. With several ranks read it again after each step."
+                    )
+                self.write(handle, {name: lent.bytes.clone()})
+                lent.note(self._steps.index)
+            if not lent.is_held:
+                del self._lent[handle, name]
+
+    def refresh(self) -> None:
+        """Reads again what somebody still holds: a step has changed it."""
+        self._edits = hashlib.blake2b(digest_size=8)
+        for (handle, name), lent in list(self._lent.items()):
+            if not lent.is_held:
+                del self._lent[handle, name]
+            else:
+                self._refresh(handle, name, lent)
+
+    def forget(self) -> None:
+        """Leaves all lent tensors to their users: the state is about to be set anew."""
+        self._lent.clear()
+
+    def _refresh(self, handle: ParamHandle, name: str, lent: _Lent) -> bool:
+        """Returns False where the tensor stays as it is, since other ranks do not read now."""
+        if not handle.shard.ranks.alone:
+            return False
+        with torch.no_grad():
+            lent.bytes.copy_(local_of(self._read(handle, name)))
+        lent.note(self._steps.index)
+        return True
+
+    def _trim(self) -> None:
+        """Settles, so that tensors which nobody holds take no memory."""
+        self.settle()
+        self._left_count = max(TRIMMED_AT_COUNT, len(self._lent))
+        self._left_nbytes = max(TRIMMED_AT_NBYTES, sum(lent.bytes.nbytes for lent in self._lent.values()))
+
+    def _read(self, handle: ParamHandle, name: str) -> torch.Tensor:
+        if name == STEP:
+            return torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")
+        value = handle.shard.read_moment(self._store, name, handle.index)
+        return like(handle.param, value.to(local_of(handle.param).device))
+
+    def _write(self, handle: ParamHandle, values: dict[str, torch.Tensor]) -> None:
+        with self._store.guarding():
+            for name, value in values.items():
+                if name == STEP:
+                    handle.step = int(value.item())
+                else:
+                    part = part_of(handle.param, value, f"{name} of {handle.name}")
+                    handle.shard.write_moment(self._store, name, handle.index, part, version=self._steps.index)
+        handle.keeps_moments = not handle.step
+
+
+def checked_step(value: object, name: str) -> torch.Tensor:
+    """Returns a step count as a tensor. Raises UsageError where it is none."""
+    number = float(value.item() if isinstance(value, torch.Tensor) else value)
+    if not (number.is_integer() and 0 <= number < MOST_STEPS):
+        raise UsageError(f"optimizer.state: step of {name} is {number:g}; it must be a whole number from 0 to {MOST_STEPS - 1}")
+    return torch.tensor(number, dtype=torch.float32, device="cpu")
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    flat = local_of(tensor).detach().to("cpu").contiguous().view(-1)
+    return hashlib.blake2b(flat.view(torch.uint8).numpy(), digest_size=16).digest()
