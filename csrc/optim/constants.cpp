@@ -10,8 +10,6 @@ namespace infinity {
 Constants prepare(Rule rule, const Hyperparameters& h) {
   INFINITY_REQUIRE(h.step >= 1, "optimizer steps count from 1, not ", h.step);
   INFINITY_REQUIRE(h.grad_factors.size() <= kMaxGradFactors, "at most ", kMaxGradFactors, " gradient factors");
-  INFINITY_REQUIRE(rule == Rule::kSgd || (h.momentum == 0 && h.dampening == 0 && !h.nesterov), "rule ", int(rule),
-                   " does not compute momentum ", h.momentum, ", dampening ", h.dampening, " or nesterov: SGD does");
   const double step = static_cast<double>(h.step);
   Constants k{};
   k.decay = static_cast<float>(1 - h.lr * h.weight_decay);

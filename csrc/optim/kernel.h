@@ -85,7 +85,6 @@ struct Constants {
   float factors[kMaxGradFactors];
 };
 
-// Throws UsageError for what the rule does not compute.
 Constants prepare(Rule rule, const Hyperparameters& hyper);
 
 // What a rule reads and writes beside the weight, the master and the gradient; from the formula itself.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
+from ..gradients.record import GradState
 from ..state.dtensors import is_distributed
 from ..state.flat_layout import is_dense
 from ..state.handle import ParamHandle, handle_of
@@ -287,7 +288,7 @@ class OptimizerBooks(_Shown, defaultdict):
         self._partial.clear()
         for key, values in state.items():
             if self._handle(key) is None:
-                dict.__setitem__(self, key, values)
+                dict.__setitem__(self, key, dict(values) if isinstance(values, Mapping) else values)
             else:
                 at_home = {*self.names, *self._arrays.values(), STEP, "master"}
                 if own := {name: value for name, value in values.items() if name not in at_home}:
@@ -330,8 +331,14 @@ class Members:
 
     def __init__(self, engine: StepTarget):
         self._engine = engine
+        self._groups: list[dict[str, Any]] = []
         self._params: list[list[torch.Tensor]] = []
         self.group_of: dict[ParamHandle, int] = {}
+
+    def newest(self, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns which list of groups counts: the one that was assigned since the last time, to the optimizer or to the wrapped one."""
+        self._groups = theirs if ours is self._groups else ours
+        return self._groups
 
     def read(self, groups: list[dict[str, Any]]) -> None:
         """Reads the groups. Raises UsageError, with nothing changed, where they have what is not stepped here."""
@@ -352,6 +359,20 @@ class Members:
                     )
                 found[handle] = index
         self._params, self.group_of = [list(params) for params in lists], found
+
+    @property
+    def are_consumed(self) -> bool:
+        """Whether a step has used any of their gradients."""
+        return any(handle.grad.state is GradState.CONSUMED for handle in self.group_of)
+
+    def check_unconsumed(self) -> None:
+        """Raises UsageError where a gradient was used by a step already."""
+        for handle in self.group_of:
+            if handle.grad.state is GradState.CONSUMED:
+                raise UsageError(
+                    f"step() without a new gradient: the one of {handle.name} was consumed by the last step. "
+                    "Call zero_grad() and run backward before the next step()."
+                )
 
     def _stepped(self, param: torch.Tensor, index: int) -> ParamHandle:
         handle = handle_of(param)

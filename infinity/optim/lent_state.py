@@ -48,7 +48,7 @@ class _Lent:
         self.note(index)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Remembers the tensor that users have."""
+        """Sets the tensor that users have."""
         self.tensor = weakref.ref(tensor)
 
     def note(self, index: int) -> None:

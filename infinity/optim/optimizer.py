@@ -20,9 +20,8 @@ import torch
 
 from .. import native
 from ..errors import UsageError
-from ..gradients.record import GradState, refuse_torn
+from ..gradients.record import refuse_torn
 from ..state.dtensors import is_distributed
-from ..state.handle import ParamHandle
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
 from .books import Members, OptimizerBooks
@@ -72,8 +71,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self._ready = True
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(self, kind, getattr(wrapped, kind))
-        self._groups = wrapped.param_groups = self.param_groups  # a scheduler made for the wrapped one steers this one
-        self._members.read(self.param_groups)
+        self.read_groups()  # which are the wrapped one's from now on: a scheduler made for that steers this one
         engine.listen_to_landed(partial(_unit_landed, weakref.ref(self)))  # the engine does not keep its optimizer alive
 
     @property
@@ -98,23 +96,18 @@ class InfinityOptimizer(torch.optim.Optimizer):
             self._books.replace(state)
 
     def take_over_state(self) -> None:
-        """Moves what the wrapped optimizer has in its books, beside what is at home, to ours, which are its own from then on."""
-        for param, entry in self.wrapped.state.items():
-            own = {key: value for key, value in entry.items() if key not in self._books.names} if isinstance(entry, dict) else entry
-            if own or not isinstance(entry, dict):
-                self._books[param] = own
+        """Moves what the wrapped optimizer's books have beside what is at home to ours, which are its own from then on."""
+        self._books.take_own(self.wrapped.state)
         self.wrapped.state.clear()
         self.wrapped.state = self._books
 
     def read_groups(self) -> None:
         """Reads from ``param_groups`` which parameters are stepped, and how. Raises UsageError where that cannot be done."""
-        if self.param_groups is self._groups:
-            self.param_groups = self.wrapped.param_groups  # somebody may have given the wrapped one others
-        self._groups = self.wrapped.param_groups = self.param_groups
+        self.param_groups = self.wrapped.param_groups = self._members.newest(self.param_groups, self.wrapped.param_groups)
         self._members.read(self.param_groups)
 
     def _read_books(self, where: str) -> None:
-        """Reads all that users may have changed since the last step. Nothing of it is changed where this raises."""
+        """Reads what users may have changed since the last step. Changes nothing where it raises."""
         self.read_groups()
         self.check_groups(self.param_groups, where)
         self._books.settle()
@@ -185,7 +178,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         engine.refuse_averaged("optimizer.step()")
         engine.refuse_another_step()
         with engine.using():
-            if engine.steps.untold == engine.steps.index and self._is_consumed():
+            if engine.steps.untold == engine.steps.index and self._members.are_consumed:
                 engine.steps.tell()  # this very step was cut short, and has been carried to its end since
             else:
                 self._step()
@@ -197,7 +190,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         engine.gradients.average()
         begun = engine.steps.begun
         if not begun:
-            self._check_unconsumed()
+            self._members.check_unconsumed()
         for handle in engine.trained:
             refuse_torn(handle)
         self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
@@ -287,7 +280,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             )
         with engine.using():
             self._read_books("step_in_backward()")
-            self._check_unconsumed()
+            self._members.check_unconsumed()
             engine.begin_step()
             engine.steps.stream()
             yield  # an exception leaves the marks, which the next use of the engine goes by
@@ -313,17 +306,6 @@ class InfinityOptimizer(torch.optim.Optimizer):
             stepper = self._stepper
             engine.journal.carry_out(partial(stepper.carry_out, stepper.plan(unit, engine.steps.index)))
 
-    def _is_consumed(self) -> bool:
-        return any(handle.grad.state is GradState.CONSUMED for handle in self._members.group_of)
-
-    def _check_unconsumed(self) -> None:
-        for handle in self._members.group_of:
-            if handle.grad.state is GradState.CONSUMED:
-                raise UsageError(
-                    f"step() without a new gradient: the one of {handle.name} was consumed by the last step. "
-                    "Call zero_grad() and run backward before the next step()."
-                )
-
     def _shards(self) -> Iterator[ParamShard]:
         return (shard for unit in self._engine.units for shard in unit.shards)
 
@@ -346,29 +328,21 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self._engine.refuse_unflushed("optimizer.state_dict()")
         with self._engine.using():
             self.read_groups()
-            if outside := [handle.name for handle in self._outside_groups()]:
-                raise UsageError(
-                    f"optimizer.state_dict(): {len(outside)} parameters ({outside[0]}, ...) have state and are in no group, so a state "
-                    "dict has no number for them. Put them back into a group, delete their state, or use infinity.save_checkpoint()."
-                )
+            self._state.refuse_outside()
             return self._read_state(masters=True)
 
     def plain_state_dict(self) -> dict[str, Any]:
         """Returns the state dict without masters, which a plain optimizer has no use for."""
+        self.read_groups()
         return self._read_state(masters=False)
 
     def _read_state(self, *, masters: bool) -> dict[str, Any]:
-        self.read_groups()
         self._books.settle()
         return self._state.read(self._books, masters=masters)
 
     def state_outside_groups(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Returns the state of parameters that were taken out of the groups, which no state dict has."""
-        return {handle.param: dict(self._books[handle.param]) for handle in self._outside_groups()}
-
-    def _outside_groups(self) -> list[ParamHandle]:
-        handles = self._engine.trained if self._books.names else ()
-        return [handle for handle in handles if handle.has_state and handle not in self._members.group_of]
+        return {handle.param: dict(self._books[handle.param]) for handle in self._state.outside_groups()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state dict of this or of the plain optimizer. Raises UsageError before anything is changed."""

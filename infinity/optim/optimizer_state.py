@@ -10,7 +10,7 @@ import torch
 from .. import native
 from ..errors import UsageError
 from ..state.dtensors import like, local_of, part_of
-from ..state.handle import handle_of
+from ..state.handle import ParamHandle, handle_of
 from ..state.shard import ParamShard
 from .books import OptimizerBooks
 from .rules import saved_step
@@ -51,6 +51,20 @@ class OptimizerState:
             else:
                 found[indices[key]] = found.get(indices[key], {}) | own
         return {"state": found, "param_groups": groups}
+
+    def outside_groups(self) -> list[ParamHandle]:
+        """Lists the parameters that have state and are in no group any more."""
+        inside = {handle_of(param) for group in self._groups for param in group["params"]}
+        return [handle for handle in self._target.trained if self.moments and handle.has_state and handle not in inside]
+
+    def refuse_outside(self) -> None:
+        """Raises UsageError where a state dict would leave state out."""
+        if outside := self.outside_groups():
+            raise UsageError(
+                f"optimizer.state_dict(): {len(outside)} parameters ({outside[0].name}, ...) have state and are in no group, so "
+                "a state dict has no number for them. Put them back into a group, delete their state, or use "
+                "infinity.save_checkpoint()."
+            )
 
     def _read_one(self, param: torch.Tensor, *, with_master: bool) -> dict[str, torch.Tensor]:
         handle, store = handle_of(param), self._target.store
