@@ -46,7 +46,7 @@ from .content import (
 )
 from .file_writer import FileWriter, make_slots, start_file
 from .folder import OF_READERS, remove_data, writing
-from .manifest import FORMAT, MANIFEST, seal_manifest, sync_file, sync_folder, write_synced
+from .manifest import FORMAT, MANIFEST, check_same_model, seal_manifest, sync_file, sync_folder, write_synced
 from .parts import PARTS_KEY
 from .random_state import random_state_tensors, read_random_state
 from .removal import wait_for_space
@@ -56,23 +56,32 @@ FILES_AT_ONCE = 2  # on their way to the disk while the next is read
 
 
 def save_checkpoint(
-    path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, extra: Any = None
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Any = None,
+    *,
+    overwrite: bool = False,
 ) -> None:
-    """Writes model, optimizer, random number generators and ``extra`` to the folder ``path``, replacing what was there.
+    """Writes model, optimizer, random number generators and ``extra`` to the folder ``path``, replacing the model's last checkpoint.
 
     extra
         Anything of dicts, lists, numbers, strings, None and tensors; :func:`load_checkpoint` returns it.
+    overwrite
+        Replaces the checkpoint of another model, too.
 
     One unit at a time is in memory. Returns when everything is on the disk. Raises StorageError with the old
-    checkpoint as it was, UsageError while another process saves to that folder.
+    checkpoint as it was, UsageError while another process saves to that folder, ConfigError where another model's checkpoint is there.
     """
     engine = engine_of_pair(model, optimizer)
     engine.refuse_unflushed("save_checkpoint")
     with engine.using(), engine.collectives.together("save_checkpoint"):
-        _save_all(Path(path), engine, whole_of(model), optimizer, extra)
+        _save_all(Path(path), engine, whole_of(model), optimizer, extra, overwrite=overwrite)
 
 
-def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> None:
+def _save_all(
+    root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, *, overwrite: bool
+) -> None:
     collectives = engine.collectives
     engine.refuse_averaged("save_checkpoint")
     engine.wait_idle()
@@ -82,10 +91,11 @@ def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.opt
             "would be lost. Save after step(), or call zero_grad() first."
         )
     tensors: dict[str, torch.Tensor] = {}
+    parameters = _describe_parameters(root, engine, overwrite=overwrite)
     content = {
         "format": FORMAT,
         "data": f"infinity-{_token(collectives)}",
-        "parameters": _of_stages({h.name: describe_parameter(h) for unit in engine.units for h in unit.handles}, collectives),
+        "parameters": parameters,
         "optimizer": optimizer.rule_name if optimizer is not None else None,
         "groups": encode_value(groups_of_stages(optimizer, collectives), tensors, "groups"),
         "random": collectives.collect(read_random_state(), "random state"),
@@ -113,13 +123,22 @@ def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.opt
                 published = True  # from here on the new data is the checkpoint, whatever fails
                 sync_folder(root)
                 remove_data(root, keep=content["data"])
+    except StorageError:
+        raise
     except OSError as error:
-        if isinstance(error, StorageError):
-            raise
         state = "is written, but may not be on the disk yet" if published else "was not written; the old one stands"
         raise StorageError(
             error.errno, f"checkpoint {root} {state}: {os.strerror(error.errno or 0)}", str(error.filename or root)
         ) from error
+
+
+def _describe_parameters(root: Path, engine: Engine, *, overwrite: bool) -> dict[str, Any]:
+    """The manifest's entries. Raises ConfigError where ``root`` has another model's checkpoint, which is not to be replaced."""
+    mine = {handle.name: describe_parameter(handle) for unit in engine.units for handle in unit.handles}
+    parameters = _of_stages(mine, engine.collectives)
+    if engine.ranks.is_first and not overwrite:
+        check_same_model(root, parameters)
+    return parameters
 
 
 def _write_data(data: Path, engine: Engine, content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import infinity
 
 from ..errors import ConfigError
+from ..machine.outputs import PICTURE, Output, check_outputs
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
 from .training.options import HOMES
@@ -49,11 +50,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--machine", metavar="FILE", help="plan for this kind of machine: a TOML file, or dgx-h100, which comes along")
     add("--nodes", type=int, default=1, metavar="N", help="how many of them, with one rank for each device (default 1)")
     add("--svg", type=Path, metavar="FILE", help="draw the memory map")
+    add("--overwrite", action="store_true", help="replace a file of --svg that is no picture of ours")
     add("--json", action="store_true", help="the plan as one JSON object on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table, the map and the prediction."""
+    if args.svg is not None:
+        machine = Path(args.machine) if args.machine is not None else None
+        read = {"--model": args.model, "--config": args.config, "--deepspeed": args.deepspeed, "--machine": machine}
+        check_outputs([Output("--svg", args.svg, made=PICTURE)], read.items(), overwrite=args.overwrite)
     found = make(args)
     if args.json:
         print(json.dumps(found))
@@ -212,8 +218,11 @@ def _settings(args: argparse.Namespace, machine: Any | None) -> dict[str, Any]:
 
 def _translated(path: Path) -> dict[str, Any]:
     """The settings of a DeepSpeed JSON; what became of its keys goes to stderr. Its disk need not be here, only its size counts."""
-    config = infinity.Config.from_deepspeed(path)
-    given = {name: getattr(config, name) for name in ("params", "optimizer", "max_grad_norm", "grad_dtype")}
+    config = infinity.Config.from_deepspeed(path, strict=False)  # of bytes only
+    given = {
+        name: getattr(config, name)
+        for name in ("params", "optimizer", "max_grad_norm", "grad_dtype", "master", "moments", "weights_on_host")
+    }
     settings = {name: value for name, value in given.items() if value is not None}
     if "nvme" in (config.params, config.optimizer):
         settings["nvme_paths"] = [path if Path(path).is_dir() else "." for path in config.nvme_paths][:1]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..machine.outputs import PICTURE, Output, check_outputs
 from ..untrusted import parse_json, printable, read_text
 
 Interval = tuple[float, float]
@@ -34,6 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("file", type=Path, help="what Config(trace=...) wrote; Perfetto opens it too")
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="look at the last N steps only (default: all)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the steps as a picture")
+    parser.add_argument("--overwrite", action="store_true", help="replace a file of --svg that is no picture of ours")
     parser.add_argument("--json", action="store_true", help="the summary as one JSON object on stdout")
 
 
@@ -41,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the summary."""
     if args.steps < 0:
         raise ConfigError(f"--steps {args.steps}: give 0 (all) or more")
+    if args.svg is not None:
+        check_outputs([Output("--svg", args.svg, made=PICTURE)], [("FILE", args.file)], overwrite=args.overwrite)
     events = last_steps(read(args.file), args.steps)
     found = summary(events)
     if args.json:

@@ -21,6 +21,7 @@ import infinity
 
 from ..data.corpus import Batches, TextFiles, find_text_files, read_corpus
 from ..errors import ConfigError
+from ..machine.outputs import replacing
 from ..machine.sizes import parse_nbytes
 from .training.compute import compute_time, multiplies_bf16
 from .training.interrupt import Interrupt
@@ -36,8 +37,8 @@ from .training.model import (
     read_model_config,
     read_tokenizer,
 )
-from .training.options import add_options, check_options, has_checkpoint
-from .training.places import check_room
+from .training.options import add_options, check_options
+from .training.places import check_places, check_room, has_checkpoint, make_way
 from .training.progress import ProgressBar, ProgressLines, Scalars, make_progress
 from .training.ranks import Ranks
 from .training.report import make_report, measure_disks, predict_step, print_report
@@ -81,6 +82,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     import torch
 
     settings = engine_settings(args)
+    check_places(args, settings)
     files = find_text_files(args.data)
     console = _prepare(args, ranks)
     engine_config(settings)  # a wrong engine option is refused here already
@@ -104,6 +106,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     with no_cache(model):
         if ranks.is_first:
             _check_room(args, model, config)
+            make_way(args)
         job = make_job(args, model, batches, config, ranks)
         predicted = predict_step(job, compute.seconds * args.accumulate)
         console.print(f"predicted: {predicted:.3f} s per step ({compute.how} on this machine)")
@@ -227,9 +230,10 @@ def _end_interrupted(args: argparse.Namespace, job: Job, console: Console, signu
 
 
 def _save_and_sample(args: argparse.Namespace, job: Job, tokenizer: Any, console: Console) -> dict[str, str]:
-    infinity.save_pretrained(job.model, args.out)
+    infinity.save_pretrained(job.model, args.out, overwrite=True)  # looked at before the first step
     if tokenizer is not None and job.ranks.is_first:
-        tokenizer.save_pretrained(args.out)
+        with replacing(args.out) as made:
+            tokenizer.save_pretrained(made)
     console.print(f"Saved to {args.out}")
     batches, seed, is_first = job.batches, job.seed, job.ranks.is_first
     job.let_go()
