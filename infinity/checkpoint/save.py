@@ -76,11 +76,11 @@ def save_checkpoint(
     engine = engine_of_pair(model, optimizer)
     engine.refuse_unflushed("save_checkpoint")
     with engine.using(), engine.collectives.together("save_checkpoint"):
-        _save_all(Path(path), engine, whole_of(model), optimizer, extra, overwrite=overwrite)
+        _save_all(Path(path), engine, whole_of(model), optimizer, extra, overwrite)
 
 
 def _save_all(
-    root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, *, overwrite: bool
+    root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, overwrite: bool
 ) -> None:
     collectives = engine.collectives
     engine.refuse_averaged("save_checkpoint")
@@ -91,11 +91,10 @@ def _save_all(
             "would be lost. Save after step(), or call zero_grad() first."
         )
     tensors: dict[str, torch.Tensor] = {}
-    parameters = _describe_parameters(root, engine, overwrite=overwrite)
     content = {
         "format": FORMAT,
         "data": f"infinity-{_token(collectives)}",
-        "parameters": parameters,
+        "parameters": _describe_parameters(root, engine, overwrite=overwrite),
         "optimizer": optimizer.rule_name if optimizer is not None else None,
         "groups": encode_value(groups_of_stages(optimizer, collectives), tensors, "groups"),
         "random": collectives.collect(read_random_state(), "random state"),
