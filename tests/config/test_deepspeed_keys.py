@@ -247,9 +247,9 @@ def test_an_optimizer_that_is_not_to_be_had_is_refused(table):
 def test_weights_of_a_disk_stay_in_memory_as_many_as_are_asked_for(tmp_path):
     """Method: four equal layers on NVMe with room for two and a half: two are kept. Twins: none, and without the key none either."""
     kept = {}
-    for count in (0, 5 * 32 * 32 // 2, None):
-        model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)) for _ in range(4)))
+    for count in (0, 5 * 64 * 64 // 2, None):
+        model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)) for _ in range(4)))
         config = Config(params="nvme", nvme_paths=tmp_path, weights_on_host=count)
         plan, _ = lay_out(model, None, config)
         kept[count] = sum("weight" in plan.kept_of(index) for index in range(4))
-    assert kept == {0: 0, 5 * 32 * 32 // 2: 2, None: 0}
+    assert kept == {0: 0, 5 * 64 * 64 // 2: 2, None: 0}
