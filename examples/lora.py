@@ -13,7 +13,7 @@ import infinity
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("model")
     parser.add_argument("text")
     parser.add_argument("out")

@@ -241,17 +241,17 @@ class Config:
         if isinstance(source, Mapping):
             return cls._from_mapping(source)
         if isinstance(source, (str, os.PathLike)):
-            return cls._from_mapping(_read_mapping(Path(source)))
+            return cls._from_mapping(_read_mapping(Path(source)), f"{os.fspath(source)}: ")
         raise ConfigError(f"config is a {type(source).__name__}: give a Config, a dict, or a path to TOML or JSON")
 
     @classmethod
-    def _from_mapping(cls, mapping: Mapping) -> Config:
+    def _from_mapping(cls, mapping: Mapping, where: str = "") -> Config:
         names = [field.name for field in dataclasses.fields(cls)]
         for key in mapping:
             if key not in names:
                 near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.4)
                 hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(names)}"
-                raise ConfigError(f"unknown config key {key!r}: {hint}")
+                raise ConfigError(f"{where}unknown config key {key!r}: {hint}")
         return cls(**mapping)
 
     @classmethod
