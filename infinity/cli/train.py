@@ -85,6 +85,9 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     check_places(args, settings)
     files = find_text_files(args.data)
     console = _prepare(args, ranks)
+    if files.skipped:
+        names = ", ".join(files.skipped[:3]) + (", ..." if len(files.skipped) > 3 else "")
+        console.print(f"{files.source}: {len(files.skipped)} files are not UTF-8 text and are left out: {names}")
     engine_config(settings)  # a wrong engine option is refused here already
     _choose_dtype(args, console)
     scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
