@@ -17,7 +17,7 @@ import infinity
 
 from ..errors import ConfigError
 from ..machine.outputs import PICTURE, Output, check_outputs
-from ..machine.sizes import format_nbytes
+from ..machine.sizes import format_nbytes, format_seconds
 from ..machine.tiers import Tier
 from .training.options import HOMES
 from .training.settings import AUTO, engine_config, engine_settings
@@ -104,7 +104,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         model, model_config, batch=args.batch_size, length=length, dtype=dtype, checkpointing=args.gradient_checkpointing
     )
     on_disk = plan.planned_nbytes(Tier.NVME) > 0
-    rates = Rates.measure(config.nvme_paths if on_disk else ())
+    rates = Rates.measure(config.nvme_paths if on_disk else (), config.device)
     prediction = predict(plan, units, rates, compute_seconds=compute.seconds)
     tokens = args.batch_size * length
     return _described(model, plan, units) | {
@@ -266,7 +266,7 @@ def text(found: dict[str, Any]) -> Iterator[str]:
     if "ranks" in found:
         yield f"{found['nodes']} x {found['machine']}, {found['ranks']} ranks; above is one of them"
     yield f"a step of {found['tokens_per_step']:,} tokens moves {moved}{whose}"
-    needs = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in found["seconds"].items() if seconds)
+    needs = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in found["seconds"].items() if seconds)
     yield f"and needs {needs} (compute {found['compute']}{'' if 'ranks' in found else ' on this machine'})"
     if (theirs := found.get("deepspeed")) is not None:
         yield f"{'beside DeepSpeed, by its own layout':<42}{'DeepSpeed':>12}{'Infinity':>12}"
@@ -274,7 +274,7 @@ def text(found: dict[str, Any]) -> Iterator[str]:
             yield f"  {'kept on ' + tier:<40}{format_nbytes(nbytes):>12}{format_nbytes(found['tiers'][tier]['nbytes']):>12}"
         for edge, nbytes in theirs["edges"].items():
             yield f"  {'moved in a step, ' + edge:<40}{format_nbytes(nbytes):>12}{format_nbytes(found['edges'][edge]):>12}"
-    yield f"predicted: {found['step_seconds']:.3g} s per step, {found['tokens_per_second']:,.1f} tokens/s; {found['bottleneck']} decides"
+    yield f"predicted: {format_seconds(found['step_seconds'])} per step, {found['tokens_per_second']:,.1f} tokens/s; {found['bottleneck']} decides"
     for name in ("assumptions", "sources"):
         yield from [f"{name}:", *(f"  {line}" for line in found[name])] if name in found else []
 

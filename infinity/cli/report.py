@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..machine.outputs import Output, check_outputs
+from ..machine.sizes import format_seconds
 
 WIDTH, HEIGHT, MARGIN = 860, 240, 84
 WORDS = {"tier", "part", "edge"}  # columns that are not of numbers
@@ -128,7 +129,7 @@ def _summary(status: dict[str, Any], plan: dict[str, Any]) -> str:
     loss = "" if status.get("loss") is None else f", loss {float(status['loss']):.4f}"
     return (
         f"<p>{int(plan['parameters']):,} parameters, step {steps}{loss}, {float(status['tokens_per_second']):,.0f} tokens/s, "
-        f"{float(status['step_seconds']):.3f} s a step; {html.escape(str(status['phase']))}.</p>"
+        f"{format_seconds(float(status['step_seconds']))} a step; {html.escape(str(status['phase']))}.</p>"
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..machine.outputs import PICTURE, Output, check_outputs
+from ..machine.sizes import format_seconds
 from ..untrusted import parse_json, printable, read_text
 
 Interval = tuple[float, float]
@@ -152,13 +153,13 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def _print(found: dict[str, Any]) -> None:
-    print(f"{found['steps']} steps, {found['seconds']:.3f} s")
+    print(f"{found['steps']} steps, {format_seconds(found['seconds'])}")
     print(f"{'lane':<14}{'events':>8}{'busy':>11}{'share':>8}{'under compute':>15}")
     for lane, of_lane in found["lanes"].items():
         print(f"{printable(lane):<14}{of_lane['events']:>8}{of_lane['busy_seconds']:>9.3f} s{of_lane['share']:>8.0%}"
               f"{of_lane['under_compute']:>15.0%}")  # fmt: skip
     for name, seconds in found["waited_for"].items():
-        print(f"waited {seconds:.3f} s for {printable(name)}")
+        print(f"waited {format_seconds(seconds)} for {printable(name)}")
 
 
 def draw(events: list[dict]) -> str:

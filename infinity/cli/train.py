@@ -22,7 +22,7 @@ import infinity
 from ..data.corpus import Batches, TextFiles, find_text_files, read_corpus
 from ..errors import ConfigError
 from ..machine.outputs import replacing
-from ..machine.sizes import parse_nbytes
+from ..machine.sizes import format_seconds, parse_nbytes
 from .training.compute import compute_time, multiplies_bf16
 from .training.interrupt import Interrupt
 from .training.job import EdgeCounts, Job, held_out_loss, make_job, resume, train
@@ -112,7 +112,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             make_way(args)
         job = make_job(args, model, batches, config, ranks)
         predicted = predict_step(job, compute.seconds * args.accumulate)
-        console.print(f"predicted: {predicted:.3f} s per step ({compute.how} on this machine)")
+        console.print(f"predicted: {format_seconds(predicted)} per step ({compute.how} on this machine)")
         del model  # from here on the job holds the only reference, so that it can let go of it
         _begin(args, job, console)
         watch = infinity.Watch(job.model, steps=job.steps, first_step=job.first_step)
