@@ -101,8 +101,9 @@ class ClusterPrediction:
 
     @property
     def step_seconds(self) -> float:
-        """The slowest resource's time, and what no other hides: the meetings."""
-        return max(seconds for what, seconds in self.seconds.items() if what != "meetings") + self.seconds["meetings"]
+        """The slowest resource's time, and what no other hides: the meetings. A device computes and then steps what is at home on it."""
+        device = self.seconds["compute"] + self.seconds["optimizer on device"]
+        return max(device, *(seconds for what, seconds in self.seconds.items() if what != "meetings")) + self.seconds["meetings"]
 
     @property
     def bottleneck(self) -> str:
@@ -142,7 +143,8 @@ def predict_cluster(
         f"{machine.name}: rates of the machine file, which names its sources; devices reach {machine.device_flops / 1e12:.0f} TFLOP/s",
         "one rank for each device, all of them data ranks (ZeRO-3); every disk has an equal part of the state",
         f"rings: each rank receives all but its own part, in {ranks - 1} messages a collective, {machine.latency * 1e6:g} us each between nodes",
-        "compute, links, network, disks and the processor work beside each other; meetings are waited for",
+        "devices, links, network, disks and the processor work beside each other; a device computes, then steps what is at home on it; meetings "
+        "are waited for",
         f"a unit is gathered {sum(gathers) / max(1, len(units)):.2g} times a step on average, in a window of {plan.device_window_nbytes:,} bytes",
     )
     if steps[Tier.DEVICE] and machine.device_bandwidth is None:

@@ -90,6 +90,8 @@ def test_state_on_the_device_is_stepped_at_the_devices_rate(tmp_path):
         found.seconds["optimizer"] == found.seconds["host's links"] == 0
         and found.edges["host->device"] == found.edges["device->host"] == 0
     )
+    busy = predict_cluster(plan_of(1 << 40, device), units, machine, 1, flops=1e15)
+    assert busy.step_seconds == pytest.approx(sum(busy.seconds[what] for what in ("compute", "optimizer on device", "meetings")))
     there = predict_cluster(plan_of(1 << 40, HOST), units, machine, 1, flops=1.0)
     assert there.seconds["optimizer on device"] == 0 and there.seconds["optimizer"] == pytest.approx(
         8 * nbytes / machine.host_bandwidth
