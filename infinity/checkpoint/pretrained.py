@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -41,7 +40,7 @@ def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | os.Pat
     chunks are given as a list) the first one of each stage, into one folder.
 
     overwrite
-        Replaces a model in ``folder`` that was there before. What this model has saved there itself is replaced in any case.
+        Replaces a model that is in ``folder``. One of the same names and shapes, which this process has saved there, is replaced in any case.
 
     Raises ConfigError where another model is there, with that one as it was, and StorageError.
     """
@@ -50,18 +49,18 @@ def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | os.Pat
         _save_model(whole_of(model), parts_of(whole_of(model))[0], engine, Path(folder))
 
 
-# Which model of this process was saved to a folder last: the same one may replace it.
-_saved: WeakValueDictionary[Any, nn.Module] = WeakValueDictionary()
+# What this process has saved to which folder: the names and shapes of a model. The same may be saved there again.
+_saved: dict[Any, frozenset[tuple[str, torch.Size]]] = {}
 
 
 @contextmanager
 def own_place(model: nn.Module, engine: Engine, folder: Path, overwrite: bool) -> Iterator[None]:
     """Lets the block write a model to ``folder``. Raises ConfigError, on the rank that writes, where another model is there."""
-    first = parts_of(whole_of(model))[0]
-    if engine.ranks.is_first and not overwrite and _saved.get(identity_of(folder)) is not first:
+    tensors = frozenset((name, param.shape) for name, param in whole_of(model).named_parameters(remove_duplicate=False))
+    if engine.ranks.is_first and not overwrite and _saved.get(identity_of(folder)) != tensors:
         check_free(Output("folder", folder, replaces=WEIGHT_NAMES), way="overwrite=True")
     yield
-    _saved[identity_of(folder)] = first
+    _saved[identity_of(folder)] = tensors
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -90,7 +89,7 @@ def _save_model(model: nn.Module, first: nn.Module, engine: Engine, folder: Path
     if writes:
         with _storing(folder):
             _name_written(folder, dict(of_all))
-        write_configs(first, folder)
+            write_configs(first, folder)
 
 
 def write_configs(model: nn.Module, folder: Path) -> None:

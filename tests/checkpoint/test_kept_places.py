@@ -42,6 +42,7 @@ def test_save_pretrained_keeps_another_model(tmp_path):
     for _ in range(2):
         step(model, optimizer)
         infinity.save_pretrained(model, tmp_path / "own")
+    infinity.save_pretrained(wrapped()[0], tmp_path / "own")  # of the same shape, by the same process
     infinity.save_pretrained(model, tmp_path / "other", overwrite=True)
     infinity.save_pretrained(model, tmp_path / "other")  # its own by now
     with pytest.raises(ConfigError, match="overwrite=True"):
