@@ -53,12 +53,14 @@ def export(
     model
         A folder whose configuration and tokenizer are copied beside them.
     change
-        Makes other tensors of those that are read: merges the adapter in the folder ``adapter``, say.
+        Makes other tensors of those that are read: merges the adapter in the folder ``adapter``,
+        say.
     overwrite
         Replaces what is in ``folder``.
 
     One file's tensors are in memory at a time. Returns the numbers of parameters and of bytes. Raises UsageError where
-    there is no checkpoint, ConfigError where ``folder`` is read or holds something, CorruptionError, StorageError.
+    there is no checkpoint, ConfigError where ``folder`` is read or holds something,
+    CorruptionError, StorageError.
     """
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f"{model} has no config.json: give the folder that the model came from")

@@ -92,8 +92,8 @@ def read_manifest(root: Path) -> dict[str, Any]:
 
 
 def check_same_model(root: Path, parameters: dict[str, dict[str, Any]]) -> None:
-    """Raises ConfigError where ``root`` has a manifest that is not of a checkpoint of a model with ``parameters``. One of these that was
-    damaged may be replaced."""
+    """Raises ConfigError where ``root`` has a manifest that is not of a checkpoint of a model with
+    ``parameters``. One of these that was damaged may be replaced."""
     path = root / MANIFEST
     if not os.path.lexists(path):
         return

@@ -40,7 +40,8 @@ def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | os.Pat
     chunks are given as a list) the first one of each stage, into one folder.
 
     overwrite
-        Replaces a model that is in ``folder``. One of the same names and shapes, which this process has saved there, is replaced in any case.
+        Replaces a model that is in ``folder``. One of the same names and shapes, which this process
+        has saved there, is replaced in any case.
 
     Raises ConfigError where another model is there, with that one as it was, and StorageError.
     """
@@ -49,13 +50,15 @@ def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | os.Pat
         _save_model(whole_of(model), parts_of(whole_of(model))[0], engine, Path(folder))
 
 
-# What this process has saved to which folder: the names and shapes of a model. The same may be saved there again.
+# What this process has saved to which folder: the names and shapes of a model. The same may be
+# saved there again.
 _saved: dict[Any, frozenset[tuple[str, torch.Size]]] = {}
 
 
 @contextmanager
 def own_place(model: nn.Module, engine: Engine, folder: Path, overwrite: bool) -> Iterator[None]:
-    """Lets the block write a model to ``folder``. Raises ConfigError, on the rank that writes, where another model is there."""
+    """Lets the block write a model to ``folder``. Raises ConfigError, on the rank that writes,
+    where another model is there."""
     tensors = frozenset((name, param.shape) for name, param in whole_of(model).named_parameters(remove_duplicate=False))
     if engine.ranks.is_first and not overwrite and _saved.get(identity_of(folder)) != tensors:
         check_free(Output("folder", folder, replaces=WEIGHT_NAMES), way="overwrite=True")

@@ -63,7 +63,8 @@ def save_checkpoint(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Writes model, optimizer, random number generators and ``extra`` to the folder ``path``, replacing the model's last checkpoint.
+    """Writes model, optimizer, random number generators and ``extra`` to the folder ``path``,
+    replacing the model's last checkpoint.
 
     extra
         Anything of dicts, lists, numbers, strings, None and tensors; :func:`load_checkpoint` returns it.
@@ -71,7 +72,8 @@ def save_checkpoint(
         Replaces the checkpoint of another model, too.
 
     One unit at a time is in memory. Returns when everything is on the disk. Raises StorageError with the old
-    checkpoint as it was, UsageError while another process saves to that folder, ConfigError where another model's checkpoint is there.
+    checkpoint as it was, UsageError while another process saves to that folder, ConfigError where
+    another model's checkpoint is there.
     """
     engine = engine_of_pair(model, optimizer)
     engine.refuse_unflushed("save_checkpoint")
@@ -132,7 +134,8 @@ def _save_all(
 
 
 def _describe_parameters(root: Path, engine: Engine, *, overwrite: bool) -> dict[str, Any]:
-    """The manifest's entries. Raises ConfigError where ``root`` has another model's checkpoint, which is not to be replaced."""
+    """The manifest's entries. Raises ConfigError where ``root`` has another model's checkpoint,
+    which is not to be replaced."""
     mine = {handle.name: describe_parameter(handle) for unit in engine.units for handle in unit.handles}
     parameters = _of_stages(mine, engine.collectives)
     if engine.ranks.is_first and not overwrite:

@@ -38,13 +38,15 @@ def _module(name: str) -> ModuleType:
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes options by their whole names only: an abbreviation that is completed becomes another option when one is added."""
+    """Takes options by their whole names only: an abbreviation that is completed becomes another
+    option when one is added."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **(kwargs | {"allow_abbrev": False}))
 
     def parse_args(self, args=None, namespace=None):
-        """Parses all of ``args``; what is no option ends in a message that names the nearest one."""
+        """Parses all of ``args``; what is no option ends in a message that names the nearest
+        one."""
         found, left = self.parse_known_args(args, namespace)
         if left:
             command = command_of(self, found.subcommand) if hasattr(found, "subcommand") else self

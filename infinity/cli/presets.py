@@ -60,8 +60,9 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def _words(path: Path, given: Sequence[str]) -> list[str]:
-    """The words that the table ``train`` of a file stands for. Lists are options that may be repeated: the command line's go instead. Raises
-    ConfigError, by the file's own key, for one that is no option, and for a value that its option does not take."""
+    """The words that the table ``train`` of a file stands for. Lists are options that may be
+    repeated: the command line's go instead. Raises ConfigError, by the file's own key, for one that
+    is no option, and for a value that its option does not take."""
     from . import build_parser, command_of
 
     table = read_table(path).get(TABLE, {})

@@ -39,8 +39,8 @@ class Config:
         Folders for state at home on NVMe; needed when anything is. ``"auto"``: where memory does not hold all of the state, a scratch
         folder is chosen on a disk of this machine, and told. So it is where :func:`infinity.wrap_model` gets no configuration at all.
     weights_on_host
-        How many elements of weights whose home is NVMe by name are kept in host memory, too, on each rank. None: where a ``host_memory`` is
-        given, as many as it leaves room for, else none.
+        How many elements of weights whose home is NVMe by name are kept in host memory, too, on
+        each rank. None: where a ``host_memory`` is given, as many as it leaves room for, else none.
     param_dtype
         dtype the model computes in (``torch.bfloat16`` or ``"bf16"``); None: the model's own.
     master
@@ -88,8 +88,8 @@ class Config:
         Whether bytes from disk are verified. ``"sampled"``: as True, but what comes past the host's memory into that of a GPU without
         Infinity's kernels, which is not done otherwise, is verified in part: each byte once in 16 reads.
     expects_optimizer
-        What wrap_model's optimizer has to be, or is refused: its class's name as ``type``, and hyperparameters of its constructor.
-        ``from_deepspeed`` puts the JSON's optimizer here.
+        What wrap_model's optimizer has to be, or is refused: its class's name as ``type``, and
+        hyperparameters of its constructor. ``from_deepspeed`` puts the JSON's optimizer here.
     micro_batch, max_grad_norm, weights, trace
         Samples a unit runs at once; clipping inside the step; a safetensors file or folder for a model on ``meta``; a path for the
         timeline.
@@ -256,10 +256,12 @@ class Config:
 
     @classmethod
     def from_deepspeed(cls, source: Mapping | str | os.PathLike, *, strict: bool = True) -> Config:
-        """Makes a Config from a DeepSpeed JSON. Logs (as a warning, so that it is seen) what became of every key: mapped, not needed or off.
+        """Makes a Config from a DeepSpeed JSON. Logs (as a warning, so that it is seen) what became
+        of every key: mapped, not needed or off.
 
-        Raises ConfigError for what changes the training and is not here. ``strict``: for unknown keys, too, and for what only the loop can do (a
-        scheduler, a ``gradient_clipping`` of "auto"); else these are told and left out.
+        Raises ConfigError for what changes the training and is not here. ``strict``: for unknown
+        keys, too, and for what only the loop can do (a scheduler, a ``gradient_clipping`` of
+        "auto"); else these are told and left out.
         """
         mapping = dict(source) if isinstance(source, Mapping) else _read_mapping(Path(source))
         fields, report = translate_deepspeed(mapping, strict=strict)

@@ -50,7 +50,8 @@ class _Translation:
         self.report: list[str] = []
 
     def map(self, key: str, field: str, value: Any) -> None:
-        """Notes that ``key`` chooses ``field``. Raises ConfigError where another one has chosen otherwise."""
+        """Notes that ``key`` chooses ``field``. Raises ConfigError where another one has chosen
+        otherwise."""
         if self.fields.get(field) not in (None, value):
             raise ConfigError(f"DeepSpeed {key} asks for {field}={value!r}, and another key for {self.fields[field]!r}")
         self.fields[field] = value
@@ -91,7 +92,8 @@ class _Translation:
         return value
 
     def rest(self, path: str, table: Mapping, *taken: str) -> None:
-        """Notes every key of ``table`` but the ``taken`` ones. Raises ConfigError for one that is switched on and cannot be."""
+        """Notes every key of ``table`` but the ``taken`` ones. Raises ConfigError for one that is
+        switched on and cannot be."""
         for key, value in table.items():
             known = find(path, key) if isinstance(key, str) else None
             if known is None:
@@ -260,8 +262,9 @@ class _Translation:
 
 
 def translate_deepspeed(mapping: Mapping, *, strict: bool = True) -> tuple[dict[str, Any], list[str]]:
-    """Translates DeepSpeed's keys into fields of a Config, with a line for every key that says what became of it. Not ``strict``: unknown
-    keys, and what only the loop can do, are told and left out."""
+    """Translates DeepSpeed's keys into fields of a Config, with a line for every key that says what
+    became of it. Not ``strict``: unknown keys, and what only the loop can do, are told and left
+    out."""
     translation = _Translation(mapping, strict=strict)
     zero = translation.section("", mapping, "zero_optimization")
     translation.offload(zero, "offload_param", "params")

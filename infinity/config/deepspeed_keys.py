@@ -1,4 +1,5 @@
-"""DeepSpeed's keys: a row for each that DeepSpeed has or had (up to 0.19.8), with what becomes of it here.
+"""DeepSpeed's keys: a row for each that DeepSpeed has or had (up to 0.19.8), with what becomes of
+it here.
 
 mapped       it chooses something here
 not needed   nothing here needs it, or the loop decides it: training is what it was
@@ -19,8 +20,8 @@ MAPPED, NOT_NEEDED, REFUSED = "mapped", "not needed", "refused"
 
 @dataclass(frozen=True)
 class Key:
-    """One key. ``why``: what it becomes, or the reason why not. ``off``: values with which it asks for nothing, beside the usual ones.
-    ``removed``: DeepSpeed had it once."""
+    """One key. ``why``: what it becomes, or the reason why not. ``off``: values with which it asks
+    for nothing, beside the usual ones. ``removed``: DeepSpeed had it once."""
 
     name: str
     fate: str

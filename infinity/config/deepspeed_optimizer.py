@@ -1,7 +1,7 @@
 """The optimizer of a DeepSpeed JSON: which of torch's it is, and with which hyperparameters.
 
-DeepSpeed makes its optimizer from the JSON; here the caller makes one. What the JSON says is kept in ``Config.expects_optimizer``, and
-:func:`infinity.wrap_model` refuses another one.
+DeepSpeed makes its optimizer from the JSON; here the caller makes one. What the JSON says is kept
+in ``Config.expects_optimizer``, and :func:`infinity.wrap_model` refuses another one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ NOT_NEEDED = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "foreach", "
 
 
 def read_optimizer(kind: Any, params: Mapping, *, unknown: Callable[[str, str, list[str]], None]) -> dict[str, Any]:
-    """Reads the tables ``type`` and ``params``. ``unknown`` is called for a hyperparameter that is none. Raises ConfigError for what cannot be
-    had."""
+    """Reads the tables ``type`` and ``params``. ``unknown`` is called for a hyperparameter that is
+    none. Raises ConfigError for what cannot be had."""
     names = {name.lower(): name for name in NUMBERS}
     if not isinstance(kind, str) or kind.lower() not in names:
         raise ConfigError(f"DeepSpeed optimizer.type={kind!r} is not to be had here: {', '.join(NUMBERS)} are. Leave it out.")

@@ -38,7 +38,8 @@ NOT_SOURCE_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_t
 
 @dataclass(frozen=True, kw_only=True)
 class TextFiles:
-    """Files in training order. `names` are relative to the root: the same text elsewhere is the same data. `skipped`: what is no text."""
+    """Files in training order. `names` are relative to the root: the same text elsewhere is the
+    same data. `skipped`: what is no text."""
 
     source: str
     paths: list[Path]

@@ -1,4 +1,5 @@
-"""Records: finds out that a file is no running text, but samples of a dataset, before a model learns their braces or their bytes.
+"""Records: finds out that a file is no running text, but samples of a dataset, before a model
+learns their braces or their bytes.
 
 record     a JSON object that is one sample: a conversation, a prompt with its completion
 container  a file of a dataset that is no text: Parquet, Arrow, compressed text
@@ -42,7 +43,8 @@ TRAIN = (
 
 @dataclass(frozen=True)
 class NotText:
-    """Why a file is no text: ``what`` it is or holds. ``of_dataset``: it holds what somebody wants to be learned."""
+    """Why a file is no text: ``what`` it is or holds. ``of_dataset``: it holds what somebody wants
+    to be learned."""
 
     what: str
     way: str
@@ -50,7 +52,8 @@ class NotText:
 
 
 def look_at(path: Path) -> NotText | None:
-    """Tells what a regular file is, by what is in it and by its name; None for running text, and for an empty file."""
+    """Tells what a regular file is, by what is in it and by its name; None for running text, and
+    for an empty file."""
     with open(path, "rb") as file:
         head = file.read(SNIFF_NBYTES)
     if not head:
@@ -116,7 +119,8 @@ def _parsed(text: str) -> Any:
 
 
 def _sample_of(value: Any) -> dict[str, Any] | None:
-    """The first record in a JSON document: the document itself, one of its list, or one of a list in it."""
+    """The first record in a JSON document: the document itself, one of its list, or one of a list
+    in it."""
     if isinstance(value, dict):
         if _is_record(value):
             return value

@@ -64,8 +64,9 @@ def _for_each_layer(model: nn.Module, change: Callable[[BaseTunerLayer], None]) 
 def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool = False) -> None:
     """Writes a wrapped PEFT model with its active adapters merged as a folder that ``from_pretrained`` loads. The model stays as it is.
 
-    Equal to ``model.merge_and_unload().save_pretrained(folder)``. Raises UsageError for a base model that is not transformers',
-    ConfigError where another model is in ``folder`` and ``overwrite`` is not said.
+    Equal to ``model.merge_and_unload().save_pretrained(folder)``. Raises UsageError for a base
+    model that is not transformers', ConfigError where another model is in ``folder`` and
+    ``overwrite`` is not said.
     """
     engine = engine_of(model)
     if not is_adapted(model) or not hasattr(base := model.get_base_model(), "config"):

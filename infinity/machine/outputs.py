@@ -3,11 +3,12 @@
 input   a path that a command or a function reads, or was given to read
 output  a path that it writes: a file, or a folder in which it makes and replaces files
 
-Nothing is written where something is read: no output is an input, lies inside one or has one inside it, whatever the names are.
-Paths are compared by what they lead to, so symbolic links, mounts and hard links of files change nothing.
+Nothing is written where something is read: no output is an input, lies inside one or has one inside
+it, whatever the names are. Paths are compared by what they lead to, so symbolic links, mounts and
+hard links of files change nothing.
 
-What an output would replace stays, unless the caller says ``overwrite``. A page, a picture or a timeline that Infinity made is replaced
-by the next one: it costs a second to make again.
+What an output would replace stays, unless the caller says ``overwrite``. A page, a picture or a
+timeline that Infinity made is replaced by the next one: it costs a second to make again.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ class Output:
     name
         How the caller named it: an option, or an argument.
     replaces
-        Of a folder: the names of files that may be made or replaced in it; None: only new names are made.
+        Of a folder: the names of files that may be made or replaced in it; None: only new names are
+        made.
     made
-        Of a file: how the files of this kind begin, of which the next one takes the place. None: the output is a folder.
+        Of a file: how the files of this kind begin, of which the next one takes the place. None:
+        the output is a folder.
     """
 
     name: str
@@ -74,7 +77,8 @@ class Output:
 def check_outputs(
     outputs: Sequence[Output], inputs: Iterable[tuple[str, Path | None]], *, overwrite: bool = False, way: str | None = OVERWRITE
 ) -> None:
-    """Checks every output against every input, against each other, and against what is there. Nothing is made or changed.
+    """Checks every output against every input, against each other, and against what is there.
+    Nothing is made or changed.
 
     inputs
         How the caller named it, and a path that is read, or None where none was given.
@@ -140,7 +144,8 @@ def _check_apart(output: Output, name: str, path: Path) -> None:
 
 
 def _is_within_reach(output: Output, path: Path) -> bool:
-    """Whether something of an input inside the folder of ``output`` may be replaced: a folder always counts."""
+    """Whether something of an input inside the folder of ``output`` may be replaced: a folder
+    always counts."""
     return os.path.isdir(path) or identity_of(path.parent) != identity_of(output.path) or output.may_replace(path.name)
 
 
@@ -181,7 +186,8 @@ def existing(folder: Path) -> Path:
 
 
 def check_place(output: Output) -> None:
-    """Raises ConfigError for a folder that is a file and the reverse, StorageError where no file can be made. Nothing is left there."""
+    """Raises ConfigError for a folder that is a file and the reverse, StorageError where no file
+    can be made. Nothing is left there."""
     what, path = f"{output.name} {output.path}", output.path
     if output.is_file:
         if os.path.isdir(path):
@@ -207,9 +213,11 @@ def check_place(output: Output) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder. What is in it when the block ends gets its name in ``folder``, which is made where there is none.
+    """Yields an empty folder. What is in it when the block ends gets its name in ``folder``, which
+    is made where there is none.
 
-    Names are replaced, not written through: a link in ``folder`` becomes a file of its own, and what it led to stays.
+    Names are replaced, not written through: a link in ``folder`` becomes a file of its own, and
+    what it led to stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".infinity-", dir=folder) as made:

@@ -17,7 +17,8 @@ PROBE_NBYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second; ``disk_*`` are None without a disk, ``device_memory`` where the processor computes."""
+    """Bytes per second; ``disk_*`` are None without a disk, ``device_memory`` where the processor
+    computes."""
 
     memory: float  # read and written by a copy
     checksum: float
@@ -28,7 +29,8 @@ class Rates:
 
     @classmethod
     def measure(cls, nvme_paths: Sequence[str], device: torch.device | str | None = None) -> Rates:
-        """Measures this machine, and the memory of the ``device`` that computes; the disk's rates come from its profile, which is kept."""
+        """Measures this machine, and the memory of the ``device`` that computes; the disk's rates
+        come from its profile, which is kept."""
         found = disk_profile.rates(nvme_paths) if nvme_paths else (None, None, None)
         where = torch.device(device if device is not None else "cpu")
         return cls(memory_rate(), checksum_rate(), *found, memory_rate(str(where)) if where.type != "cpu" else None)
@@ -36,7 +38,8 @@ class Rates:
 
 @cache
 def memory_rate(device: str = "cpu") -> float:
-    """Measures the bytes per second that a copy reads and writes in a device's memory, once per process."""
+    """Measures the bytes per second that a copy reads and writes in a device's memory, once per
+    process."""
     source = torch.ones(PROBE_NBYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 

@@ -60,8 +60,8 @@ def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
 
 
 def check_expected(optimizer: torch.optim.Optimizer, expected: Iterable[tuple[str, Any]] | None) -> None:
-    """Raises ConfigError where ``optimizer`` was made as another class, or with other hyperparameters, than ``Config.expects_optimizer`` has
-    them."""
+    """Raises ConfigError where ``optimizer`` was made as another class, or with other
+    hyperparameters, than ``Config.expects_optimizer`` has them."""
     if expected is None:
         return
     wanted = dict(expected)

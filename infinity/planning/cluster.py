@@ -101,7 +101,8 @@ class ClusterPrediction:
 
     @property
     def step_seconds(self) -> float:
-        """The slowest resource's time, and what no other hides: the meetings. A device computes and then steps what is at home on it."""
+        """The slowest resource's time, and what no other hides: the meetings. A device computes and
+        then steps what is at home on it."""
         device = self.seconds["compute"] + self.seconds["optimizer on device"]
         return max(device, *(seconds for what, seconds in self.seconds.items() if what != "meetings")) + self.seconds["meetings"]
 

@@ -127,8 +127,8 @@ class Placement:
             self._plan = replace(self._plan, device_window_nbytes=wider)
 
     def cache(self, what: str, numel: int | None = None) -> None:
-        """Keeps units' NVMe homes on the host, of ``numel`` elements together at most. Their places on disk stay reserved, and the largest unit
-        stays there."""
+        """Keeps units' NVMe homes on the host, of ``numel`` elements together at most. Their places
+        on disk stay reserved, and the largest unit stays there."""
         names = TOGETHER[what]
         chosen, nbytes = self._choose(names, Tier.HOST, all_of_them=False, numel=numel)
         if chosen:
@@ -176,7 +176,8 @@ class Placement:
         return {name for name, units in self._kept.items() if index in units}
 
     def _choose(self, names: Sequence[str], tier: Tier, *, all_of_them: bool, numel: int | None = None) -> tuple[list[int], int]:
-        """The units that fit what is left of ``tier``, smallest first, and their bytes; no more than ``numel`` elements together."""
+        """The units that fit what is left of ``tier``, smallest first, and their bytes; no more
+        than ``numel`` elements together."""
         sizes = [sum(shard.nbytes(name) for shard in unit.shards for name in names) for unit in self._units]
         by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
         chosen = []

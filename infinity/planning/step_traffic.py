@@ -35,8 +35,8 @@ def traffic(plan: MemoryPlan, units: Sequence[UnitSize], *, passes: int = 1) -> 
 
 
 def optimizer_traffic(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[Tier, int]:
-    """Counts the bytes that the optimizer of one step reads and writes, by whose memory they pass through: the device's for what is at home
-    there, else the host's."""
+    """Counts the bytes that the optimizer of one step reads and writes, by whose memory they pass
+    through: the device's for what is at home there, else the host's."""
     passed = {Tier.DEVICE: 0, Tier.HOST: 0}
     for index, unit in enumerate(units):
         tiers = plan.tiers_of(index)

@@ -1,4 +1,5 @@
-"""Functions that write: what another model, or the user, has in a place stays unless overwrite=True is said."""
+"""Functions that write: what another model, or the user, has in a place stays unless overwrite=True
+is said."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_save_pretrained_keeps_another_model(tmp_path):
-    """Method: a folder with weights that the model has not saved: refused, with every byte as it was; the model goes on. Twins: the
-    model's own folder, saved twice, and overwrite=True."""
+    """Method: a folder with weights that the model has not saved: refused, with every byte as it
+    was; the model goes on. Twins: the model's own folder, saved twice, and overwrite=True."""
     model, optimizer = wrapped()
     other, _ = wrapped(8)
     infinity.save_pretrained(other, tmp_path / "other")
@@ -54,7 +55,8 @@ def test_save_pretrained_keeps_another_model(tmp_path):
     "name", ["pytorch_model.bin", "model-00001-of-00002.safetensors", "config.json", "adapter_model.safetensors"]
 )
 def test_save_pretrained_keeps_whatever_is_of_a_model(name, tmp_path):
-    """Method: one file of each kind. Twin: a tokenizer's file and a page, which a model's save leaves alone."""
+    """Method: one file of each kind. Twin: a tokenizer's file and a page, which a model's save
+    leaves alone."""
     (tmp_path / name).write_text("mine")
     model, _ = wrapped()
     with pytest.raises(ConfigError, match=name):
@@ -68,8 +70,8 @@ def test_save_pretrained_keeps_whatever_is_of_a_model(name, tmp_path):
 
 
 def test_save_checkpoint_keeps_the_checkpoint_of_another_model(tmp_path):
-    """Method: the folder of a model of other shapes: refused, and it loads as before. Twins: the same model of another job, and
-    overwrite=True."""
+    """Method: the folder of a model of other shapes: refused, and it loads as before. Twins: the
+    same model of another job, and overwrite=True."""
     other, of_other = wrapped(8)
     infinity.save_checkpoint(tmp_path, other, of_other)
     before = contents(tmp_path)
@@ -92,7 +94,8 @@ def test_save_checkpoint_keeps_a_manifest_of_something_else(text, tmp_path):
 
 
 def test_a_timeline_replaces_a_timeline_only(tmp_path):
-    """Method: Config(trace=...) of a file of the user's: refused at the wrap, which leaves model and file. Twin: a timeline."""
+    """Method: Config(trace=...) of a file of the user's: refused at the wrap, which leaves model
+    and file. Twin: a timeline."""
     path = tmp_path / "notes.txt"
     path.write_text("mine")
     with pytest.raises(ConfigError, match="notes.txt"):

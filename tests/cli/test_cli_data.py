@@ -1,4 +1,5 @@
-"""What `infinity train --data` takes for text: records of a dataset are refused by name, and nothing is left out without a word."""
+"""What `infinity train --data` takes for text: records of a dataset are refused by name, and
+nothing is left out without a word."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def write(path: Path, content: str | bytes) -> None:
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("inside", [False, True], ids=["file", "folder"])
 def test_records_are_refused_by_name(name, inside, tmp_path):
-    """Method: every kind, alone and in a folder that has text too: the file, what it is, and the way. Twin: the text alone."""
+    """Method: every kind, alone and in a folder that has text too: the file, what it is, and the
+    way. Twin: the text alone."""
     content, what = RECORDS[name]
     (tmp_path / "deep").mkdir()
     write(tmp_path / "deep" / name, content)
@@ -101,7 +103,8 @@ def test_what_is_no_text_is_refused_alone_and_told_in_a_folder(content, tmp_path
 
 
 def test_a_tokenizer_gets_no_replaced_characters(tmp_path):
-    """Method: a byte that is no UTF-8, behind what is looked at first: refused, where it became another character. Twin: a whole text."""
+    """Method: a byte that is no UTF-8, behind what is looked at first: refused, where it became
+    another character. Twin: a whole text."""
 
     class Letters:
         eos_token_id = None

@@ -1,4 +1,5 @@
-"""Outputs of the command line: nothing is written where something is read, and what is there stays unless --overwrite is said."""
+"""Outputs of the command line: nothing is written where something is read, and what is there stays
+unless --overwrite is said."""
 
 from __future__ import annotations
 
@@ -85,8 +86,8 @@ READ = (
 
 @pytest.mark.parametrize("command", READ)
 def test_nothing_is_written_where_something_is_read(command, place, capsys):
-    """Method: an output that is an input, lies in one or has one inside, by name or through a link, also with --overwrite: one message, and
-    every file is as it was. Twin: the next test."""
+    """Method: an output that is an input, lies in one or has one inside, by name or through a link,
+    also with --overwrite: one message, and every file is as it was. Twin: the next test."""
     said = refused(command, capsys)
     assert any(words in said for words in ("reads", "holds files already", "Infinity's own cache", "are both")), said
 
@@ -104,8 +105,8 @@ def test_another_place_is_written_and_what_is_read_stays(command, place):
 @pytest.mark.parametrize("read", ["base/model.safetensors", "base/config.json", "data/inner/a.txt"])
 @pytest.mark.parametrize("link", [os.link, os.symlink])
 def test_a_link_of_what_is_read_is_found(read, link, place, capsys):
-    """Method: a folder to write that holds a link of one file that is read, under a name of a model's. Twin: a copy of it, which
-    --overwrite replaces."""
+    """Method: a folder to write that holds a link of one file that is read, under a name of a
+    model's. Twin: a copy of it, which --overwrite replaces."""
     Path("new").mkdir()
     name = Path("new", "model.safetensors" if "model" in read else "config.json")
     link(os.path.abspath(read), name)
@@ -126,8 +127,8 @@ KEPT = (
 
 @pytest.mark.parametrize(("command", "words"), KEPT)
 def test_what_is_there_stays_unless_told(command, words, place, capsys):
-    """Method: an output that holds another model, a checkpoint or a file of the user's: refused with the way. Twin: the same with
-    --overwrite."""
+    """Method: an output that holds another model, a checkpoint or a file of the user's: refused
+    with the way. Twin: the same with --overwrite."""
     said = refused(command, capsys)
     assert words in said and "--overwrite" in said, said
     before = contents()
@@ -142,7 +143,8 @@ def test_a_file_that_infinity_made_is_replaced_by_the_next(place):
 
 
 def test_links_in_a_folder_that_is_replaced_are_not_written_through(place):
-    """Method: every file of a folder is a link of another model's; a result with --overwrite takes the names, and the other model stays."""
+    """Method: every file of a folder is a link of another model's; a result with --overwrite takes
+    the names, and the other model stays."""
     before = {path: data for path, data in contents().items() if path.startswith("other/")}
     Path("new").mkdir()
     for number, path in enumerate(sorted(Path("other").iterdir())):
@@ -154,7 +156,8 @@ def test_links_in_a_folder_that_is_replaced_are_not_written_through(place):
 
 
 def test_a_job_that_is_restarted_after_its_end_replaces_its_own_result(place, capsys):
-    """Method: a job with --resume, run twice. Twins: another job's result in --out, and a result without a checkpoint that names it."""
+    """Method: a job with --resume, run twice. Twins: another job's result in --out, and a result
+    without a checkpoint that names it."""
     command = f"{TRAIN} {OF} --resume --checkpoint mine --out new"
     assert main(command.split()) == 0 and main(command.split()) == 0
     capsys.readouterr()

@@ -98,7 +98,8 @@ def run_tokens(run) -> int:
 
 
 def test_a_cluster_with_all_state_on_its_devices_charges_them(run):
-    """Method: a tiny model fits the devices: the host's optimizer needs nothing, and the text has no time in powers of ten."""
+    """Method: a tiny model fits the devices: the host's optimizer needs nothing, and the text has
+    no time in powers of ten."""
     words = ("--machine", "dgx-h100", "--params", "device", "--optimizer", "device")
     found = json.loads(run(*words, "--json", budgets={})[1])
     assert found["seconds"]["optimizer"] == 0 < found["seconds"]["optimizer on device"]

@@ -119,8 +119,8 @@ WRONG_KEYS = [
 
 @pytest.mark.parametrize(("text", "said"), WRONG_KEYS)
 def test_a_key_of_a_file_that_is_none_is_refused_as_the_files_key(text, said, place, capsys):
-    """Method: unknown keys and wrong values, in the table and beside it; the message has the file and its key, and no option that nobody
-    typed. Twin: the same options, typed."""
+    """Method: unknown keys and wrong values, in the table and beside it; the message has the file
+    and its key, and no option that nobody typed. Twin: the same options, typed."""
     (place / "a.toml").write_text(text)
     assert main(["train", "--config", "a.toml", "--model", "model.json", "--data", "text.txt"]) == 2
     found = capsys.readouterr().err
@@ -143,7 +143,8 @@ def test_an_option_that_is_none_is_told_with_the_nearest(capsys):
 
 
 def test_no_parser_of_the_project_completes_abbreviations():
-    """Method: reads every file for a parser that is made without saying so. Twin: one in a text of its own."""
+    """Method: reads every file for a parser that is made without saying so. Twin: one in a text of
+    its own."""
     root = Path(__file__).parents[2]
     files = [path for part in ("infinity", "examples", "tools", "tests/support") for path in (root / part).rglob("*.py")]
     found = {path.name for path in files for line in path.read_text().splitlines() if completes(line)}

@@ -229,7 +229,8 @@ def leaves(mapping: dict, depth: int = 0, prefix: str = "") -> list[str]:
     ids=["zero3", "auto", "off", "one path twice"],
 )  # fmt: skip
 def test_every_deepspeed_key_is_accounted_for(source, caplog):
-    """Looks for every key's dotted name in the log: mapped, not needed or off, none is dropped without a word."""
+    """Looks for every key's dotted name in the log: mapped, not needed or off, none is dropped
+    without a word."""
     _, report = report_of(source, caplog)
     missing = [name for name in leaves(source) if name not in report]
     assert not missing

@@ -168,7 +168,8 @@ UNKNOWN = [
 
 @pytest.mark.parametrize(("source", "near"), UNKNOWN, ids=str)
 def test_a_key_that_is_none_is_refused_with_the_nearest(source, near, caplog):
-    """Method: slips of the pen at every level. Twin: strict=False, which has them told as unknown and nothing else."""
+    """Method: slips of the pen at every level. Twin: strict=False, which has them told as unknown
+    and nothing else."""
     with pytest.raises(ConfigError, match=f"unknown.*did you mean {near}[?]"):
         Config.from_deepspeed(source)
     with caplog.at_level(logging.WARNING):
@@ -224,7 +225,8 @@ JSONS = [  # a JSON's optimizer, what is that one, what is not
 
 @pytest.mark.parametrize(("source", "right", "wrong"), JSONS, ids=str)
 def test_the_optimizer_of_a_json_is_the_one_that_steps(source, right, wrong):
-    """Method: wrap_model is given the optimizer that DeepSpeed would make, and one that differs in one setting, which is refused."""
+    """Method: wrap_model is given the optimizer that DeepSpeed would make, and one that differs in
+    one setting, which is refused."""
     config = Config.from_deepspeed(source)
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="DeepSpeed JSON"):
@@ -245,7 +247,8 @@ def test_an_optimizer_that_is_not_to_be_had_is_refused(table):
 
 
 def test_weights_of_a_disk_stay_in_memory_as_many_as_are_asked_for(tmp_path):
-    """Method: four equal layers on NVMe with room for two and a half: two are kept. Twins: none, and without the key none either."""
+    """Method: four equal layers on NVMe with room for two and a half: two are kept. Twins: none,
+    and without the key none either."""
     kept = {}
     for count in (0, 5 * 64 * 64 // 2, None):
         model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)) for _ in range(4)))

@@ -1,4 +1,5 @@
-"""The rule for outputs, at its edges: what it takes for a place that can be written, and how files get their names."""
+"""The rule for outputs, at its edges: what it takes for a place that can be written, and how files
+get their names."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def test_a_place_is_what_its_path_leads_to(tmp_path):
 
 
 def test_a_file_that_is_read_may_lie_in_a_folder_that_leaves_it_alone(tmp_path):
-    """Method: a settings file beside what is written. Twin: where a file of its name may be replaced."""
+    """Method: a settings file beside what is written. Twin: where a file of its name may be
+    replaced."""
     import re
 
     (tmp_path / "a.toml").touch()
@@ -57,7 +59,8 @@ def test_a_file_is_told_from_what_was_made_here(tmp_path):
 
 
 def test_files_get_their_names_when_all_are_there(tmp_path):
-    """Method: a block that fails leaves everything; one that ends replaces names, links among them, and keeps the mode of files."""
+    """Method: a block that fails leaves everything; one that ends replaces names, links among them,
+    and keeps the mode of files."""
     (tmp_path / "other").write_text("other")
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "a").symlink_to("../other")

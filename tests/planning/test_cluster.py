@@ -73,8 +73,9 @@ def test_nodes_share_the_state_and_pass_more():
 
 
 def test_state_on_the_device_is_stepped_at_the_devices_rate(tmp_path):
-    """Method: all state on the devices: the host's memory and links move nothing, and the optimizer's time is its bytes over the devices'
-    rate. Twins: a state on the host, which costs the host's, and a machine file without the rate, which says so."""
+    """Method: all state on the devices: the host's memory and links move nothing, and the
+    optimizer's time is its bytes over the devices' rate. Twins: a state on the host, which costs
+    the host's, and a machine file without the rate, which says so."""
     machine, units = Machine.read("dgx-h100"), units_of(4, 8, 1 << 26)
     device = dict.fromkeys(HOST, Tier.DEVICE)
     found = predict_cluster(plan_of(1 << 40, device), units, machine, 1, flops=1.0)

@@ -553,7 +553,8 @@ def test_predicted_seconds_are_the_slower_of_processor_and_disk():
 
 
 def test_a_device_with_a_memory_of_its_own_steps_what_is_at_home_there():
-    """Method: a state on the device, with the rate of the device's memory and without. Twin: the same on the host."""
+    """Method: a state on the device, with the rate of the device's memory and without. Twin: the
+    same on the host."""
     units = [UnitSize("u", (ShardSize(SPECS[1], 1 << 20),))]
     for home, resource in (("device", "optimizer on device"), ("host", "optimizer")):
         config = Config(params=home, optimizer=home, host_memory="1GiB", device_memory="1GiB")

@@ -18,12 +18,14 @@ CHECKPOINT_NAMES = re.compile(r"manifest\.json")
 
 
 def has_checkpoint(folder: Path | None) -> bool:
-    """Tells whether a save was ever completed there; one that was killed leaves data but no manifest."""
+    """Tells whether a save was ever completed there; one that was killed leaves data but no
+    manifest."""
     return folder is not None and (folder / "manifest.json").is_file()
 
 
 def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
-    """Refuses, before anything is done, a place that the job reads, or that holds what is not to be replaced."""
+    """Refuses, before anything is done, a place that the job reads, or that holds what is not to be
+    replaced."""
     outputs = {
         "out": args.out and Output("--out", args.out, replaces=MODEL_NAMES),
         "checkpoint": args.checkpoint and Output("--checkpoint", args.checkpoint, replaces=CHECKPOINT_NAMES),
