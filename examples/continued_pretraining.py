@@ -23,7 +23,7 @@ def batch_of(tokens: numpy.ndarray, step: int, samples: int, length: int) -> tor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("model")
     parser.add_argument("tokens")
     parser.add_argument("checkpoint")

@@ -4,6 +4,7 @@ python examples/lora.py MODEL TEXT OUT [--steps N]
 """
 
 import argparse
+import os
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -13,13 +14,15 @@ import infinity
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("model")
     parser.add_argument("text")
     parser.add_argument("out")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--length", type=int, default=256)
     args = parser.parse_args()
+    if os.path.exists(args.out):
+        parser.error(f"{args.out} is there already: save_pretrained would refuse it, after the training")
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokens = tokenizer(open(args.text).read(), return_tensors="pt").input_ids[0]

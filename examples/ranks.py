@@ -12,7 +12,7 @@ import infinity
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("checkpoint")
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()

@@ -12,7 +12,7 @@ import infinity
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("model")
     parser.add_argument("prompts", nargs="+")
     parser.add_argument("--tokens", type=int, default=16)

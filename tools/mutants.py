@@ -131,7 +131,7 @@ def mutate(path: str, tests: str, count: int, seed: int) -> Iterator[dict]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("rooms", nargs="*", help="files whose path begins like this (default: all)")
     parser.add_argument("--count", type=int, default=12, metavar="N", help="mutants of each file (default 12)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the draw (default 1)")

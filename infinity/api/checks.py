@@ -18,6 +18,7 @@ from ..distributed.data_ranks import DataRanks
 from ..errors import ConfigError, UsageError
 from ..machine.sizes import format_nbytes
 from ..optim.optimizer import InfinityOptimizer
+from ..optim.rules import check_expected
 from ..state.dtensors import check_placements, is_distributed, local_of, ranks_over
 from ..state.experts import divided_parameters
 from ..state.handle import handle_of
@@ -59,6 +60,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
             )
     _check_storages(names)
     if optimizer is not None:
+        check_expected(optimizer, config.expects_optimizer)
         _check_optimizer(optimizer, names, config)
 
 

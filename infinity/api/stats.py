@@ -14,6 +14,7 @@ from torch import nn
 from .. import native
 from ..machine import disk_profile
 from ..machine.rates import memory_rate
+from ..machine.sizes import format_seconds
 from ..machine.tiers import Tier
 from ..machine.timeline import PAST_HOST
 from ..machine.traffic import EdgeTraffic
@@ -73,7 +74,7 @@ def stats(model: nn.Module) -> Stats:
         sentence = "No step has been taken yet."
     else:
         sentence = (
-            f"The last step took {step_seconds:.3f} s; {slowest} alone needs {bound:.3f} s "
+            f"The last step took {format_seconds(step_seconds)}; {slowest} alone needs {format_seconds(bound)} "
             f"({100 * bound / step_seconds if step_seconds else 0:.0f} % of it) and is the bottleneck."
         )
     counted = {} if engine.ranks.alone else engine.traffic.collectives

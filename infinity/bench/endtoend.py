@@ -31,7 +31,7 @@ ROUNDS = 2
 
 def main() -> None:
     """Runs one system's job, and prints JSON on standard output."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--size", choices=SIZES, default="134M")
     parser.add_argument("--folder", default=".")

@@ -166,7 +166,7 @@ def _one_process() -> None:
 
 def main() -> None:
     """Runs one system's job, and prints JSON on standard output."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--size", choices=SHAPES, default="1.3B")
     parser.add_argument("--device", default="cuda")

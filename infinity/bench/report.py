@@ -17,6 +17,7 @@ from infinity.untrusted import parse_json, read_text
 WIDTH, HEIGHT, MARGIN = 560, 300, 56
 COLOURS = ("#1f6fb2", "#c4511d", "#2a8c4a", "#7a4fb0", "#8a6d1b")
 ALONE = "xmlns='http://www.w3.org/2000/svg' font-family='system-ui, sans-serif' font-size='12'"  # a plot without the page
+HEAD = "<!doctype html><meta charset='utf-8'><title>Infinity: measured</title>"
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; margin: .7rem 0 1.5rem; } td, th { padding: .2rem .8rem .2rem 0; text-align: left; }
@@ -32,7 +33,7 @@ def write(folder: Path, out: Path) -> Path:
     if not paths:
         raise ConfigError(f"no result files in {folder}: make some with `infinity bench all --json {folder}`")
     sections = [_section_of(path) for path in paths]
-    page = f"<!doctype html><meta charset='utf-8'><title>Infinity: measured</title><style>{STYLE}</style>"
+    page = f"{HEAD}<style>{STYLE}</style>"
     out.write_text(page + "<h1>Infinity: what was measured</h1>" + "".join(sections))
     return out
 

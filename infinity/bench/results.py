@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+BEGIN = b'{\n "theme":'  # of every result file
+
 
 @dataclass
 class Row:

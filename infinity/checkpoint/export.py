@@ -13,6 +13,7 @@ import torch
 from .. import native
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError, CorruptionError, InfinityError
+from ..machine.outputs import MODEL_NAMES, Output, check_outputs, replacing
 from ..state.shard_spec import MASTER_DTYPES
 from .boxes import Box
 from .folder import OF_READERS
@@ -39,6 +40,8 @@ def export(
     dtype: torch.dtype | None = None,
     model: Path | None = None,
     change: Change | None = None,
+    adapter: Path | None = None,
+    overwrite: bool = False,
 ) -> dict[str, int]:
     """Writes the weights of ``checkpoint`` (any number of ranks wrote it) to ``folder`` as safetensors. A checkpoint of DeepSpeed, of
     torch.distributed.checkpoint (FSDP) or of ``torch.save`` is one, too.
@@ -50,15 +53,19 @@ def export(
     model
         A folder whose configuration and tokenizer are copied beside them.
     change
-        Makes other tensors of those that are read: merges an adapter, say.
+        Makes other tensors of those that are read: merges the adapter in the folder ``adapter``,
+        say.
+    overwrite
+        Replaces what is in ``folder``.
 
     One file's tensors are in memory at a time. Returns the numbers of parameters and of bytes. Raises UsageError where
-    there is no checkpoint, CorruptionError where it is damaged, StorageError where it cannot be written.
+    there is no checkpoint, ConfigError where ``folder`` is read or holds something,
+    CorruptionError, StorageError.
     """
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f"{model} has no config.json: give the folder that the model came from")
-    if folder.resolve() == checkpoint.resolve():
-        raise ConfigError(f"{folder} is what is read: give another folder to write")
+    read = {"CHECKPOINT": checkpoint, "--model": model, "--merge": adapter}
+    check_outputs([Output("OUT", folder, replaces=MODEL_NAMES)], read.items(), overwrite=overwrite)
     if not (checkpoint / MANIFEST).exists() and is_foreign(checkpoint):
         if change is not None:
             raise ConfigError(
@@ -110,9 +117,11 @@ def _file_sources(files: WeightFiles, dtype: torch.dtype | None) -> dict[str, So
 
 
 def _copy_beside(model: Path | None, folder: Path) -> None:
-    for pattern in BESIDE if model is not None else ():
-        for path in model.glob(pattern):
-            shutil.copy(path, folder / path.name)
+    if model is None:
+        return
+    with replacing(folder) as made:
+        for path in (path for pattern in BESIDE for path in model.glob(pattern) if path.is_file()):
+            shutil.copy(path, made / path.name)
 
 
 def _sources(

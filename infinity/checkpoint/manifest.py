@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import native
-from ..errors import CorruptionError, UsageError
+from ..errors import ConfigError, CorruptionError, UsageError
 from ..machine import processors
 from ..untrusted import is_regular, parse_json, read_text
 from .file_reader import changed_file
@@ -89,6 +89,25 @@ def read_manifest(root: Path) -> dict[str, Any]:
     if odd or not files:
         raise CorruptionError(f"{path} names files that no save writes: {str(odd)[:80]}")
     return content
+
+
+def check_same_model(root: Path, parameters: dict[str, dict[str, Any]]) -> None:
+    """Raises ConfigError where ``root`` has a manifest that is not of a checkpoint of a model with
+    ``parameters``. One of these that was damaged may be replaced."""
+    path = root / MANIFEST
+    if not os.path.lexists(path):
+        return
+    remedy = "Give another folder, or overwrite=True to replace it."
+    try:
+        told = {name: tuple(entry["shape"]) for name, entry in parse_json(read_text(path))["parameters"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise ConfigError(f"{path} is not a checkpoint's manifest, and would be replaced. {remedy}") from None
+    own = {name: tuple(entry["shape"]) for name, entry in parameters.items()}
+    if other := sorted(name for name in told.keys() | own.keys() if told.get(name) != own.get(name)):
+        raise ConfigError(
+            f"{root} holds a checkpoint of another model: {other[0]} is {told.get(other[0], 'not there')} in it and "
+            f"{own.get(other[0], 'not there')} in this one. {remedy}"
+        )
 
 
 def check_sizes(data: Path, files: dict[str, dict[str, Any]]) -> None:

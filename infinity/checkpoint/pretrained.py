@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import StorageError
+from ..machine.outputs import Output, check_free, identity_of, replacing
 from ..machine.progress import progress
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of, whole_of
@@ -24,20 +26,44 @@ from .weight_files import save_file
 
 NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # of those that are written here
 PARTIAL = re.compile(r"model(-\d{5}-of-\d{5}|\.safetensors\.index)?\.partial")  # and before they have it
+WEIGHT_NAMES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)|.*\.index\.json|config\.json|adapter_config\.json")
+CARD = "README.md"
 FILE_NBYTES = 256 * 1024 * 1024  # of one safetensors file; what is in memory at once
 
 
-def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | os.PathLike) -> None:
+def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | os.PathLike, *, overwrite: bool = False) -> None:
     """Writes the wrapped ``model`` as safetensors in the dtypes it was wrapped with, and its config where it has one. Of a PEFT model
     its adapters are written, as PEFT does.
 
     Tied parameters are written once. Files get their names when all are whole, and no index ever names files of two saves: the folder is
     the old model, the new one, or, for a moment between, none. Of several ranks all call, and the first one writes; of a pipeline (whose
-    chunks are given as a list) the first one of each stage, into one folder. Raises StorageError.
+    chunks are given as a list) the first one of each stage, into one folder.
+
+    overwrite
+        Replaces a model that is in ``folder``. One of the same names and shapes, which this process
+        has saved there, is replaced in any case.
+
+    Raises ConfigError where another model is there, with that one as it was, and StorageError.
     """
     engine = engine_of(model)
-    with engine.using(), engine.collectives.together("save_pretrained"):
+    with engine.using(), engine.collectives.together("save_pretrained"), own_place(model, engine, Path(folder), overwrite):
         _save_model(whole_of(model), parts_of(whole_of(model))[0], engine, Path(folder))
+
+
+# What this process has saved to which folder: the names and shapes of a model. The same may be
+# saved there again.
+_saved: dict[Any, frozenset[tuple[str, torch.Size]]] = {}
+
+
+@contextmanager
+def own_place(model: nn.Module, engine: Engine, folder: Path, overwrite: bool) -> Iterator[None]:
+    """Lets the block write a model to ``folder``. Raises ConfigError, on the rank that writes,
+    where another model is there."""
+    tensors = frozenset((name, param.shape) for name, param in whole_of(model).named_parameters(remove_duplicate=False))
+    if engine.ranks.is_first and not overwrite and _saved.get(identity_of(folder)) != tensors:
+        check_free(Output("folder", folder, replaces=WEIGHT_NAMES), way="overwrite=True")
+    yield
+    _saved[identity_of(folder)] = tensors
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -66,21 +92,25 @@ def _save_model(model: nn.Module, first: nn.Module, engine: Engine, folder: Path
     if writes:
         with _storing(folder):
             _name_written(folder, dict(of_all))
-        write_configs(first, folder)
+            write_configs(first, folder)
 
 
 def write_configs(model: nn.Module, folder: Path) -> None:
     """Writes the configurations of a transformers model, of another one none."""
-    for part in ("config", "generation_config"):
-        if hasattr(config := getattr(model, part, None), "save_pretrained"):
-            config.save_pretrained(folder)
+    with replacing(folder) as made:
+        for part in ("config", "generation_config"):
+            if hasattr(config := getattr(model, part, None), "save_pretrained"):
+                config.save_pretrained(made)
 
 
 def _save_adapters(model: nn.Module, folder: Path, *, writes: bool) -> None:
     own = adapter_tensors(model)
     if writes:
         try:
-            model.save_pretrained(folder, state_dict=own, save_embedding_layers=False)
+            with replacing(folder) as made:
+                if (card := folder / CARD).is_file():  # which PEFT adds to
+                    shutil.copy(card, made)
+                model.save_pretrained(made, state_dict=own, save_embedding_layers=False)
         except OSError as error:
             raise StorageError(error.errno or 0, f"cannot write the adapters to {folder}: {error}", str(folder)) from error
 
@@ -204,6 +234,7 @@ def _partial(path: Path) -> Path:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    path.unlink(missing_ok=True)  # a link of this name is replaced, and not written through
     save_file(tensors, path, metadata={"format": "pt"})
     _flush(path)
 

@@ -48,7 +48,7 @@ from .content import (
 )
 from .file_writer import FileWriter, make_slots, start_file
 from .folder import OF_READERS, remove_data, writing
-from .manifest import FORMAT, MANIFEST, seal_manifest, sync_file, sync_folder, write_synced
+from .manifest import FORMAT, MANIFEST, check_same_model, seal_manifest, sync_file, sync_folder, write_synced
 from .parts import PARTS_KEY
 from .random_state import random_state_tensors, read_random_state
 from .removal import wait_for_space
@@ -58,23 +58,34 @@ FILES_AT_ONCE = 2  # on their way to the disk while the next is read
 
 
 def save_checkpoint(
-    path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, extra: Any = None
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Any = None,
+    *,
+    overwrite: bool = False,
 ) -> None:
-    """Writes model, optimizer, random number generators and ``extra`` to the folder ``path``, replacing what was there.
+    """Writes model, optimizer, random number generators and ``extra`` to the folder ``path``,
+    replacing the model's last checkpoint.
 
     extra
         Anything of dicts, lists, numbers, strings, None and tensors; :func:`load_checkpoint` returns it.
+    overwrite
+        Replaces the checkpoint of another model, too.
 
     One unit at a time is in memory. Returns when everything is on the disk. Raises StorageError with the old
-    checkpoint as it was, UsageError while another process saves to that folder.
+    checkpoint as it was, UsageError while another process saves to that folder, ConfigError where
+    another model's checkpoint is there.
     """
     engine = engine_of_pair(model, optimizer)
     engine.refuse_unflushed("save_checkpoint")
     with engine.using(), engine.collectives.together("save_checkpoint"):
-        _save_all(Path(path), engine, whole_of(model), optimizer, extra)
+        _save_all(Path(path), engine, whole_of(model), optimizer, extra, overwrite)
 
 
-def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> None:
+def _save_all(
+    root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, overwrite: bool
+) -> None:
     collectives = engine.collectives
     engine.refuse_averaged("save_checkpoint")
     engine.wait_idle()
@@ -88,7 +99,7 @@ def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.opt
     content = {
         "format": FORMAT,
         "data": f"infinity-{_token(collectives)}",
-        "parameters": _of_stages({h.name: describe_parameter(h) for unit in engine.units for h in unit.handles}, collectives),
+        "parameters": _describe_parameters(root, engine, overwrite=overwrite),
         "optimizer": optimizer.rule_name if optimizer is not None else None,
         "groups": encode_value(groups_of_stages(optimizer, collectives), tensors, "groups"),
         **({"own_state": own_state} if own_state is not None else {}),
@@ -117,9 +128,9 @@ def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.opt
                 published = True  # from here on the new data is the checkpoint, whatever fails
                 sync_folder(root)
                 remove_data(root, keep=content["data"])
+    except StorageError:
+        raise
     except OSError as error:
-        if isinstance(error, StorageError):
-            raise
         state = "is written, but may not be on the disk yet" if published else "was not written; the old one stands"
         raise StorageError(
             error.errno, f"checkpoint {root} {state}: {os.strerror(error.errno or 0)}", str(error.filename or root)
@@ -133,6 +144,16 @@ def _encode_own_state(optimizer: InfinityOptimizer | None, tensors: dict[str, to
     own = describe_own_state(optimizer)
     own = {kind: _of_stages(values, collectives) for kind, values in own.items()}
     return encode_value(own, tensors, "own_state") if any(own.values()) else None
+
+
+def _describe_parameters(root: Path, engine: Engine, *, overwrite: bool) -> dict[str, Any]:
+    """The manifest's entries. Raises ConfigError where ``root`` has another model's checkpoint,
+    which is not to be replaced."""
+    mine = {handle.name: describe_parameter(handle) for unit in engine.units for handle in unit.handles}
+    parameters = _of_stages(mine, engine.collectives)
+    if engine.ranks.is_first and not overwrite:
+        check_same_model(root, parameters)
+    return parameters
 
 
 def _write_data(data: Path, engine: Engine, content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:

@@ -14,12 +14,14 @@ Exit status: 0 done; 2 bad input or a world that refused (one message on stderr,
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 from .. import __version__
 from ..distributed import farewell
@@ -35,8 +37,33 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
+class Parser(argparse.ArgumentParser):
+    """Takes options by their whole names only: an abbreviation that is completed becomes another
+    option when one is added."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **(kwargs | {"allow_abbrev": False}))
+
+    def parse_args(self, args=None, namespace=None):
+        """Parses all of ``args``; what is no option ends in a message that names the nearest
+        one."""
+        found, left = self.parse_known_args(args, namespace)
+        if left:
+            command = command_of(self, found.subcommand) if hasattr(found, "subcommand") else self
+            names = [name for action in command._actions for name in action.option_strings]
+            near = difflib.get_close_matches(left[0].partition("=")[0], names, n=1) if left[0].startswith("-") else []
+            command.error(f"unrecognized arguments: {' '.join(left)}" + (f" (did you mean {near[0]}?)" if near else ""))
+        return found
+
+
+def command_of(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
+    """Returns the parser of a subcommand."""
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return commands.choices[name]
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="infinity",
         description="Train PyTorch models with all the memory a machine has: GPU, CPU and NVMe.",
         epilog="Exit status: 0 done; 1 a defect; 2 bad input, or a world that refused; 130, 143 interrupted.",

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..machine.outputs import PICTURE, Output, check_outputs
+
 MODULES = {
     "io": "infinity.bench.io",
     "adam": "infinity.bench.adam",
@@ -55,6 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--results", type=Path, default=Path("bench/results"), metavar="DIR", help="for report: the files")
     parser.add_argument("--out", type=Path, default=Path("bench-report.html"), metavar="FILE", help="for report: the page")
     parser.add_argument("--svg", type=Path, metavar="DIR", help="for report: every plot as a file of its own, too")
+    parser.add_argument("--overwrite", action="store_true", help="replace files of --json and --out that are none of ours")
     return parser
 
 
@@ -62,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints a table, and writes what `--json` asks for."""
     from infinity.bench import results
 
+    _check_outputs(args)
     if args.theme == "report":
         from infinity.bench import report
 
@@ -87,6 +91,21 @@ def run(args: argparse.Namespace) -> int:
     elif args.json:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
     return 0
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    if args.theme == "report":
+        from infinity.bench.report import HEAD, PLOTS
+
+        outputs = [Output("--out", args.out, made=HEAD.encode())]
+        if args.svg is not None:
+            outputs += [Output("--svg", args.svg / f"{name}.svg", made=PICTURE) for name in PLOTS]
+        read = [("--results", path) for path in args.results.glob("*.json")]
+        check_outputs(outputs, read, overwrite=args.overwrite)
+    elif args.json not in (None, "-") and not Path(args.json).is_dir():
+        from infinity.bench.results import BEGIN
+
+        check_outputs([Output("--json", Path(args.json), made=BEGIN)], [], overwrite=args.overwrite)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument(
         "--merge", type=Path, metavar="ADAPTER", help="merge an adapter of peft, a layer at a time; a checkpoint needs --model too"
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT")
     parser.add_argument("--json", action="store_true", help="print what was written as one JSON object")
     return parser
 
@@ -35,7 +36,15 @@ def run(args: argparse.Namespace) -> int:
 
     model = args.model if args.model or not (args.checkpoint / "config.json").is_file() else args.checkpoint
     change = None if args.merge is None else _merging(model, args.merge)
-    written = export(args.checkpoint, args.out, dtype=DTYPES[args.dtype] if args.dtype else None, model=model, change=change)
+    written = export(
+        args.checkpoint,
+        args.out,
+        dtype=DTYPES[args.dtype] if args.dtype else None,
+        model=model,
+        change=change,
+        adapter=args.merge,
+        overwrite=args.overwrite,
+    )
     if args.json:
         print(json.dumps({"out": str(args.out)} | written))
     else:

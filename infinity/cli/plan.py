@@ -16,7 +16,8 @@ from typing import Any
 import infinity
 
 from ..errors import ConfigError
-from ..machine.sizes import format_nbytes
+from ..machine.outputs import PICTURE, Output, check_outputs
+from ..machine.sizes import format_nbytes, format_seconds
 from ..machine.tiers import Tier
 from .training.options import HOMES
 from .training.settings import AUTO, engine_config, engine_settings
@@ -49,11 +50,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--machine", metavar="FILE", help="plan for this kind of machine: a TOML file, or dgx-h100, which comes along")
     add("--nodes", type=int, default=1, metavar="N", help="how many of them, with one rank for each device (default 1)")
     add("--svg", type=Path, metavar="FILE", help="draw the memory map")
+    add("--overwrite", action="store_true", help="replace a file of --svg that is no picture of ours")
     add("--json", action="store_true", help="the plan as one JSON object on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table, the map and the prediction."""
+    if args.svg is not None:
+        machine = Path(args.machine) if args.machine is not None else None
+        read = {"--model": args.model, "--config": args.config, "--deepspeed": args.deepspeed, "--machine": machine}
+        check_outputs([Output("--svg", args.svg, made=PICTURE)], read.items(), overwrite=args.overwrite)
     found = make(args)
     if args.json:
         print(json.dumps(found))
@@ -98,7 +104,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         model, model_config, batch=args.batch_size, length=length, dtype=dtype, checkpointing=args.gradient_checkpointing
     )
     on_disk = plan.planned_nbytes(Tier.NVME) > 0
-    rates = Rates.measure(config.nvme_paths if on_disk else ())
+    rates = Rates.measure(config.nvme_paths if on_disk else (), config.device)
     prediction = predict(plan, units, rates, compute_seconds=compute.seconds)
     tokens = args.batch_size * length
     return _described(model, plan, units) | {
@@ -212,8 +218,11 @@ def _settings(args: argparse.Namespace, machine: Any | None) -> dict[str, Any]:
 
 def _translated(path: Path) -> dict[str, Any]:
     """The settings of a DeepSpeed JSON; what became of its keys goes to stderr. Its disk need not be here, only its size counts."""
-    config = infinity.Config.from_deepspeed(path)
-    given = {name: getattr(config, name) for name in ("params", "optimizer", "max_grad_norm", "grad_dtype")}
+    config = infinity.Config.from_deepspeed(path, strict=False)  # of bytes only
+    given = {
+        name: getattr(config, name)
+        for name in ("params", "optimizer", "max_grad_norm", "grad_dtype", "master", "moments", "weights_on_host")
+    }
     settings = {name: value for name, value in given.items() if value is not None}
     if "nvme" in (config.params, config.optimizer):
         settings["nvme_paths"] = [path if Path(path).is_dir() else "." for path in config.nvme_paths][:1]
@@ -257,7 +266,7 @@ def text(found: dict[str, Any]) -> Iterator[str]:
     if "ranks" in found:
         yield f"{found['nodes']} x {found['machine']}, {found['ranks']} ranks; above is one of them"
     yield f"a step of {found['tokens_per_step']:,} tokens moves {moved}{whose}"
-    needs = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in found["seconds"].items() if seconds)
+    needs = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in found["seconds"].items() if seconds)
     yield f"and needs {needs} (compute {found['compute']}{'' if 'ranks' in found else ' on this machine'})"
     if (theirs := found.get("deepspeed")) is not None:
         yield f"{'beside DeepSpeed, by its own layout':<42}{'DeepSpeed':>12}{'Infinity':>12}"
@@ -265,7 +274,7 @@ def text(found: dict[str, Any]) -> Iterator[str]:
             yield f"  {'kept on ' + tier:<40}{format_nbytes(nbytes):>12}{format_nbytes(found['tiers'][tier]['nbytes']):>12}"
         for edge, nbytes in theirs["edges"].items():
             yield f"  {'moved in a step, ' + edge:<40}{format_nbytes(nbytes):>12}{format_nbytes(found['edges'][edge]):>12}"
-    yield f"predicted: {found['step_seconds']:.3g} s per step, {found['tokens_per_second']:,.1f} tokens/s; {found['bottleneck']} decides"
+    yield f"predicted: {format_seconds(found['step_seconds'])} per step, {found['tokens_per_second']:,.1f} tokens/s; {found['bottleneck']} decides"
     for name in ("assumptions", "sources"):
         yield from [f"{name}:", *(f"  {line}" for line in found[name])] if name in found else []
 

@@ -6,6 +6,8 @@ file    TOML or JSON: the engine's fields, and in the table ``train`` the option
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,20 +60,44 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def _words(path: Path, given: Sequence[str]) -> list[str]:
-    """The words that the table ``train`` of a file stands for. Lists are options that may be repeated: the command line's go instead."""
+    """The words that the table ``train`` of a file stands for. Lists are options that may be
+    repeated: the command line's go instead. Raises ConfigError, by the file's own key, for one that
+    is no option, and for a value that its option does not take."""
+    from . import build_parser, command_of
+
     table = read_table(path).get(TABLE, {})
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: {TABLE} is not a table of options")
+    options = command_of(build_parser(), "train")
     words: list[str] = []
     for name, value in table.items():
-        option = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            words += [option] if value else []
-        elif isinstance(value, list):
-            if value_of(option, given) is None:
-                words += [word for each in value for word in (option, str(each))]
-        elif isinstance(value, (str, int, float)):
-            words += [f"{option}={value}"]
-        else:
-            raise ConfigError(f"{path}: {TABLE}.{name} is a {type(value).__name__}: give text, a number, true or false, or a list")
+        said = _words_of(f"{path}: {TABLE}.{name}", name, value, options)
+        if not isinstance(value, list) or value_of(said[0] if said else "", given) is None:
+            words += said
+    return words
+
+
+def _words_of(key: str, name: str, value: Any, options: argparse.ArgumentParser) -> list[str]:
+    """The words that one key stands for. ``key``: how it is told."""
+    known = {option: action for action in options._actions for option in action.option_strings if option.startswith("--")}
+    option = f"--{name.replace('_', '-')}"
+    if option not in known or option in ("--help", "--config"):
+        near = difflib.get_close_matches(option, known, n=1)
+        hint = f": did you mean {near[0][2:].replace('-', '_')}?" if near and option not in known else ""
+        raise ConfigError(f"{key} is no option of `infinity train` in a file{hint}")
+    is_switch = known[option].nargs == 0
+    if isinstance(value, bool) and is_switch:
+        words = [option] if value else []
+    elif isinstance(value, list):
+        words = [word for each in value for word in (option, str(each))]
+    elif isinstance(value, (str, int, float)) and not isinstance(value, bool) and not is_switch:
+        words = [f"{option}={value}"]
+    else:
+        wanted = "true or false" if is_switch else "text, a number, or a list"
+        raise ConfigError(f"{key} is a {type(value).__name__}: give {wanted}")
+    options.exit_on_error = False
+    try:
+        options.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{key}: {error.message}") from None
     return words

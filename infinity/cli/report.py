@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..machine.outputs import Output, check_outputs
+from ..machine.sizes import format_seconds
 
 WIDTH, HEIGHT, MARGIN = 860, 240, 84
 WORDS = {"tier", "part", "edge"}  # columns that are not of numbers
+HEAD = "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
 VIEWPORT = "<meta name='viewport' content='width=device-width, initial-scale=1'>"
 # The rules for `svg` go over what the pictures say of themselves, which are light ones: here they are as dark as the page.
 STYLE = """
@@ -41,6 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default report.html)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="its timeline (default: what Config(trace=...) named)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="draw the last N steps of the timeline (default 3)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a file of --out that is no page of ours")
     parser.add_argument("--json", action="store_true", help="what is on the page as one JSON object on stdout")
 
 
@@ -50,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {args.steps}: give 1 or more")
     found = collect(args.run)
     trace = args.trace or found["plans"][0].get("trace")
+    read = [("RUN", path) for path in Path(found["folder"]).glob("*.json")] + [("--trace", Path(str(trace)) if trace else None)]
+    check_outputs([Output("--out", args.out, made=HEAD.encode())], read, overwrite=args.overwrite)
     timeline = _timeline(Path(str(trace)), args.steps, given=args.trace is not None) if trace else None
     try:
         args.out.write_text(page(found, timeline))
@@ -104,7 +110,7 @@ def page(found: dict[str, Any], timeline: str | None) -> str:
             parts.append(f"<h2>Timeline</h2>{_wide(timeline)}")
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{found['folder']} is not a run: {error!r}") from error
-    head = f"<!doctype html><html lang='en'><head><meta charset='utf-8'>{VIEWPORT}<title>{html.escape(title)}</title><style>{STYLE}</style></head>"
+    head = f"{HEAD}{VIEWPORT}<title>{html.escape(title)}</title><style>{STYLE}</style></head>"
     return f"{head}<body>{''.join(parts)}</body></html>\n"
 
 
@@ -123,7 +129,7 @@ def _summary(status: dict[str, Any], plan: dict[str, Any]) -> str:
     loss = "" if status.get("loss") is None else f", loss {float(status['loss']):.4f}"
     return (
         f"<p>{int(plan['parameters']):,} parameters, step {steps}{loss}, {float(status['tokens_per_second']):,.0f} tokens/s, "
-        f"{float(status['step_seconds']):.3f} s a step; {html.escape(str(status['phase']))}.</p>"
+        f"{format_seconds(float(status['step_seconds']))} a step; {html.escape(str(status['phase']))}.</p>"
     )
 
 

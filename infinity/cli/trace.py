@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..machine.outputs import PICTURE, Output, check_outputs
+from ..machine.sizes import format_seconds
 from ..untrusted import parse_json, printable, read_text
 
 Interval = tuple[float, float]
@@ -34,6 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("file", type=Path, help="what Config(trace=...) wrote; Perfetto opens it too")
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="look at the last N steps only (default: all)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the steps as a picture")
+    parser.add_argument("--overwrite", action="store_true", help="replace a file of --svg that is no picture of ours")
     parser.add_argument("--json", action="store_true", help="the summary as one JSON object on stdout")
 
 
@@ -41,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the summary."""
     if args.steps < 0:
         raise ConfigError(f"--steps {args.steps}: give 0 (all) or more")
+    if args.svg is not None:
+        check_outputs([Output("--svg", args.svg, made=PICTURE)], [("FILE", args.file)], overwrite=args.overwrite)
     events = last_steps(read(args.file), args.steps)
     found = summary(events)
     if args.json:
@@ -148,13 +153,13 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def _print(found: dict[str, Any]) -> None:
-    print(f"{found['steps']} steps, {found['seconds']:.3f} s")
+    print(f"{found['steps']} steps, {format_seconds(found['seconds'])}")
     print(f"{'lane':<14}{'events':>8}{'busy':>11}{'share':>8}{'under compute':>15}")
     for lane, of_lane in found["lanes"].items():
         print(f"{printable(lane):<14}{of_lane['events']:>8}{of_lane['busy_seconds']:>9.3f} s{of_lane['share']:>8.0%}"
               f"{of_lane['under_compute']:>15.0%}")  # fmt: skip
     for name, seconds in found["waited_for"].items():
-        print(f"waited {seconds:.3f} s for {printable(name)}")
+        print(f"waited {format_seconds(seconds)} for {printable(name)}")
 
 
 def draw(events: list[dict]) -> str:

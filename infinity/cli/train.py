@@ -21,7 +21,8 @@ import infinity
 
 from ..data.corpus import Batches, TextFiles, find_text_files, read_corpus
 from ..errors import ConfigError
-from ..machine.sizes import parse_nbytes
+from ..machine.outputs import replacing
+from ..machine.sizes import format_seconds, parse_nbytes
 from .training.compute import compute_time, multiplies_bf16
 from .training.interrupt import Interrupt
 from .training.job import EdgeCounts, Job, held_out_loss, make_job, resume, train
@@ -36,8 +37,8 @@ from .training.model import (
     read_model_config,
     read_tokenizer,
 )
-from .training.options import add_options, check_options, has_checkpoint
-from .training.places import check_room
+from .training.options import add_options, check_options
+from .training.places import check_places, check_room, has_checkpoint, make_way
 from .training.progress import ProgressBar, ProgressLines, Scalars, make_progress
 from .training.ranks import Ranks
 from .training.report import make_report, measure_disks, predict_step, print_report
@@ -81,8 +82,12 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     import torch
 
     settings = engine_settings(args)
+    check_places(args, settings)
     files = find_text_files(args.data)
     console = _prepare(args, ranks)
+    if files.skipped:
+        names = ", ".join(files.skipped[:3]) + (", ..." if len(files.skipped) > 3 else "")
+        console.print(f"{files.source}: {len(files.skipped)} files are not UTF-8 text and are left out: {names}")
     engine_config(settings)  # a wrong engine option is refused here already
     _choose_dtype(args, console)
     scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
@@ -104,9 +109,10 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     with no_cache(model):
         if ranks.is_first:
             _check_room(args, model, config)
+            make_way(args)
         job = make_job(args, model, batches, config, ranks)
         predicted = predict_step(job, compute.seconds * args.accumulate)
-        console.print(f"predicted: {predicted:.3f} s per step ({compute.how} on this machine)")
+        console.print(f"predicted: {format_seconds(predicted)} per step ({compute.how} on this machine)")
         del model  # from here on the job holds the only reference, so that it can let go of it
         _begin(args, job, console)
         watch = infinity.Watch(job.model, steps=job.steps, first_step=job.first_step)
@@ -227,9 +233,10 @@ def _end_interrupted(args: argparse.Namespace, job: Job, console: Console, signu
 
 
 def _save_and_sample(args: argparse.Namespace, job: Job, tokenizer: Any, console: Console) -> dict[str, str]:
-    infinity.save_pretrained(job.model, args.out)
+    infinity.save_pretrained(job.model, args.out, overwrite=True)  # looked at before the first step
     if tokenizer is not None and job.ranks.is_first:
-        tokenizer.save_pretrained(args.out)
+        with replacing(args.out) as made:
+            tokenizer.save_pretrained(made)
     console.print(f"Saved to {args.out}")
     batches, seed, is_first = job.batches, job.seed, job.ranks.is_first
     job.let_go()

@@ -38,6 +38,9 @@ class Config:
     nvme_paths
         Folders for state at home on NVMe; needed when anything is. ``"auto"``: where memory does not hold all of the state, a scratch
         folder is chosen on a disk of this machine, and told. So it is where :func:`infinity.wrap_model` gets no configuration at all.
+    weights_on_host
+        How many elements of weights whose home is NVMe by name are kept in host memory, too, on
+        each rank. None: where a ``host_memory`` is given, as many as it leaves room for, else none.
     param_dtype
         dtype the model computes in (``torch.bfloat16`` or ``"bf16"``); None: the model's own.
     master
@@ -84,6 +87,9 @@ class Config:
     checksums
         Whether bytes from disk are verified. ``"sampled"``: as True, but what comes past the host's memory into that of a GPU without
         Infinity's kernels, which is not done otherwise, is verified in part: each byte once in 16 reads.
+    expects_optimizer
+        What wrap_model's optimizer has to be, or is refused: its class's name as ``type``, and
+        hyperparameters of its constructor. ``from_deepspeed`` puts the JSON's optimizer here.
     micro_batch, max_grad_norm, weights, trace
         Samples a unit runs at once; clipping inside the step; a safetensors file or folder for a model on ``meta``; a path for the
         timeline.
@@ -96,6 +102,7 @@ class Config:
     host_memory: int | str | None = None
     nvme_capacity: int | str | None = None
     nvme_paths: tuple[str, ...] | list[str] | str = ()
+    weights_on_host: int | None = None
     param_dtype: torch.dtype | str | None = None
     master: str = "split"
     moments: str = "fp32"
@@ -116,6 +123,7 @@ class Config:
     weights: str | os.PathLike | None = None
     tied: tuple[tuple[str, str], ...] | list = ()
     trace: str | os.PathLike | None = None
+    expects_optimizer: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("params", "optimizer", "activations"):
@@ -143,6 +151,7 @@ class Config:
                 raise ConfigError(f"{name}='nvme' needs a folder on the disk to use: Config(nvme_paths=['/path/on/the/disk'])")
         self._check_device()
         self._check_numbers()
+        self._set_expected()
 
     def _set_paths(self) -> None:
         paths = self._parse_list("nvme_paths", (str, os.PathLike))
@@ -150,6 +159,18 @@ class Config:
             raise ConfigError(f"nvme_paths={self.nvme_paths!r}: a path has no NUL in it")
         # Absolute from here on: the process may change its folder.
         self._set("nvme_paths", tuple(os.path.abspath(path) for path in paths))
+
+    def _set_expected(self) -> None:
+        told = self.expects_optimizer
+        if told is not None:
+            pairs = sorted(told.items()) if isinstance(told, Mapping) else told
+            if not isinstance(pairs, (list, tuple)) or not all(
+                isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
+            ):
+                raise ConfigError(f"expects_optimizer={told!r} must be a table of hyperparameters, or None")
+            if not isinstance(dict(pairs).get("type"), str):
+                raise ConfigError(f"expects_optimizer={told!r} names no class: give type='AdamW'")
+            self._set("expects_optimizer", tuple((name, tuple(v) if isinstance(v, list) else v) for name, v in pairs))
 
     def _check_device(self) -> None:
         if self.device is not None:
@@ -167,6 +188,9 @@ class Config:
             raise ConfigError(
                 f"update_threads={self.update_threads} is more than {MOST_THREADS}: give the processors that are to step, or None"
             )
+        kept = self.weights_on_host
+        if kept is not None and not (isinstance(kept, int) and not isinstance(kept, bool) and kept >= 0):
+            raise ConfigError(f"weights_on_host={kept!r} must be a number of elements, 0 or more, or None")
         norm = self.max_grad_norm
         if norm is not None and not (isinstance(norm, (int, float)) and not isinstance(norm, bool) and norm > 0):
             raise ConfigError(f"max_grad_norm={norm!r} must be a positive number, or None for no clipping")
@@ -217,24 +241,30 @@ class Config:
         if isinstance(source, Mapping):
             return cls._from_mapping(source)
         if isinstance(source, (str, os.PathLike)):
-            return cls._from_mapping(_read_mapping(Path(source)))
+            return cls._from_mapping(_read_mapping(Path(source)), f"{os.fspath(source)}: ")
         raise ConfigError(f"config is a {type(source).__name__}: give a Config, a dict, or a path to TOML or JSON")
 
     @classmethod
-    def _from_mapping(cls, mapping: Mapping) -> Config:
+    def _from_mapping(cls, mapping: Mapping, where: str = "") -> Config:
         names = [field.name for field in dataclasses.fields(cls)]
         for key in mapping:
             if key not in names:
                 near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.4)
                 hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(names)}"
-                raise ConfigError(f"unknown config key {key!r}: {hint}")
+                raise ConfigError(f"{where}unknown config key {key!r}: {hint}")
         return cls(**mapping)
 
     @classmethod
-    def from_deepspeed(cls, source: Mapping | str | os.PathLike) -> Config:
-        """Makes a Config from a DeepSpeed JSON. Logs (as a warning, so that it is seen) what became of every key."""
+    def from_deepspeed(cls, source: Mapping | str | os.PathLike, *, strict: bool = True) -> Config:
+        """Makes a Config from a DeepSpeed JSON. Logs (as a warning, so that it is seen) what became
+        of every key: mapped, not needed or off.
+
+        Raises ConfigError for what changes the training and is not here. ``strict``: for unknown
+        keys, too, and for what only the loop can do (a scheduler, a ``gradient_clipping`` of
+        "auto"); else these are told and left out.
+        """
         mapping = dict(source) if isinstance(source, Mapping) else _read_mapping(Path(source))
-        fields, report = translate_deepspeed(mapping)
+        fields, report = translate_deepspeed(mapping, strict=strict)
         config = cls(**fields)
         logger.warning("DeepSpeed config read:\n  %s", "\n  ".join(report))
         return config

@@ -1,28 +1,41 @@
-"""Translates a DeepSpeed JSON into the fields of a Config, and says of every key what became of it."""
+"""Translates a DeepSpeed JSON into the fields of a Config, and says of every key what became of it:
+
+mapped       to a field
+not needed   the reason why
+off          it asks for nothing
+unknown      no key of DeepSpeed's; refused, but where the caller is not strict
+"""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
 from .choices import DTYPES, SHARDED
-from .deepspeed_keys import REFUSED, SECTIONS, find
+from .deepspeed_keys import NOT_NEEDED, REFUSED, SECTIONS, VERSION, Key, find
+from .deepspeed_optimizer import read_optimizer
 
 PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # tables of DeepSpeed, one by an old name -> dtype
 SWITCHES = ("cpu_offload", "cpu_offload_param", "zero_quantized_weights", "zero_hpz_partition_size")
+AUTO = "auto"
 
 
-def _is_on(value: Any) -> bool:
+def _is_on(value: Any, off: tuple[Any, ...] = ()) -> bool:
     """Whether a value asks for something: a table whose ``enabled``, or that of its ``shared_parameters``, says so, or in which something
     does; a size above 1, a share, a text other than "auto"."""
     if isinstance(value, Mapping):
         shared = value.get("shared_parameters")
         switch = shared if isinstance(shared, Mapping) and "enabled" in shared else value
-        return switch["enabled"] is True if "enabled" in switch else any(map(_is_on, value.values()))
+        return switch["enabled"] not in (False, None, AUTO) if "enabled" in switch else any(map(_is_on, value.values()))
     if isinstance(value, int) and not isinstance(value, bool):
         return value > 1
-    return value not in (None, False, "", "auto", [], 0.0)
+    return value not in (None, False, "", AUTO, [], 0.0, *off)
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [leaf for each in value.values() for leaf in _leaves(each)] if isinstance(value, Mapping) else [value]
 
 
 class _Translation:
@@ -31,30 +44,73 @@ class _Translation:
     HOMES = {"cpu": "host", "nvme": "nvme", "none": "device", None: "device"}
     STAGES = dict(enumerate(SHARDED, start=1))
 
-    def __init__(self, mapping: Mapping):
-        self.mapping = mapping
+    def __init__(self, mapping: Mapping, *, strict: bool):
+        self.mapping, self.strict = mapping, strict
         self.fields: dict[str, Any] = {}
         self.report: list[str] = []
+
+    def map(self, key: str, field: str, value: Any) -> None:
+        """Notes that ``key`` chooses ``field``. Raises ConfigError where another one has chosen
+        otherwise."""
+        if self.fields.get(field) not in (None, value):
+            raise ConfigError(f"DeepSpeed {key} asks for {field}={value!r}, and another key for {self.fields[field]!r}")
+        self.fields[field] = value
+        self.report.append(f"{key} mapped to {field}={value!r}")
+
+    def off(self, key: str, why: str = "") -> None:
+        """Notes that ``key`` asks for nothing."""
+        self.report.append(f"{key} off" + (f": {why}" if why else ""))
+
+    def unknown(self, path: str, key: str, names: list[str] | None = None) -> None:
+        """Notes a key that is none of DeepSpeed's; raises ConfigError where that is not allowed."""
+        near = difflib.get_close_matches(str(key), names or [known.name for known in SECTIONS[path]], n=1, cutoff=0.6)
+        elsewhere = [section for section in SECTIONS if section != path and find(section, str(key)) is not None]
+        hint = f": did you mean {path}{near[0]}?" if near else ""
+        hint = f": it belongs to {elsewhere[0]}" if elsewhere and not near else hint
+        if self.strict:
+            raise ConfigError(
+                f"DeepSpeed {path}{key} is unknown (keys up to DeepSpeed {VERSION} are known){hint or ':'} Correct it, leave it out, or have "
+                "it ignored by from_deepspeed(..., strict=False)."
+            )
+        self.report.append(f"{path}{key} unknown{hint}")
+
+    def only_the_loop(self, key: str, value: Any, why: str) -> None:
+        """Notes what a Config cannot hold; raises ConfigError where that is not allowed."""
+        if self.strict:
+            raise ConfigError(f"DeepSpeed {key}={value!r}: {why}. With from_deepspeed(..., strict=False) it is left to the loop.")
+        self.report.append(f"{key} off: left to the loop")
 
     def section(self, path: str, parent: Mapping, key: str) -> Mapping:
         """Returns the table ``key`` of ``parent``; empty when absent or null."""
         value = parent.get(key)
         if value is None:
+            if key in parent:
+                self.off(f"{path}{key}")
             return {}
         if not isinstance(value, Mapping):
             raise ConfigError(f"DeepSpeed {path}{key}={value!r} is not a table of keys")
         return value
 
-    def ignore(self, path: str, table: Mapping, *taken: str) -> None:
-        """Notes every key of ``table`` but the ``taken`` ones as ignored. Raises ConfigError for one that is switched on and cannot be."""
+    def rest(self, path: str, table: Mapping, *taken: str) -> None:
+        """Notes every key of ``table`` but the ``taken`` ones. Raises ConfigError for one that is
+        switched on and cannot be."""
         for key, value in table.items():
-            if key in taken:
-                continue
-            known = find(path, key) if path in SECTIONS else None
-            if known is not None and known.fate == REFUSED and _is_on(value):
-                raise ConfigError(f"DeepSpeed {path}{key}={value!r} is not to be had here: {known.why}. Leave it out.")
-            why = f": {known.why}" if known is not None and known.why else ""
-            self.report.append(f"{path}{key} ignored{why.replace('`', '')}")
+            known = find(path, key) if isinstance(key, str) else None
+            if known is None:
+                self.unknown(path, key)
+            elif known.name not in taken:
+                self._note(f"{path}{key}", known, value)
+
+    def _note(self, key: str, known: Key, value: Any) -> None:
+        why = known.why.replace("`", "")
+        if known.fate == REFUSED and _is_on(value, known.off):
+            raise ConfigError(f"DeepSpeed {key}={value!r} is not to be had here: {why}. Leave it out.")
+        if known.fate == NOT_NEEDED:
+            self.report.append(f"{key} not needed: {why}")
+        else:
+            self.off(key)
+
+    # --- ZeRO ---
 
     def offload(self, zero: Mapping, key: str, field: str) -> None:
         """Maps one of DeepSpeed's offload tables to the home of ``field``."""
@@ -67,12 +123,27 @@ class _Translation:
             raise ConfigError(f"DeepSpeed {path}device={device!r} is not one of 'cpu', 'nvme', 'none'")
         self.fields[field] = self.HOMES[device]
         self.report.append(f"{path}device={device!r} mapped to {field}={self.fields[field]!r}")
-        if folder := table.get("nvme_path"):
+        folder = table.get("nvme_path")
+        if folder and device == "nvme":
             paths = self.fields.setdefault("nvme_paths", [])
             if folder not in paths:
                 paths.append(folder)
-            self.report.append(f"{path}nvme_path used as nvme_paths")
-        self.ignore(path, table, "device", "nvme_path")
+            self.report.append(f"{path}nvme_path mapped to nvme_paths")
+        elif "nvme_path" in table:
+            self.off(f"{path}nvme_path", "nothing of it is on NVMe")
+        self._kept(path, table, on_disk=device == "nvme" and field == "params")
+        self.rest(path, table, "device", "nvme_path", "max_in_cpu")
+
+    def _kept(self, path: str, table: Mapping, *, on_disk: bool) -> None:
+        """Maps how many parameters of a disk stay in memory."""
+        count = table.get("max_in_cpu")
+        if count in (None, AUTO) or not on_disk:
+            if "max_in_cpu" in table:
+                self.off(f"{path}max_in_cpu", "" if on_disk else "no parameters are on NVMe")
+        elif isinstance(count, bool) or not isinstance(count, (int, float)) or count < 0 or count != int(count):
+            raise ConfigError(f"DeepSpeed {path}max_in_cpu={count!r} is not a number of elements")
+        else:
+            self.map(f"{path}max_in_cpu", "weights_on_host", int(count))
 
     def switches(self, zero: Mapping) -> None:
         """Maps the keys of ZeRO that are one word here."""
@@ -84,79 +155,129 @@ class _Translation:
             if zero.get(key) is True:
                 self.fields.setdefault(field, value)
                 self.report.append(f"zero_optimization.{key} mapped to {field}={self.fields[field]!r}")
-            elif key in zero and zero[key] not in (None, False, "auto"):
+            elif key in zero and zero[key] not in (None, False, AUTO):
                 raise ConfigError(f"DeepSpeed zero_optimization.{key}={zero[key]!r} is not true or false")
             elif key in zero:
-                self.report.append(f"zero_optimization.{key} ignored: it is off")
+                self.off(f"zero_optimization.{key}")
         size = zero.get("zero_hpz_partition_size")
         if isinstance(size, int) and not isinstance(size, bool) and size > 1:
-            self.fields["shard_in_node"] = True
-            self.report.append(
-                f"zero_optimization.zero_hpz_partition_size={size} mapped to shard_in_node=True: over a machine's ranks"
-            )
-        elif size not in (None, 0, 1, "auto"):
+            self.map(f"zero_optimization.zero_hpz_partition_size={size}, over a machine's ranks,", "shard_in_node", True)
+        elif size not in (None, 0, 1, AUTO):
             raise ConfigError(f"DeepSpeed zero_optimization.zero_hpz_partition_size={size!r} is not a number of ranks")
         elif "zero_hpz_partition_size" in zero:
-            self.report.append("zero_optimization.zero_hpz_partition_size ignored: it is off")
-
-    def accumulation(self) -> None:
-        """Maps the dtype in which gradients are summed."""
-        table = self.section("", self.mapping, "data_types")
-        if (value := table.get("grad_accum_dtype")) is not None:
-            if value not in DTYPES:
-                raise ConfigError(f"DeepSpeed data_types.grad_accum_dtype={value!r} is not one of 'fp32', 'fp16', 'bf16'")
-            self.fields["grad_dtype"] = value
-            self.report.append(f"data_types.grad_accum_dtype mapped to grad_dtype={value!r}")
-        self.ignore("data_types.", table, "grad_accum_dtype")
+            self.off("zero_optimization.zero_hpz_partition_size")
 
     def stage(self, zero: Mapping) -> None:
         """Maps ``stage`` 1, 2 or 3 to what the ranks share out."""
         value = zero.get("stage")
         if isinstance(value, int) and not isinstance(value, bool) and value in self.STAGES:
-            self.fields["shard"] = self.STAGES[value]
-            self.report.append(f"zero_optimization.stage={value} mapped to shard={self.STAGES[value]!r}")
-        elif value in (None, "auto", 0) and value is not False:
-            self.report += ["zero_optimization.stage ignored"] if "stage" in zero else []
+            self.map(f"zero_optimization.stage={value}", "shard", self.STAGES[value])
+        elif value in (None, AUTO, 0) and value is not False:
+            if "stage" in zero:
+                self.off("zero_optimization.stage", "shard is the default")
         else:
             raise ConfigError(f"DeepSpeed zero_optimization.stage={value!r} is not 0, 1, 2 or 3")
 
+    # --- numbers ---
+
     def precision(self, key: str, dtype: str) -> None:
-        """Maps the table ``key`` to the dtype of the parameters."""
+        """Maps the table ``key`` to the dtypes of the parameters and of their state."""
         table = self.section("", self.mapping, key)
-        if table.get("enabled") is True:
-            if self.fields.get("param_dtype") not in (None, dtype):
-                other = self.fields["param_dtype"]
+        enabled = self._switch(key, table, "enabled")
+        if enabled:
+            other = self.fields.get("param_dtype", dtype)
+            if other != dtype:
                 raise ConfigError(f"DeepSpeed {other}.enabled and {key}.enabled are both true: the model computes in one dtype")
-            self.fields["param_dtype"] = dtype
-            self.report.append(f"{key}.enabled mapped to param_dtype={dtype!r}")
+            self.map(f"{key}.enabled", "param_dtype", dtype)
         elif "enabled" in table:
-            self.report.append(f"{key}.enabled={table['enabled']!r} ignored: the model's own dtype is kept")
-        self.ignore(f"{key}.", table, "enabled")
+            self.off(f"{key}.enabled={table['enabled']!r}", "the model's own dtype is kept")
+        low, states = f"{dtype}_master_weights_and_grads", f"{dtype}_optimizer_states"
+        for name, fields in ((low, {"master": "none", "grad_dtype": dtype}), (states, {"moments": dtype})):
+            if self._switch(key, table, name) and enabled:
+                for field, value in fields.items():
+                    self.map(f"{key}.{name}", field, value)
+            elif name in table and find(f"{key}.", name) is not None:
+                self.off(f"{key}.{name}")
+        self.rest(f"{key}.", table if enabled else {name: None for name in table}, "enabled", low, states)
+
+    def _switch(self, key: str, table: Mapping, name: str) -> bool:
+        if (value := table.get(name)) not in (None, True, False, AUTO) or (isinstance(value, int) and not isinstance(value, bool)):
+            raise ConfigError(f"DeepSpeed {key}.{name}={value!r} is not true or false")
+        return value is True
+
+    def data_types(self) -> None:
+        """Maps the dtypes in which gradients are summed and the model computes."""
+        table = self.section("", self.mapping, "data_types")
+        for key, field in (("grad_accum_dtype", "grad_dtype"), ("param_dtype", "param_dtype")):
+            value = table.get(key)
+            if value in (None, AUTO):
+                if key in table:
+                    self.off(f"data_types.{key}")
+            elif not isinstance(value, str) or value not in DTYPES:
+                raise ConfigError(f"DeepSpeed data_types.{key}={value!r} is not one of 'fp32', 'fp16', 'bf16'")
+            else:
+                self.map(f"data_types.{key}", field, value)
+        self.rest("data_types.", table, "grad_accum_dtype", "param_dtype")
 
     def clipping(self) -> None:
-        """Maps ``gradient_clipping`` to ``max_grad_norm``; "auto" and 0 are no clipping."""
+        """Maps ``gradient_clipping`` to ``max_grad_norm``; 0 is no clipping."""
         value = self.mapping.get("gradient_clipping")
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-            self.fields["max_grad_norm"] = float(value)
-            self.report.append("gradient_clipping mapped to max_grad_norm")
-        elif value in (None, "auto", 0):
-            self.report += ["gradient_clipping ignored"] if "gradient_clipping" in self.mapping else []
+            self.map("gradient_clipping", "max_grad_norm", float(value))
+        elif value == AUTO:
+            why = "that is the max_grad_norm of transformers' Trainer, which is not known here. Give the number, or 0 where the loop clips"
+            self.only_the_loop("gradient_clipping", value, why)
+        elif value in (None, 0) and value is not False:
+            if "gradient_clipping" in self.mapping:
+                self.off("gradient_clipping", "gradients are not clipped")
         else:
-            raise ConfigError(f"DeepSpeed gradient_clipping={value!r} is not a number or 'auto'")
+            raise ConfigError(f"DeepSpeed gradient_clipping={value!r} is not a number")
+
+    # --- what steps ---
+
+    def optimizer(self) -> None:
+        """Maps the optimizer to what wrap_model has to be given."""
+        table = self.section("", self.mapping, "optimizer")
+        self.rest("optimizer.", table, "type", "params")
+        if table.get("type") is None:
+            if table:
+                self.off("optimizer", "it has no type")
+            return
+        params = self.section("optimizer.", table, "params")
+        expected = read_optimizer(table["type"], params, unknown=self.unknown)
+        self.map("optimizer", "expects_optimizer", expected)
+
+    def scheduler(self) -> None:
+        """Leaves the scheduler to the loop."""
+        table = self.section("", self.mapping, "scheduler")
+        values = [value for key, value in table.items() if key != "type"]
+        if table.get("type") is None or all(leaf == AUTO for value in values for leaf in _leaves(value)):
+            if table:
+                self.off("scheduler", "it is the loop's")
+        else:
+            why = (
+                "a Config holds no scheduler. Make one of torch's over the optimizer that wrap_model returns, and leave it out here"
+            )
+            self.only_the_loop("scheduler", dict(table), why)
 
 
-def translate_deepspeed(mapping: Mapping) -> tuple[dict[str, Any], list[str]]:
-    """Translates DeepSpeed's keys into fields of a Config, with a line for every key that says what became of it."""
-    translation = _Translation(mapping)
+def translate_deepspeed(mapping: Mapping, *, strict: bool = True) -> tuple[dict[str, Any], list[str]]:
+    """Translates DeepSpeed's keys into fields of a Config, with a line for every key that says what
+    became of it. Not ``strict``: unknown keys, and what only the loop can do, are told and left
+    out."""
+    translation = _Translation(mapping, strict=strict)
     zero = translation.section("", mapping, "zero_optimization")
     translation.offload(zero, "offload_param", "params")
     translation.offload(zero, "offload_optimizer", "optimizer")
     translation.stage(zero)
     translation.switches(zero)
-    translation.ignore("zero_optimization.", zero, "offload_param", "offload_optimizer", "stage", *SWITCHES)
+    translation.rest("zero_optimization.", zero, "offload_param", "offload_optimizer", "stage", *SWITCHES)
     for key, dtype in PRECISIONS.items():
         translation.precision(key, dtype)
     translation.clipping()
-    translation.accumulation()
-    translation.ignore("", mapping, "zero_optimization", *PRECISIONS, "gradient_clipping", "data_types")
+    translation.data_types()
+    translation.optimizer()
+    translation.scheduler()
+    taken = ("zero_optimization", *PRECISIONS, "gradient_clipping", "data_types", "optimizer", "scheduler")
+    translation.rest("", mapping, *taken)
     return translation.fields, translation.report

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ConfigError
+from .records import NotText, look_at
 
 if TYPE_CHECKING:
     import torch
@@ -31,18 +32,19 @@ if TYPE_CHECKING:
 BYTE_VOCABULARY = 256  # byte-level: a token is a byte
 SEPARATOR_BYTE = 0  # after each file of a folder; text has no NUL of its own
 HELD_OUT_SHARE = 0.03
-SNIFF_NBYTES = 8192  # read to tell text from binary
 PIECE_NCHARS = 1 << 18  # text given to a tokenizer at once: bounds the token list it returns
 NOT_SOURCE_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextFiles:
-    """Files in training order. `names` are relative to the root: the same text elsewhere is the same data."""
+    """Files in training order. `names` are relative to the root: the same text elsewhere is the
+    same data. `skipped`: what is no text."""
 
     source: str
     paths: list[Path]
     names: list[str]
+    skipped: list[str] = field(default_factory=list)
 
     def fingerprint(self, limit_nbytes: int) -> str:
         """Changes when a file is added, removed, renamed or resized: a resumed job must see the same text."""
@@ -58,13 +60,28 @@ def find_text_files(data: str | os.PathLike | None = None) -> TextFiles:
         return standard_library_files()
     root = Path(data)
     if root.is_dir():
-        paths = [path for path in _walk(root, skip=_is_hidden) if _is_text(path)]
-        if not paths:
-            raise ConfigError(f"No text files in {root}. Give --data a text file, or a folder that holds some.")
-        return _sorted_files(root, paths)
+        return _text_files_in(root)
     if not root.is_file():
         raise ConfigError(f"No such data: {root}. Give --data a text file, or a folder of text files.")
+    if (found := look_at(root)) is not None:
+        raise _not_text(root, found)
     return TextFiles(source=str(root), paths=[root], names=[root.name])
+
+
+def _text_files_in(root: Path) -> TextFiles:
+    paths, skipped = [], []
+    for path in sorted(path for path in _walk(root, skip=_is_hidden) if path.is_file() and path.stat().st_size):
+        found = look_at(path)
+        if found is not None and found.of_dataset:
+            raise _not_text(path, found)
+        (paths if found is None else skipped).append(path)
+    if not paths:
+        raise ConfigError(f"No text files in {root}. Give --data a text file, or a folder that holds some.")
+    return _sorted_files(root, paths, skipped)
+
+
+def _not_text(path: Path, found: NotText) -> ConfigError:
+    return ConfigError(f"--data: {path} {found.what}. {found.way}")
 
 
 def standard_library_files() -> TextFiles:
@@ -85,24 +102,11 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".")
 
 
-def _sorted_files(root: Path, paths: list[Path]) -> TextFiles:
+def _sorted_files(root: Path, paths: list[Path], skipped: Sequence[Path] = ()) -> TextFiles:
     # Sorted by the parts, not the joined string, and without the locale: one order on every machine.
     paths = sorted(paths, key=lambda path: path.relative_to(root).parts)
-    return TextFiles(source=str(root), paths=paths, names=[path.relative_to(root).as_posix() for path in paths])
-
-
-def _is_text(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        head = file.read(SNIFF_NBYTES)
-    if not head or b"\0" in head:
-        return False
-    try:
-        head.decode()
-    except UnicodeDecodeError as error:
-        return len(head) == SNIFF_NBYTES and error.start > len(head) - 4  # a last character, cut by the sniffing
-    return True
+    names, left = ([path.relative_to(root).as_posix() for path in each] for each in (paths, skipped))
+    return TextFiles(source=str(root), paths=paths, names=names, skipped=left)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +176,12 @@ def _encode(files: TextFiles, tokenizer: Any, limit_nbytes: int) -> np.ndarray:
 
 def _pieces(path: Path, limit_nbytes: int) -> Iterator[str]:
     """A bounded amount at a time, cut at the end of a line, so that no word is cut in two."""
-    with open(path, encoding="utf-8", errors="replace", newline="") as file:
+    with open(path, encoding="utf-8", newline="") as file:
         while limit_nbytes > 0:
-            text = file.read(min(PIECE_NCHARS, limit_nbytes)) + file.readline(PIECE_NCHARS)
+            try:
+                text = file.read(min(PIECE_NCHARS, limit_nbytes)) + file.readline(PIECE_NCHARS)
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"--data: {path} is not UTF-8 text: {error.reason} 0x{error.object[error.start]:02x}") from None
             if not text:
                 return
             limit_nbytes -= len(text.encode())

@@ -139,7 +139,7 @@ class InfinityAccelerator(accelerate.Accelerator):
         with self._without_pairs() as pairs:
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         for number, (model, optimizer) in enumerate(pairs):
-            save_checkpoint(Path(folder) / AT_HOME / str(number), model, optimizer)
+            save_checkpoint(Path(folder) / AT_HOME / str(number), model, optimizer, overwrite=True)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **kwargs: Any) -> None:
@@ -160,7 +160,7 @@ class InfinityAccelerator(accelerate.Accelerator):
     def save_model(self, model: nn.Module, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Writes a model as safetensors; one that is at home a few parameters at a time, whatever the shard size that is asked for."""
         if is_wrapped(inner := self.unwrap_model(model, keep_torch_compile=False)):
-            save_pretrained(inner, save_directory)
+            save_pretrained(inner, save_directory, overwrite=True)  # as Accelerate does
         else:
             super().save_model(model, save_directory, *args, **kwargs)
 

@@ -187,9 +187,9 @@ class InfinityStrategy(ParallelStrategy):
             folder.mkdir(parents=True, exist_ok=True)
         self.barrier()
         if "optimizer_states" in checkpoint:
-            save_checkpoint(folder / AT_HOME, module, wrapped(module).optimizer)
+            save_checkpoint(folder / AT_HOME, module, wrapped(module).optimizer, overwrite=True)
         else:
-            save_pretrained(module, folder)
+            save_pretrained(module, folder, overwrite=True)  # Lightning has chosen the name
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, folder / OWN, storage_options=storage_options)
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..api.full_params import full_params
-from ..checkpoint.pretrained import Source, adapter_tensors, is_adapted, sources_of, write_configs, write_sources
+from ..checkpoint.pretrained import Source, adapter_tensors, is_adapted, own_place, sources_of, write_configs, write_sources
 from ..errors import ConfigError, UsageError
 from ..runtime.registry import engine_of
 from .versions import require
@@ -61,15 +61,17 @@ def _for_each_layer(model: nn.Module, change: Callable[[BaseTunerLayer], None]) 
 # --- into files ---
 
 
-def save_merged(model: nn.Module, folder: str | os.PathLike) -> None:
+def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool = False) -> None:
     """Writes a wrapped PEFT model with its active adapters merged as a folder that ``from_pretrained`` loads. The model stays as it is.
 
-    Equal to ``model.merge_and_unload().save_pretrained(folder)``. Raises UsageError for a base model that is not transformers'.
+    Equal to ``model.merge_and_unload().save_pretrained(folder)``. Raises UsageError for a base
+    model that is not transformers', ConfigError where another model is in ``folder`` and
+    ``overwrite`` is not said.
     """
     engine = engine_of(model)
     if not is_adapted(model) or not hasattr(base := model.get_base_model(), "config"):
         raise UsageError(f"{type(model).__name__}: give a PEFT model of a transformers model")
-    with engine.using(), engine.collectives.together("save_merged"):
+    with engine.using(), engine.collectives.together("save_merged"), own_place(model, engine, Path(folder), overwrite):
         engine.wait_idle()
         tensors = adapter_tensors(model)
         hollow = _hollow(lambda: type(base)(base.config))

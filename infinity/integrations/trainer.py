@@ -87,13 +87,13 @@ class InfinityMixin:
             return
         folder = output_dir if output_dir is not None else self.args.output_dir
         super()._save(folder, {})  # all but the weights, and an empty file of these, which is replaced
-        save_pretrained(self.model, folder)
+        save_pretrained(self.model, folder, overwrite=True)  # as transformers does
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._is_home:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        save_checkpoint(Path(output_dir) / AT_HOME, self.model, wrapped(self.model).optimizer)
+        save_checkpoint(Path(output_dir) / AT_HOME, self.model, wrapped(self.model).optimizer, overwrite=True)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
 

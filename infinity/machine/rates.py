@@ -17,27 +17,38 @@ PROBE_NBYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second; ``disk_*`` are None without a disk."""
+    """Bytes per second; ``disk_*`` are None without a disk, ``device_memory`` where the processor
+    computes."""
 
     memory: float  # read and written by a copy
     checksum: float
     disk_read: float | None = None
     disk_write: float | None = None
     disk_mixed: float | None = None
+    device_memory: float | None = None
 
     @classmethod
-    def measure(cls, nvme_paths: Sequence[str]) -> Rates:
-        """Measures this machine; the disk's rates come from its profile, which is kept."""
+    def measure(cls, nvme_paths: Sequence[str], device: torch.device | str | None = None) -> Rates:
+        """Measures this machine, and the memory of the ``device`` that computes; the disk's rates
+        come from its profile, which is kept."""
         found = disk_profile.rates(nvme_paths) if nvme_paths else (None, None, None)
-        return cls(memory_rate(), checksum_rate(), *found)
+        where = torch.device(device if device is not None else "cpu")
+        return cls(memory_rate(), checksum_rate(), *found, memory_rate(str(where)) if where.type != "cpu" else None)
 
 
 @cache
-def memory_rate() -> float:
-    """Measures the bytes per second that a copy reads and writes in memory, once per process."""
-    source = torch.ones(PROBE_NBYTES, dtype=torch.uint8)
+def memory_rate(device: str = "cpu") -> float:
+    """Measures the bytes per second that a copy reads and writes in a device's memory, once per
+    process."""
+    source = torch.ones(PROBE_NBYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * PROBE_NBYTES / _best(lambda: target.copy_(source))
+
+    def copy() -> None:
+        target.copy_(source)
+        if source.device.type != "cpu":
+            torch.accelerator.synchronize(source.device)
+
+    return 2 * PROBE_NBYTES / _best(copy)
 
 
 @cache

@@ -37,6 +37,15 @@ def format_nbytes(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
+def format_seconds(seconds: float) -> str:
+    """Writes seconds as text of three digits: ``4e-05`` -> ``"40 us"``."""
+    shown = float(f"{seconds:.3g}")
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(shown) >= scale:
+            return f"{shown / scale:,.0f} {unit}" if abs(shown) >= 1000 else f"{shown / scale:.3g} {unit}"
+    return f"{shown / 1e-9:.3g} ns" if shown else "0 s"
+
+
 def round_up(value: int, multiple: int) -> int:
     """Returns the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple

@@ -9,8 +9,10 @@ import json
 import logging
 import os
 import time
+from pathlib import Path
 
 from ..errors import ConfigError
+from .outputs import Output, check_free
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +21,8 @@ PAST_HOST = "nvme->device"  # where that can be done
 COLLECTIVES = ("all-gather", "all-gather in node", "reduce-scatter")
 LANES = ("step", "forward", "backward", "stalled", *EDGES, PAST_HOST, *COLLECTIVES, "optimizer")
 BUFFERED_EVENTS = 512
+FIRST = {"ph": "M", "name": "process_name", "args": {"name": "infinity"}}
+BEGIN = f"[\n{json.dumps({'pid': 1} | FIRST)}".encode()  # of every timeline, and of no other file
 
 
 class Timeline:
@@ -27,7 +31,8 @@ class Timeline:
     """
 
     def __init__(self, path: str | os.PathLike):
-        """Raises ConfigError when ``path`` cannot be written."""
+        """Raises ConfigError when ``path`` cannot be written, or is a file that is no timeline."""
+        check_free(Output("trace", Path(path), made=BEGIN), way=None)
         try:
             self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -36,7 +41,7 @@ class Timeline:
         self._origin = time.perf_counter()
         self._rows: dict[str, list[float]] = {lane: [] for lane in LANES}  # when each row of the lane is free again
         self._lines = ["["]
-        self._write({"ph": "M", "name": "process_name", "args": {"name": "infinity"}})
+        self._write(FIRST)
 
     def add(self, lane: str, name: str, start: float, end: float, **details) -> None:
         """Adds one piece of work in ``lane``."""

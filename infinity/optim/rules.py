@@ -70,6 +70,33 @@ def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
     return rule
 
 
+def check_expected(optimizer: torch.optim.Optimizer, expected: Iterable[tuple[str, Any]] | None) -> None:
+    """Raises ConfigError where ``optimizer`` was made as another class, or with other
+    hyperparameters, than ``Config.expects_optimizer`` has them."""
+    if expected is None:
+        return
+    wanted = dict(expected)
+    kind = wanted.pop("type")
+    names = [base.__name__ for base in type(optimizer).__mro__]
+    own = next((name for name in ("AdamW", "Adam", "SGD", "Lion") if name in names), names[0])
+    if own == "Adam" and any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
+        own = "AdamW"
+    decays = wanted.get("weight_decay") != 0 or any(group.get("weight_decay") for group in optimizer.param_groups)
+    is_same = own == kind or ({own, kind} <= {"Adam", "AdamW"} and not decays)
+    settings = {
+        **optimizer.param_groups[0],
+        **optimizer.defaults,
+    }  # a group may differ, as it may from what DeepSpeed's is made with
+    given = {name: tuple(value) if isinstance(value := settings.get(name), (list, tuple)) else value for name in wanted}
+    if not is_same or any(given[name] != value for name, value in wanted.items()):
+        said = ", ".join(f"{name}={value}" for name, value in wanted.items())
+        has = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise ConfigError(
+            f"the optimizer is {own}({has}), and the configuration expects {kind}({said}), as its DeepSpeed JSON says. Give that one, or "
+            "leave it to the loop: dataclasses.replace(config, expects_optimizer=None)."
+        )
+
+
 def check_groups(rule: native.Rule, groups: Iterable[Mapping[str, Any]], *, moments: int, settings: Iterable[str] = ()) -> None:
     """Raises ConfigError where ``groups`` ask for what the kernels of ``rule`` do not do; ``moments``: arrays per parameter there
     are; ``settings``: those that the optimizer's class has. What is neither one of them nor a flag is the user's own, and is let be."""

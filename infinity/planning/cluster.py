@@ -18,9 +18,10 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..machine.sizes import parse_nbytes
+from ..machine.tiers import Tier
 from ..untrusted import read_text
 from .memory_plan import MemoryPlan
-from .step_traffic import traffic
+from .step_traffic import optimizer_traffic, traffic
 from .unit_sizes import UnitSize
 
 MACHINES = Path(__file__).parent / "machines"
@@ -52,6 +53,7 @@ class Machine:
     network: float
     latency: float
     sources: tuple[str, ...] = ()
+    device_bandwidth: float | None = None  # of its memory; None: not known, and what passes through it is not counted
 
     @classmethod
     def read(cls, given: str) -> Machine:
@@ -64,7 +66,9 @@ class Machine:
             known = ", ".join(sorted(each.stem for each in MACHINES.glob("*.toml")))
             raise ConfigError(f"--machine {given}: {error}. Give a TOML file, or one of {known}") from None
         values = {(part, key): _value(found, part, key, given) for part, keys in FIELDS.items() for key in keys}
+        known = isinstance(found["devices"], dict) and "bandwidth" in found["devices"]
         return cls(
+            device_bandwidth=_value(found, "devices", "bandwidth", given) if known else None,
             name=str(found.get("name", given)), devices=int(values["devices", "count"]), device_memory=int(values["devices", "memory"]),
             device_flops=values["devices", "flops"] * values["devices", "efficiency"], host_memory=int(values["host", "memory"]),
             host_bandwidth=values["host", "bandwidth"], checksum_rate=values["host", "checksum"], disks=int(values["disks", "count"]),
@@ -97,8 +101,10 @@ class ClusterPrediction:
 
     @property
     def step_seconds(self) -> float:
-        """The slowest resource's time, and what no other hides: the meetings."""
-        return max(seconds for what, seconds in self.seconds.items() if what != "meetings") + self.seconds["meetings"]
+        """The slowest resource's time, and what no other hides: the meetings. A device computes and
+        then steps what is at home on it."""
+        device = self.seconds["compute"] + self.seconds["optimizer on device"]
+        return max(device, *(seconds for what, seconds in self.seconds.items() if what != "meetings")) + self.seconds["meetings"]
 
     @property
     def bottleneck(self) -> str:
@@ -117,6 +123,7 @@ def predict_cluster(
     gathers = gathers_of(units, plan.device_window_nbytes)
     edges = edges_of(plan, units, gathers)
     received = edges["all-gather"] + edges["reduce-scatter"]
+    steps = optimizer_traffic(plan, units)
     messages = (sum(gathers) + len(units)) * (ranks - 1)
     seconds = {
         "compute": flops / machine.device_flops,
@@ -125,7 +132,8 @@ def predict_cluster(
         "network": received * ranks / max(1, ranks - 1) * (nodes - 1) / nodes / machine.network
         + messages * machine.latency * (nodes > 1),
         "host's links": max(edges["host->device"], edges["device->host"]) / machine.host_link,
-        "optimizer": machine.devices * edges["optimizer"] / machine.host_bandwidth,
+        "optimizer": machine.devices * steps[Tier.HOST] / machine.host_bandwidth,
+        "optimizer on device": steps[Tier.DEVICE] / machine.device_bandwidth if machine.device_bandwidth is not None else 0.0,
         "checksums": machine.devices * (edges["nvme->host"] + edges["host->nvme"]) / machine.checksum_rate,
         "disks": machine.devices
         * (edges["nvme->host"] / machine.disk_read + edges["host->nvme"] / machine.disk_write)
@@ -136,9 +144,12 @@ def predict_cluster(
         f"{machine.name}: rates of the machine file, which names its sources; devices reach {machine.device_flops / 1e12:.0f} TFLOP/s",
         "one rank for each device, all of them data ranks (ZeRO-3); every disk has an equal part of the state",
         f"rings: each rank receives all but its own part, in {ranks - 1} messages a collective, {machine.latency * 1e6:g} us each between nodes",
-        "compute, links, network, disks and the processor work beside each other; meetings are waited for",
+        "devices, links, network, disks and the processor work beside each other; a device computes, then steps what is at home on it; meetings "
+        "are waited for",
         f"a unit is gathered {sum(gathers) / max(1, len(units)):.2g} times a step on average, in a window of {plan.device_window_nbytes:,} bytes",
     )
+    if steps[Tier.DEVICE] and machine.device_bandwidth is None:
+        assumptions += ("the optimizer's time on the device is not counted: the machine file has no bandwidth in [devices]",)
     return ClusterPrediction(ranks, sum(gathers), edges, seconds, assumptions)
 
 
@@ -147,8 +158,14 @@ def edges_of(plan: MemoryPlan, units: Sequence[UnitSize], gathers: Sequence[int]
     edges = traffic(plan, units)
     edges |= {"all-gather": 0, "reduce-scatter": 0}
     for index, (unit, count) in enumerate(zip(units, gathers)):
-        from_disk = plan.tiers_of(index)["weight"].value == "nvme" and "weight" not in plan.kept_of(index)
-        edges["host->device"] -= (2 - count) * unit.slice_nbytes
+        tiers = plan.tiers_of(index)
+        from_disk = tiers["weight"] is Tier.NVME and "weight" not in plan.kept_of(index)
+        if tiers["weight"] is Tier.DEVICE:  # gathered there, and averaged there
+            edges["host->device"] -= 2 * sum(shard.nbytes("weight") for shard in unit.shards if shard.slices > 1)
+        else:
+            edges["host->device"] -= (2 - count) * unit.slice_nbytes
+        if tiers["grad"] is Tier.DEVICE:
+            edges["device->host"] -= sum(shard.nbytes("grad") for shard in unit.shards if shard.spec.stepped)
         edges["nvme->host"] -= (2 - count) * unit.slice_nbytes * from_disk
         for shard in unit.shards:
             others = shard.numel - shard.numel // shard.slices

@@ -46,6 +46,8 @@ def use_what_is_left(
             continue
         if home == "auto":
             filling.place(what, Tier.HOST)
+        elif what == "weights" and config.weights_on_host is not None:
+            filling.cache(what, numel=config.weights_on_host)
         elif config.host_memory is not None and config.activations != "host":
             filling.cache(what)
     if config.speculate:
@@ -124,10 +126,11 @@ class Placement:
             self._take(Tier.DEVICE, wider - window)
             self._plan = replace(self._plan, device_window_nbytes=wider)
 
-    def cache(self, what: str) -> None:
-        """Keeps units' NVMe homes on the host. Their places on disk stay reserved, and the largest unit stays there."""
+    def cache(self, what: str, numel: int | None = None) -> None:
+        """Keeps units' NVMe homes on the host, of ``numel`` elements together at most. Their places
+        on disk stay reserved, and the largest unit stays there."""
         names = TOGETHER[what]
-        chosen, nbytes = self._choose(names, Tier.HOST, all_of_them=False)
+        chosen, nbytes = self._choose(names, Tier.HOST, all_of_them=False, numel=numel)
         if chosen:
             self._terms[Tier.HOST][f"{what} kept from NVMe"] = nbytes
             self._kept |= dict.fromkeys(names, frozenset(chosen))
@@ -172,16 +175,19 @@ class Placement:
     def _plan_kept(self, index: int) -> set[str]:
         return {name for name, units in self._kept.items() if index in units}
 
-    def _choose(self, names: Sequence[str], tier: Tier, *, all_of_them: bool) -> tuple[list[int], int]:
-        """The units that fit what is left of ``tier``, smallest first, and their bytes."""
+    def _choose(self, names: Sequence[str], tier: Tier, *, all_of_them: bool, numel: int | None = None) -> tuple[list[int], int]:
+        """The units that fit what is left of ``tier``, smallest first, and their bytes; no more
+        than ``numel`` elements together."""
         sizes = [sum(shard.nbytes(name) for shard in unit.shards for name in names) for unit in self._units]
         by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
         chosen = []
         for index in by_size if all_of_them else by_size[:-1]:
             placed = index in self._placed.get(names[0], ())
             tiled = tier is Tier.DEVICE and self._units[index].tile_nbytes
-            if 0 < sizes[index] <= self._spare[tier] and not placed and not tiled:
+            count = sum(shard.numel // shard.slices for shard in self._units[index].shards)
+            if 0 < sizes[index] <= self._spare[tier] and not placed and not tiled and (numel is None or count <= numel):
                 self._take(tier, sizes[index])
+                numel = None if numel is None else numel - count
                 chosen.append(index)
         return chosen, sum(sizes[index] for index in chosen)
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..machine.rates import Rates
+from ..machine.tiers import Tier
 from .memory_plan import MemoryPlan
-from .step_traffic import traffic
+from .step_traffic import optimizer_traffic, traffic
 from .unit_sizes import UnitSize
 
 
@@ -37,12 +38,17 @@ def predict(plan: MemoryPlan, units: Sequence[UnitSize], rates: Rates, *, comput
     """
     edges = traffic(plan, units, passes=passes)
     through_disk = edges["nvme->host"] + edges["host->nvme"]
+    steps = optimizer_traffic(plan, units)
     seconds = {
         "compute": compute_seconds,
         "copies": 2 * (edges["host->device"] + edges["device->host"]) / rates.memory,
         "checksums": through_disk / rates.checksum,
-        "optimizer": edges["optimizer"] / rates.memory,
+        "optimizer": steps[Tier.HOST] / rates.memory,
     }
+    if rates.device_memory is None:  # one memory, the processor's
+        seconds["optimizer"] += steps[Tier.DEVICE] / rates.memory
+    else:
+        seconds["optimizer on device"] = steps[Tier.DEVICE] / rates.device_memory
     processor = sum(seconds.values())
     if through_disk and rates.disk_read and rates.disk_write and rates.disk_mixed:
         seconds["disk"] = max(

@@ -30,8 +30,22 @@ def traffic(plan: MemoryPlan, units: Sequence[UnitSize], *, passes: int = 1) -> 
             for name in STATE:
                 edges["nvme->host"] += shard.nbytes(name) * on_disk[name]
                 edges["host->nvme"] += shard.nbytes(name) * on_disk[name]
-            edges["optimizer"] += grad + 2 * sum(shard.nbytes(name) for name in (*STATE, *SCALES.values()))
+    edges["optimizer"] = sum(optimizer_traffic(plan, units).values())
     return edges
+
+
+def optimizer_traffic(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[Tier, int]:
+    """Counts the bytes that the optimizer of one step reads and writes, by whose memory they pass
+    through: the device's for what is at home there, else the host's."""
+    passed = {Tier.DEVICE: 0, Tier.HOST: 0}
+    for index, unit in enumerate(units):
+        tiers = plan.tiers_of(index)
+        for shard in unit.shards:
+            for name in ("grad", *STATE, *SCALES.values()) if shard.spec.stepped else ():
+                home = tiers.get(name, tiers[name.removesuffix("_scale")])
+                times = 1 if name == "grad" else 2  # a gradient is only read
+                passed[Tier.DEVICE if home is Tier.DEVICE else Tier.HOST] += times * shard.nbytes(name)
+    return passed
 
 
 def step_cost(plan: MemoryPlan, units: Sequence[UnitSize]) -> tuple[int, int]:

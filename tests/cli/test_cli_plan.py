@@ -97,6 +97,16 @@ def run_tokens(run) -> int:
     return json.loads(run("--json")[1])["tokens_per_step"]
 
 
+def test_a_cluster_with_all_state_on_its_devices_charges_them(run):
+    """Method: a tiny model fits the devices: the host's optimizer needs nothing, and the text has
+    no time in powers of ten."""
+    words = ("--machine", "dgx-h100", "--params", "device", "--optimizer", "device")
+    found = json.loads(run(*words, "--json", budgets={})[1])
+    assert found["seconds"]["optimizer"] == 0 < found["seconds"]["optimizer on device"]
+    text = run(*words, budgets={})[1]
+    assert "e-0" not in text.partition("assumptions:")[0] and " us" in text, text
+
+
 @pytest.mark.parametrize("words", [("--machine", "none"), ("--machine", "dgx-h100", "--nodes", "0")])
 def test_a_cluster_that_cannot_be_is_refused(run, words):
     status, out, err = run(*words)

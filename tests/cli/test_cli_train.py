@@ -460,7 +460,7 @@ def test_scalars_that_cannot_be_written_are_refused(place, capsys, monkeypatch):
     pytest.importorskip("tensorboard")
     Path("scalars").write_text("a file")
     assert run(tensorboard="scalars") == 2
-    assert "--tensorboard scalars cannot be written" in capsys.readouterr().err
+    assert "--tensorboard scalars is a file" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert run(tensorboard="elsewhere") == 2
     assert "pip install tensorboard" in capsys.readouterr().err

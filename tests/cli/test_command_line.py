@@ -105,9 +105,54 @@ def test_a_file_that_is_none_is_refused(text, said, place, capsys):
     assert main(["train", "--config", "a.toml"]) == 2 and said in capsys.readouterr().err
 
 
-def test_an_option_of_a_file_that_is_none_is_refused_by_name(place, capsys):
-    (place / "a.toml").write_text("[train]\nstepz = 3\n")
-    assert main(["train", "--config", "a.toml"]) == 2 and "--stepz" in capsys.readouterr().err
+WRONG_KEYS = [
+    ("[train]\nstepz = 3", "a.toml: train.stepz is no option of `infinity train` in a file: did you mean steps?"),
+    ("[train]\nstep = 3", "train.step is no option"), ("[train]\nhelp = true", "train.help is no option"),
+    ("[train]\nconfig = 'b.toml'", "train.config is no option"), ("[train]\nsteps = 0", "a.toml: train.steps: 0 given, 1 or more needed"),
+    ("[train]\nsteps = true", "train.steps is a bool: give text, a number"), ("[train]\nsteps = false", "train.steps is a bool"),
+    ("[train]\nresume = 1", "train.resume is a int: give true or false"), ("[train]\nparams = 'ssd'", "train.params: invalid choice: 'ssd'"),
+    ("[train]\nnvme_paths = ['a']", "train.nvme_paths is no option of `infinity train` in a file: did you mean nvme_path?"),
+    ("steps = 3", "a.toml: unknown config key 'steps'"), ("parms = 'host'", "a.toml: unknown config key 'parms': did you mean 'params'?"),
+    ("[trian]\nsteps = 3", "a.toml: unknown config key 'trian': did you mean 'train'?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "said"), WRONG_KEYS)
+def test_a_key_of_a_file_that_is_none_is_refused_as_the_files_key(text, said, place, capsys):
+    """Method: unknown keys and wrong values, in the table and beside it; the message has the file
+    and its key, and no option that nobody typed. Twin: the same options, typed."""
+    (place / "a.toml").write_text(text)
+    assert main(["train", "--config", "a.toml", "--model", "model.json", "--data", "text.txt"]) == 2
+    found = capsys.readouterr().err
+    assert said in found and "--step" not in found and "unrecognized" not in found, found
+
+
+@pytest.mark.parametrize(
+    "line", ["train --step 3", "train --step=3", "train --over", "plan --nvme-cap 3", "export a b --mod c", "report --tr a", "top --on",
+             "bench io --round 3", "clean --ye", "env --js", "--vers"])  # fmt: skip
+def test_an_abbreviation_is_not_completed(line, place, capsys):
+    """Method: the beginning of an option of every command: refused. Twin: the whole name, below."""
+    assert main(line.split()) == 2
+    said = capsys.readouterr().err
+    assert "unrecognized arguments" in said or "required" in said, said
+
+
+def test_an_option_that_is_none_is_told_with_the_nearest(capsys):
+    assert main(["train", "--step", "3"]) == 2
+    assert "infinity train: error: unrecognized arguments: --step 3 (did you mean --steps?)" in capsys.readouterr().err
+
+
+def test_no_parser_of_the_project_completes_abbreviations():
+    """Method: reads every file for a parser that is made without saying so. Twin: one in a text of
+    its own."""
+    root = Path(__file__).parents[2]
+    files = [path for part in ("infinity", "examples", "tools", "tests/support") for path in (root / part).rglob("*.py")]
+    found = {path.name for path in files for line in path.read_text().splitlines() if completes(line)}
+    assert completes("argparse.ArgumentParser(prog='a')") and not found, found
+
+
+def completes(line: str) -> bool:
+    return "ArgumentParser(" in line and "allow_abbrev=False" not in line and not line.startswith(("class ", "def "))
 
 
 def test_the_lora_preset_saves_adapters_that_peft_loads(place, capsys):

@@ -72,6 +72,41 @@ def test_nodes_share_the_state_and_pass_more():
     assert one.step_seconds >= max(one.seconds.values()) and one.bottleneck == "compute"
 
 
+def test_state_on_the_device_is_stepped_at_the_devices_rate(tmp_path):
+    """Method: all state on the devices: the host's memory and links move nothing, and the
+    optimizer's time is its bytes over the devices' rate. Twins: a state on the host, which costs
+    the host's, and a machine file without the rate, which says so."""
+    machine, units = Machine.read("dgx-h100"), units_of(4, 8, 1 << 26)
+    device = dict.fromkeys(HOST, Tier.DEVICE)
+    found = predict_cluster(plan_of(1 << 40, device), units, machine, 1, flops=1.0)
+    nbytes = sum(
+        shard.nbytes("grad") + 2 * sum(map(shard.nbytes, ("weight", "exp_avg", "exp_avg_sq")))
+        for unit in units
+        for shard in unit.shards
+    )
+    assert found.edges["optimizer"] == nbytes and found.seconds["optimizer on device"] == pytest.approx(
+        nbytes / machine.device_bandwidth
+    )
+    assert (
+        found.seconds["optimizer"] == found.seconds["host's links"] == 0
+        and found.edges["host->device"] == found.edges["device->host"] == 0
+    )
+    busy = predict_cluster(plan_of(1 << 40, device), units, machine, 1, flops=1e15)
+    assert busy.step_seconds == pytest.approx(sum(busy.seconds[what] for what in ("compute", "optimizer on device", "meetings")))
+    there = predict_cluster(plan_of(1 << 40, HOST), units, machine, 1, flops=1.0)
+    assert there.seconds["optimizer on device"] == 0 and there.seconds["optimizer"] == pytest.approx(
+        8 * nbytes / machine.host_bandwidth
+    )
+    mixed = predict_cluster(plan_of(1 << 40, HOST | {"exp_avg": Tier.DEVICE}), units, machine, 1, flops=1.0)
+    assert 0 < mixed.seconds["optimizer on device"] < found.seconds["optimizer on device"] and mixed.edges["optimizer"] == nbytes
+    path = tmp_path / "old.toml"
+    path.write_text((MACHINES / "dgx-h100.toml").read_text().replace("bandwidth = 3.0e12", ""))
+    old = predict_cluster(plan_of(1 << 40, device), units, Machine.read(str(path)), 1, flops=1.0)
+    assert old.seconds["optimizer on device"] == 0 and "no bandwidth in [devices]" in old.assumptions[-1]
+    alone = predict_cluster(plan_of(1 << 40, device), units_of(4, 1), machine, 1, flops=1.0)
+    assert min(alone.edges.values()) == 0
+
+
 def test_the_slowest_resource_decides():
     """Method: state on disk, and hardly any compute. The disks' time is their bytes over their rates."""
     machine = Machine.read("dgx-h100")

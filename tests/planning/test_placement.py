@@ -27,6 +27,7 @@ from infinity.config.config import Config
 from infinity.errors import CapacityError
 from infinity.machine.device import Device
 from infinity.machine.rates import Rates
+from infinity.machine.sizes import format_seconds
 from infinity.machine.tiers import BUDGETS, Tier
 from infinity.machine.traffic import Traffic
 from infinity.planning.budgets import Budgets
@@ -549,6 +550,30 @@ def test_predicted_seconds_are_the_slower_of_processor_and_disk():
     found = predict(plan, units, Rates(1e9, 1e9), compute_seconds=2.0)
     assert found.step_seconds == pytest.approx(2.0 + 2 * (12 << 20) / 1e9 + (28 << 20) / 1e9)
     assert found.bottleneck == "compute" and "disk" not in found.seconds
+
+
+def test_a_device_with_a_memory_of_its_own_steps_what_is_at_home_there():
+    """Method: a state on the device, with the rate of the device's memory and without. Twin: the
+    same on the host."""
+    units = [UnitSize("u", (ShardSize(SPECS[1], 1 << 20),))]
+    for home, resource in (("device", "optimizer on device"), ("host", "optimizer")):
+        config = Config(params=home, optimizer=home, host_memory="1GiB", device_memory="1GiB")
+        plan = make_plan(units, config, held_nbytes=4 << 20)
+        found = predict(plan, units, Rates(1e9, 1e9, device_memory=1e12), compute_seconds=2.0)
+        stepped = {name: seconds for name, seconds in found.seconds.items() if name.startswith("optimizer") and seconds}
+        rate = 1e12 if home == "device" else 1e9
+        assert stepped.keys() >= {resource} and stepped[resource] >= (20 << 20) / rate
+        alone = predict(plan, units, Rates(1e9, 1e9), compute_seconds=2.0)
+        assert alone.seconds["optimizer"] == pytest.approx((28 << 20) / 1e9) and "optimizer on device" not in alone.seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (4e-5, "40 us"), (4.12e-4, "412 us"), (0.9999e-3, "1 ms"), (0.0123, "12.3 ms"), (0.9996, "1 s"), (1.5, "1.5 s"),
+     (123.4, "123 s"), (12345.6, "12,300 s"), (3e-8, "30 ns")],
+)  # fmt: skip
+def test_times_have_a_unit_that_shows_them(seconds, text):
+    assert format_seconds(seconds) == text
 
 
 def test_predicted_seconds_with_a_disk(tmp_path):

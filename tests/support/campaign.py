@@ -735,7 +735,7 @@ def selection(operations: list[str], homes: list[str], exceptions: list[str]) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, among in (("operations", OPERATIONS), ("homes", HOMES), ("exceptions", EXCEPTIONS)):
         parser.add_argument(f"--{name}", default=",".join(among))
     parser.add_argument("--events", default="line,signal", help="line, signal, or both in turns")

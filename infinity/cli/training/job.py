@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import gc
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ class Job:
     max_grad_norm: float | None  # None: the engine clips
     fixed_values: dict[str, Any]
     checkpoint: Path | None
+    out: Path | None
     checkpoint_every: int
     ranks: Ranks
     first_step: int = 0
@@ -94,6 +96,7 @@ def make_job(args: argparse.Namespace, model: nn.Module, batches: Batches, confi
         accumulate=args.accumulate,
         max_grad_norm=max_grad_norm,
         checkpoint=args.checkpoint,
+        out=args.out,
         checkpoint_every=args.checkpoint_every,
         ranks=ranks,
         fixed_values={
@@ -238,8 +241,9 @@ def save_checkpoint(job: Job) -> None:
         "scheduler": job.scheduler.state_dict(),
         "loss_before": job.loss_before,
         "fixed_values": job.fixed_values,
+        "out": job.out and os.path.realpath(job.out),  # which the job may replace when it is restarted
     }
-    infinity.save_checkpoint(job.checkpoint, job.model, job.optimizer, extra=extra)
+    infinity.save_checkpoint(job.checkpoint, job.model, job.optimizer, extra=extra, overwrite=True)
 
 
 def resume(job: Job) -> None:

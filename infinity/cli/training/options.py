@@ -13,7 +13,6 @@ from typing import Any
 
 from ...errors import ConfigError
 from ..presets import PRESETS
-from .places import check_writable
 
 HOMES = ("auto", "device", "host", "nvme")
 DEFAULT_SEQUENCE_LENGTH = 256
@@ -111,7 +110,7 @@ def _add_result_options(group: argparse._ArgumentGroup) -> None:
     add("--checkpoint", type=Path, metavar="FOLDER", help="keep the last resumable checkpoint here, the final one too")
     add("--checkpoint-every", type=_positive, default=50, metavar="N", help="steps (default 50)")
     add("--resume", action="store_true", help="continue from --checkpoint bit for bit; without one start fresh")
-    add("--overwrite", action="store_true", help="start fresh though --checkpoint has one, which is replaced")
+    add("--overwrite", action="store_true", help="replace what --checkpoint, --out and --trace hold")
     add("--eval-batches", type=_positive, default=4, metavar="N", help="held-out batches (default 4)")
     add("--prompt", metavar="TEXT", help="start of the sample (default: the start of the held-out text)")
     add("--sample-bytes", type=_count, default=200, metavar="N", help="bytes or tokens to sample (default 200)")
@@ -150,11 +149,6 @@ def _zero_or_more(text: str) -> float:
     return _bounded(text, float, 0.0, "0 or more")
 
 
-def has_checkpoint(folder: Path | None) -> bool:
-    """Tells whether a save was ever completed there; one that was killed leaves data but no manifest."""
-    return folder is not None and (folder / "manifest.json").is_file()
-
-
 def check_options(args: argparse.Namespace) -> None:
     """Refuses what can be refused without reading the data or building the model."""
     if args.model is not None:
@@ -167,16 +161,6 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--resume continues a checkpoint and --overwrite replaces it: give one of them.")
     if args.seed >= 2**63:
         raise ConfigError(f"--seed {args.seed} does not fit 63 bits.")
-    for name, folder in (("--out", args.out), ("--checkpoint", args.checkpoint)):
-        if folder is not None:
-            check_writable(name, folder)
-    if has_checkpoint(args.checkpoint) and not (args.resume or args.overwrite):
-        raise ConfigError(
-            f"{args.checkpoint} holds a checkpoint already. Continue it with --resume, replace it with --overwrite, or give "
-            "--checkpoint another folder."
-        )
-    if args.out is not None and args.model is not None and args.out.resolve() == args.model.resolve():
-        raise ConfigError(f"--out {args.out} is the folder of --model and would overwrite it. Give another folder.")
 
 
 def _check_model_path(path: Path) -> None:

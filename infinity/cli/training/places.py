@@ -1,39 +1,73 @@
-"""Where a job writes its results: looked at before it begins, not found out after hours.
-
-place   a folder that may not exist yet; what can be asked is asked of the first one above it that does
-"""
+"""Where a job writes its results: looked at before it begins, not found out after hours."""
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import shutil
-import tempfile
 from pathlib import Path
+from typing import Any
 
-from ...errors import CapacityError, ConfigError, StorageError
+from ...errors import CapacityError, ConfigError, InfinityError
+from ...machine.outputs import MODEL_NAMES, Output, check_free, check_outputs, existing
 from ...machine.sizes import format_nbytes
+from ...machine.timeline import BEGIN
+
+CHECKPOINT_NAMES = re.compile(r"manifest\.json")
 
 
-def existing(folder: Path) -> Path:
-    """Returns ``folder``, or the first one above it that is there."""
-    folder = Path(os.path.abspath(folder))
-    return next(each for each in (folder, *folder.parents) if each.exists())
+def has_checkpoint(folder: Path | None) -> bool:
+    """Tells whether a save was ever completed there; one that was killed leaves data but no
+    manifest."""
+    return folder is not None and (folder / "manifest.json").is_file()
 
 
-def check_writable(option: str, folder: Path) -> None:
-    """Raises ConfigError for what is no folder, StorageError for one in which no file can be made. Nothing is left there."""
-    there = existing(folder)
-    if not there.is_dir():
-        what = "is a file" if there == Path(os.path.abspath(folder)) else f"is below {there}, which is a file"
-        raise ConfigError(f"{option} {folder} {what}. Give a folder, existing or new.")
+def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Refuses, before anything is done, a place that the job reads, or that holds what is not to be
+    replaced."""
+    outputs = {
+        "out": args.out and Output("--out", args.out, replaces=MODEL_NAMES),
+        "checkpoint": args.checkpoint and Output("--checkpoint", args.checkpoint, replaces=CHECKPOINT_NAMES),
+        "trace": args.trace and Output("--trace", args.trace, made=BEGIN),
+        "tensorboard": args.tensorboard and Output("--tensorboard", args.tensorboard),
+    }
+    given = [output for output in outputs.values() if output is not None]
+    weights = settings.get("weights")
+    inputs = {"--model": args.model, "--data": args.data, "--config": args.config}
+    check_outputs(given, [*inputs.items(), ("weights", weights and Path(weights))], overwrite=True)
+    if args.overwrite:
+        return
+    if has_checkpoint(args.checkpoint) and not args.resume:
+        raise ConfigError(
+            f"{args.checkpoint} holds a checkpoint already. Continue it with --resume, replace it with --overwrite, or give "
+            "--checkpoint another folder."
+        )
+    for output in given:
+        if output is outputs["checkpoint"] and args.resume:
+            continue
+        if output is outputs["out"] and args.resume and _out_of(args.checkpoint) == os.path.realpath(output.path):
+            continue  # this job's own, which was restarted after its end
+        check_free(output)
+
+
+def make_way(args: argparse.Namespace) -> None:
+    """Removes what --overwrite gives to the timeline, which replaces only timelines by itself."""
+    for path in Output("--trace", args.trace, made=BEGIN).taken() if args.overwrite and args.trace else ():
+        path.unlink()
+
+
+def _out_of(checkpoint: Path | None) -> str | None:
+    """The --out of the job that saved a checkpoint; None where that is not known."""
+    from ...checkpoint.manifest import read_manifest
+    from ...checkpoint.values import decode_value
+
+    if not has_checkpoint(checkpoint):
+        return None
     try:
-        with tempfile.TemporaryFile(dir=there) as file:
-            file.write(b"x")
-    except OSError as error:
-        why = os.strerror(error.errno) if error.errno else error
-        raise StorageError(
-            error.errno or 0, f"{option} {folder} cannot be written: {why}. Give another folder", str(there)
-        ) from error
+        return decode_value(read_manifest(checkpoint)["extra"], {}).get("out")
+    except (InfinityError, LookupError, TypeError, AttributeError, ValueError):
+        return None  # damaged, or not of `infinity train`: loading it says so
 
 
 def check_room(option: str, folder: Path, nbytes: int, what: str) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import infinity
 
-from ...machine.sizes import format_nbytes
+from ...machine.sizes import format_nbytes, format_seconds
 from ...machine.tiers import Tier
 from .job import EdgeCounts, Job
 
@@ -40,7 +40,7 @@ def predict_step(job: Job, compute_seconds: float) -> float:
     from ...runtime.registry import wrapped
 
     engine = wrapped(job.model).engine
-    rates = Rates.measure(engine.config.nvme_paths if engine.plan.planned_nbytes(Tier.NVME) else ())
+    rates = Rates.measure(engine.config.nvme_paths if engine.plan.planned_nbytes(Tier.NVME) else (), engine.config.device)
     prediction = predict(engine.plan, engine.sizes, rates, compute_seconds=compute_seconds, passes=job.accumulate)
     return prediction.step_seconds
 
@@ -136,10 +136,13 @@ def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if report["bits_per_byte_after"] is not None:
         yield "", f"{report['bits_per_byte_before']:.3f} -> {report['bits_per_byte_after']:.3f} bits per byte"
     if report["step_seconds"] is not None:
-        speed = f"{report['tokens_per_second']:,.0f} tokens/s, {report['step_seconds']:.3f} s per step"
+        speed = f"{report['tokens_per_second']:,.0f} tokens/s, {format_seconds(report['step_seconds'])} per step"
         yield "speed", f"{speed}, stalled {report['stall_share']:.0%}"
         measured, predicted = report["median_step_seconds"], report["predicted_step_seconds"]
-        yield "prediction", f"{predicted:.3f} s per step, {predicted / measured - 1:+.0%} of the median {measured:.3f} s"
+        yield (
+            "prediction",
+            f"{format_seconds(predicted)} per step, {predicted / measured - 1:+.0%} of the median {format_seconds(measured)}",
+        )
     if report["bound_seconds"]:
         yield "bound", report["bottleneck"]
     yield "disk", _disk_text(report["disk"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,12 @@ def _read_config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"No such configuration: {path}. Give --config a TOML or JSON file.")
     settings = read_table(path)
     settings.pop(TABLE, None)  # options, which are on the command line by now
+    names = [field.name for field in dataclasses.fields(infinity.Config)]
+    for key in settings:
+        if key not in names:
+            near = difflib.get_close_matches(key, [*names, TABLE], n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(names)}, and the table {TABLE}"
+            raise ConfigError(f"{path}: unknown config key {key!r}: {hint} Options of `infinity train` go into the table {TABLE}.")
     return settings
 
 

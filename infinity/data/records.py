@@ -1,0 +1,140 @@
+"""Records: finds out that a file is no running text, but samples of a dataset, before a model
+learns their braces or their bytes.
+
+record     a JSON object that is one sample: a conversation, a prompt with its completion
+container  a file of a dataset that is no text: Parquet, Arrow, compressed text
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SNIFF_NBYTES = 8192  # read to tell text from binary
+LINE_NCHARS = 1 << 20  # of the first lines
+WHOLE_NBYTES = 1 << 24  # a JSON document of so many bytes is read to see what is in it
+MAGIC = {
+    b"PAR1": "a Parquet file", b"PARE": "an encrypted Parquet file", b"ARROW1": "an Arrow file", b"\xff\xff\xff\xff": "an Arrow stream",
+    b"\x93NUMPY": "a NumPy array", b"\x89HDF": "an HDF5 file", b"SQLite format 3": "an SQLite database", b"Obj\x01": "an Avro file",
+    b"ORC": "an ORC file", b"LANC": "a Lance file",
+}  # fmt: skip
+CONTAINERS = re.compile(r"\.(parquet|arrow|feather|avro|orc|lance|tfrecords?|h5|hdf5|npy|npz|mds)$", re.I)
+COMPRESSED = re.compile(r"\.(txt|text|md|jsonl?|ndjson|csv|tsv|warc|tar|parquet|arrow)\.(gz|bz2|xz|zst|lz4|zip)$|\.tgz$", re.I)
+LINES = re.compile(r"\.(jsonl|ndjson|jsonlines)$", re.I)
+TABLES = {".csv": ",", ".tsv": "\t"}
+SHAPES = tuple(
+    frozenset(keys.split()) for keys in (
+        "messages", "conversations", "conversation", "dialog", "dialogue", "chosen rejected", "prompt completion", "prompt completions",
+        "prompt response", "prompt chosen", "prompt output", "instruction output", "instruction response", "instruction input",
+        "question answer", "question answers", "query response", "role content", "from value", "text", "inputs targets", "input output",
+    )
+)  # fmt: skip
+KEYS = re.compile(r'"(messages|conversations?|dialog(?:ue)?|chosen|completions?|instruction)"\s*:\s*["\[{]')
+READ = "Read it with the datasets library: datasets.load_dataset."
+TRAIN = (
+    "`infinity train` learns running text. Train on samples with infinity.integrations.InfinitySFTTrainer (docs/integrations.md), or write "
+    "what is to be learned into text files."
+)
+
+
+@dataclass(frozen=True)
+class NotText:
+    """Why a file is no text: ``what`` it is or holds. ``of_dataset``: it holds what somebody wants
+    to be learned."""
+
+    what: str
+    way: str
+    of_dataset: bool
+
+
+def look_at(path: Path) -> NotText | None:
+    """Tells what a regular file is, by what is in it and by its name; None for running text, and
+    for an empty file."""
+    with open(path, "rb") as file:
+        head = file.read(SNIFF_NBYTES)
+    if not head:
+        return None
+    if COMPRESSED.search(path.name):
+        return NotText("is compressed", f"Unpack it first. {TRAIN}", True)
+    kind = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
+    if kind is not None or (CONTAINERS.search(path.name) and not _is_utf8(head)):
+        return NotText(f"is {kind or path.suffix[1:]}", f"{READ} {TRAIN}", True)
+    if not _is_utf8(head):
+        return NotText("is not UTF-8 text", "Convert it: iconv -f LATIN1 -t UTF-8, say.", False)
+    if (what := _records_in(path, head)) is not None:
+        return NotText(what, TRAIN, True)
+    return None
+
+
+def _is_utf8(head: bytes) -> bool:
+    if b"\0" in head:
+        return False
+    try:
+        head.decode()
+    except UnicodeDecodeError as error:
+        return len(head) == SNIFF_NBYTES and error.start > len(head) - 4  # a last character, cut by the sniffing
+    return True
+
+
+def _records_in(path: Path, head: bytes) -> str | None:
+    """What records a text file has; None where it has none."""
+    begin = head.decode("utf-8-sig", errors="replace").lstrip()
+    if (separator := TABLES.get(path.suffix.lower())) is not None:
+        columns = next(csv.reader([begin.partition("\n")[0]], delimiter=separator), [])
+        return f"is a table with the columns {', '.join(columns)}" if _is_record(dict.fromkeys(columns)) else None
+    if begin[:1] not in ("{", "[") and not LINES.search(path.name):
+        return None
+    lines = _first_lines(path)
+    values = [_parsed(line) for line in lines]
+    if all(isinstance(value, dict) for value in values) and (len(values) > 1 or LINES.search(path.name) or _is_record(values[0])):
+        return _described("holds records in JSON lines", values[0])
+    if LINES.search(path.name):
+        return "holds JSON lines"
+    value = values[0] if len(values) == 1 else None
+    if value is None and path.stat().st_size <= WHOLE_NBYTES:
+        value = _parsed(path.read_text(encoding="utf-8-sig", errors="replace"))
+    found = _sample_of(value)
+    if found is None and value is None and begin[:1] in ("{", "[") and KEYS.search(begin):
+        return "holds records in JSON"  # too long, or not whole
+    return None if found is None else _described("holds records in JSON", found)
+
+
+def _first_lines(path: Path) -> list[str]:
+    found: list[str] = []
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
+        while len(found) < 2 and (line := file.readline(LINE_NCHARS)):
+            found += [line] if line.strip() else []
+    return found
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _sample_of(value: Any) -> dict[str, Any] | None:
+    """The first record in a JSON document: the document itself, one of its list, or one of a list
+    in it."""
+    if isinstance(value, dict):
+        if _is_record(value):
+            return value
+        lists = (each for each in value.values() if isinstance(each, list))
+        return next((found for each in lists if (found := _sample_of(each)) is not None), None)
+    firsts = value[:3] if isinstance(value, list) else ()
+    return next((each for each in firsts if isinstance(each, dict) and _is_record(each)), None)
+
+
+def _is_record(value: dict[str, Any]) -> bool:
+    names = {name.strip().lower() for name in value if isinstance(name, str)}
+    return any(shape <= names for shape in SHAPES)
+
+
+def _described(what: str, record: dict[str, Any]) -> str:
+    names = ", ".join(str(name)[:40] for name in list(record)[:6])
+    return f"{what} ({names})"

@@ -1,0 +1,228 @@
+"""Outputs: the one rule for every path that is written, checked before anything is.
+
+input   a path that a command or a function reads, or was given to read
+output  a path that it writes: a file, or a folder in which it makes and replaces files
+
+Nothing is written where something is read: no output is an input, lies inside one or has one inside
+it, whatever the names are. Paths are compared by what they lead to, so symbolic links, mounts and
+hard links of files change nothing.
+
+What an output would replace stays, unless the caller says ``overwrite``. A page, a picture or a
+timeline that Infinity made is replaced by the next one: it costs a second to make again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError, StorageError
+
+Identity = tuple[int, int] | str  # device and inode; the path itself where nothing is there yet
+MODEL_NAMES = re.compile(r"[^.].*")  # tokenizers and configurations have files of any name
+PICTURE = b"<svg xmlns='http://www.w3.org/2000/svg'"
+OVERWRITE = "--overwrite"
+
+
+@dataclass(frozen=True)
+class Output:
+    """A path that is written.
+
+    name
+        How the caller named it: an option, or an argument.
+    replaces
+        Of a folder: the names of files that may be made or replaced in it; None: only new names are
+        made.
+    made
+        Of a file: how the files of this kind begin, of which the next one takes the place. None:
+        the output is a folder.
+    """
+
+    name: str
+    path: Path
+    replaces: re.Pattern[str] | None = None
+    made: bytes | None = None
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a file."""
+        return self.made is not None
+
+    def may_replace(self, name: str) -> bool:
+        """Tells whether a file of this name in the folder may be replaced."""
+        return self.replaces is not None and self.replaces.fullmatch(name) is not None
+
+    def taken(self) -> list[Path]:
+        """Lists what is there and would be replaced."""
+        if self.is_file:
+            return [self.path] if os.path.isfile(self.path) and not self._is_made_here() else []
+        entries = os.scandir(self.path) if self.replaces is not None and os.path.isdir(self.path) else ()
+        found = (Path(entry.path) for entry in entries if self.may_replace(entry.name))
+        return sorted(path for path in found if path.is_symlink() or not path.is_dir())
+
+    def _is_made_here(self) -> bool:
+        try:
+            with open(self.path, "rb") as file:
+                return file.read(len(self.made)) in (b"", self.made)
+        except OSError:
+            return False
+
+
+def check_outputs(
+    outputs: Sequence[Output], inputs: Iterable[tuple[str, Path | None]], *, overwrite: bool = False, way: str | None = OVERWRITE
+) -> None:
+    """Checks every output against every input, against each other, and against what is there.
+    Nothing is made or changed.
+
+    inputs
+        How the caller named it, and a path that is read, or None where none was given.
+    way
+        What to say for the replacing of what is there; None: there is no such way.
+
+    Raises ConfigError, and StorageError for a place that cannot be written.
+    """
+    from .disk_profile import cache_folder  # with torch, which a command's help does without
+
+    read = [(name, path) for name, path in inputs if path is not None]
+    for output in outputs:
+        check_place(output)
+        if identity_of(cache := cache_folder()) in map(identity_of, (output.path, *_above(output.path))):
+            raise ConfigError(f"{output.name} {output.path} is in Infinity's own cache, {cache}. Give another place.")
+        for name, path in read:
+            _check_apart(output, name, path)
+    for number, output in enumerate(outputs):
+        for other in outputs[:number]:
+            if identity_of(output.path) == identity_of(other.path):
+                raise ConfigError(f"{output.name} and {other.name} are both {output.path}. Give each a place of its own.")
+    for output in outputs if not overwrite else ():
+        check_free(output, way=way)
+
+
+def check_free(output: Output, *, way: str | None = OVERWRITE) -> None:
+    """Raises ConfigError where something is there that ``output`` would replace."""
+    if not (taken := output.taken()):
+        return
+    replace = f", or {way} to replace it" if way is not None else ""
+    if output.is_file:
+        raise ConfigError(
+            f"{output.name} {output.path} is a file that was not made by Infinity for this. Give another name{replace}."
+        )
+    names = ", ".join(path.name for path in taken[:3]) + (", ..." if len(taken) > 3 else "")
+    raise ConfigError(
+        f"{output.name} {output.path} holds files already ({names}), which would be replaced. Give another folder{replace}."
+    )
+
+
+# --- apart from what is read ---
+
+
+def _check_apart(output: Output, name: str, path: Path) -> None:
+    own, read = identity_of(output.path), identity_of(path)
+    what = f"{output.name} {output.path}"
+    remedy = "Nothing is written where something is read: give another place."
+    if own == read:
+        raise ConfigError(f"{what} is what {name} {path} reads, and would overwrite it. {remedy}")
+    if os.path.isdir(path) and read in map(identity_of, _above(output.path)):
+        raise ConfigError(f"{what} lies in {path}, which {name} reads. {remedy}")
+    if (
+        not output.is_file
+        and output.replaces is not None
+        and own in map(identity_of, _above(path))
+        and _is_within_reach(output, path)
+    ):
+        raise ConfigError(f"{what} has {path} inside, which {name} reads. {remedy}")
+    held = {identity_of(each): each for each in ([output.path] if output.is_file else _files_of(output)) if os.path.exists(each)}
+    for file in _walk(path) if held else ():
+        if (own_name := held.get(identity_of(file))) is not None:
+            raise ConfigError(f"{own_name} of {what} is a link of {file}, which {name} reads. {remedy}")
+
+
+def _is_within_reach(output: Output, path: Path) -> bool:
+    """Whether something of an input inside the folder of ``output`` may be replaced: a folder
+    always counts."""
+    return os.path.isdir(path) or identity_of(path.parent) != identity_of(output.path) or output.may_replace(path.name)
+
+
+def _files_of(output: Output) -> list[Path]:
+    return [path for path in output.path.iterdir() if output.may_replace(path.name)] if os.path.isdir(output.path) else []
+
+
+def _walk(path: Path) -> Iterator[Path]:
+    """Yields a file, or the files of a folder and those below it."""
+    if not os.path.isdir(path):
+        yield path
+    for folder, _, names in os.walk(path):
+        yield from (Path(folder, name) for name in names)
+
+
+def _above(path: Path) -> Sequence[Path]:
+    return Path(os.path.realpath(path)).parents
+
+
+def identity_of(path: Path) -> Identity:
+    """Tells what a path leads to, through links and mounts."""
+    real: str = os.fspath(path)
+    try:
+        real = os.path.realpath(path)  # also of a path through a folder that is still to be made
+        status = os.stat(real)
+    except (OSError, ValueError):
+        return real
+    return status.st_dev, status.st_ino
+
+
+# --- a place that can be written ---
+
+
+def existing(folder: Path) -> Path:
+    """Returns ``folder``, or the first one above it that is there."""
+    folder = Path(os.path.abspath(folder))
+    return next(each for each in (folder, *folder.parents) if os.path.exists(each))
+
+
+def check_place(output: Output) -> None:
+    """Raises ConfigError for a folder that is a file and the reverse, StorageError where no file
+    can be made. Nothing is left there."""
+    what, path = f"{output.name} {output.path}", output.path
+    if output.is_file:
+        if os.path.isdir(path):
+            raise ConfigError(f"{what} is a folder. Give the name of a file.")
+        if os.path.exists(path) and not stat.S_ISREG(path.stat().st_mode):
+            return  # a pipe, or a device: nothing can be replaced there
+        if not os.path.isdir(path.parent):
+            raise ConfigError(f"{what} cannot be written: there is no folder {path.parent}")
+    there = existing(path.parent if output.is_file else path)
+    if not os.path.isdir(there):
+        whose = "is a file" if there == Path(os.path.abspath(path)) else f"is below {there}, which is a file"
+        raise ConfigError(f"{what} {whose}. Give a folder, existing or new.")
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"x")
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else error
+        raise StorageError(error.errno or 0, f"{what} cannot be written: {why}. Give another folder", str(there)) from error
+
+
+# --- writing without going through links ---
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder. What is in it when the block ends gets its name in ``folder``, which
+    is made where there is none.
+
+    Names are replaced, not written through: a link in ``folder`` becomes a file of its own, and
+    what it led to stays.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".infinity-", dir=folder) as made:
+        yield Path(made)
+        for path in [path for path in _walk(Path(made)) if path.is_file()]:
+            target = folder / path.relative_to(made)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
