@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoint.described import check_sizes
 from ...data.corpus import BYTE_VOCABULARY, SEPARATOR_BYTE
 from ...errors import ConfigError
 from .options import DEFAULT_SEQUENCE_LENGTH
@@ -29,6 +28,8 @@ def read_model_config(path: Path | None, *, trust: bool = False) -> Any:
     """Reads the `transformers` configuration of a folder, of a config.json, or the built-in one. Code that lies there runs with
     ``trust`` only: nobody is asked."""
     import transformers
+
+    from ...checkpoint.described import check_sizes
 
     if path is None:
         return built_in_model_config()
