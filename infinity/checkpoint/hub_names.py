@@ -84,7 +84,12 @@ def hub_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, So
     if convert is None:
         return dict(sources)
     given = {name: _Traced.make(name, source) for name, source in sources.items()}
-    made: dict[str, torch.Tensor] = convert(model, dict(given))
+    try:
+        made: dict[str, torch.Tensor] = convert(model, dict(given))
+    except Exception as error:
+        raise ConfigError(
+            f"transformers cannot undo its conversions of {type(model).__name__} ({type(error).__name__}: {error}): nothing is written"
+        ) from error
     groups: dict[str, Group] = {}  # of each tensor that is given
     storages: dict[int, Storage] = {}
     found: dict[str, Source] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..errors import StorageError
+from ..errors import ConfigError, StorageError
 from ..machine.progress import progress
 from ..machine.sizes import parse_nbytes
 from ..runtime.engine import Engine
@@ -45,7 +45,8 @@ def save_pretrained(
 
     Files get their names when all are whole, and no index ever names files of two saves: the folder is
     the old model, the new one, or, for a moment between, none. Of several ranks all call, and the first one writes; of a pipeline (whose
-    chunks are given as a list) the first one of each stage, into one folder. Raises StorageError, ConfigError for a size that is none.
+    chunks are given as a list) the first one of each stage, into one folder. Raises StorageError; ConfigError, before anything is written,
+    for a quantised model, for a size that is none, and for what no file holds.
     """
     engine = engine_of(model)
     with engine.using(), engine.collectives.together("save_pretrained"):
@@ -57,14 +58,24 @@ def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and type(model).__module__.partition(".")[0] == "peft"
 
 
+def _has_adapters(model: nn.Module) -> bool:
+    """Whether ``model`` is a transformers model whose own ``add_adapter`` was called: it saves its adapters alone."""
+    return is_transformers(model) and bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
 def _save_model(model: nn.Module, first: nn.Module, engine: Engine, folder: Path, max_shard_size: int | str | None) -> None:
     """``first``: the model, or the first of its parts, which has the configuration."""
     engine.wait_idle()
     ranks = engine.ranks
     writes = ranks.is_first
-    if is_adapted(model):
+    if is_adapted(model) or _has_adapters(model):
         _save_adapters(model, folder, writes=writes)
         return
+    if getattr(first, "hf_quantizer", None) is not None:
+        raise ConfigError(
+            f"{type(first).__name__} is quantised, and its quantizer alone knows what a folder has to hold: infinity.unwrap_model(model), then "
+            "model.save_pretrained(folder)"
+        )
     files = split(hub_sources(first, sources_of(model)), shard_size_of(first) if max_shard_size is None else max_shard_size)
     stages = [] if ranks.stages is None else [ranks.stages]
     mine = _told(files), _numel(model)
@@ -110,12 +121,20 @@ def _wrapped_dtype(param: torch.Tensor) -> torch.dtype:
 
 
 def _save_adapters(model: nn.Module, folder: Path, *, writes: bool) -> None:
-    own = adapter_tensors(model)
+    own = adapter_tensors(model) if is_adapted(model) else _tensors_of_added(model)
     if writes:
         try:
             model.save_pretrained(folder, state_dict=own, save_embedding_layers=False)
         except OSError as error:
             raise StorageError(error.errno or 0, f"cannot write the adapters to {folder}: {error}", str(folder)) from error
+
+
+def _tensors_of_added(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Reads what ``add_adapter`` has put into a transformers model, and what else of it is trained."""
+    layers = tuple(f"{path}." for path, module in model.named_modules() if hasattr(module, "adapter_layer_names"))
+    wanted = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
+    wanted |= {name for name in sources_of(model) if name.startswith(layers) and ".base_layer." not in name}
+    return {name: source.read() for name, source in sources_of(model).items() if name in wanted}
 
 
 def adapter_tensors(model: nn.Module, *, embeddings: bool = False) -> dict[str, torch.Tensor]:

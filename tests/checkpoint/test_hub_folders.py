@@ -10,6 +10,7 @@ Words used here:
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import warnings
 from pathlib import Path
@@ -327,3 +328,59 @@ def test_a_merged_adapter_is_saved_as_their_folder(name, tmp_path):
     check_equal(tmp_path / "ours", tmp_path / "theirs")
     assert main(["export", str(tmp_path / "base"), str(tmp_path / "exported"), "--merge", str(tmp_path / "adapter")]) == 0
     check_equal(tmp_path / "exported", tmp_path / "theirs")
+
+
+def test_adapters_that_transformers_has_added_are_saved_as_it_saves_them(tmp_path, monkeypatch):
+    """Method: ``model.add_adapter``: of such a model its own save writes the adapters alone; equal folders. transformers asks for a newer
+    PEFT than some machines have, and for nothing of it here."""
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
+    model = build("llama")
+    torch.manual_seed(SEED)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    copy.deepcopy(model).save_pretrained(tmp_path / "theirs")
+    model, _ = infinity.wrap_model(model, None, {"params": "host"})
+    infinity.save_pretrained(model, tmp_path / "ours")
+    check_equal(tmp_path / "ours", tmp_path / "theirs")
+
+
+def test_a_model_with_code_of_its_own_brings_it_along(tmp_path, monkeypatch):
+    """Method: a class of a user's module, registered for AutoModel: the module is copied, and the configuration names it. It shares no
+    conversions with the family that it is made of, as transformers has it."""
+    (tmp_path / "own_llama.py").write_text(
+        "from transformers import LlamaForCausalLM\n\n\nclass OwnLlama(LlamaForCausalLM):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("own_llama").OwnLlama
+    own.register_for_auto_class("AutoModelForCausalLM")
+    model = own(build("llama").config)
+    copy.deepcopy(model).save_pretrained(tmp_path / "theirs")
+    model, _ = infinity.wrap_model(model, None, {"params": "host"})
+    infinity.save_pretrained(model, tmp_path / "ours")
+    assert (tmp_path / "ours" / "own_llama.py").read_text() == (tmp_path / "own_llama.py").read_text()
+    (tmp_path / "ours" / "own_llama.py").unlink()
+    (tmp_path / "theirs" / "own_llama.py").unlink()
+    check_equal(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("wrong", ["a quantised model", "a size that is none", "a conversion that fails"])
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(wrong, tmp_path, monkeypatch):
+    """Method: each of them, with an old model in the folder, which stays. Twin: without, it is replaced."""
+    model, _ = infinity.wrap_model(build("mixtral"), None, {"params": "host"})
+    (tmp_path / "model.safetensors").write_text("old")
+    size = None
+    if wrong == "a quantised model":
+        model.hf_quantizer = object()
+    elif wrong == "a size that is none":
+        size = "many"
+    else:
+        monkeypatch.setattr("transformers.core_model_loading.SplitModulelist.convert", lambda *_, **__: 1 / 0)
+    with pytest.raises(infinity.ConfigError):
+        infinity.save_pretrained(model, tmp_path, max_shard_size=size)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"] and (
+        tmp_path / "model.safetensors"
+    ).read_text() == "old"
+    monkeypatch.undo()
+    model.__dict__.pop("hf_quantizer", None)
+    infinity.save_pretrained(model, tmp_path)
+    assert len(load_file(tmp_path / "model.safetensors")) > 10
