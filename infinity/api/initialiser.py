@@ -49,10 +49,12 @@ class Initialiser:
         self._overwritten = overwritten  # what is to be put back should anything fail
         self._names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
         self._seen: set[nn.Module] = set()
+        self._left: list[tuple[torch.Tensor, int, nn.Module]] = []  # buffers that their own module does not set
 
     @torch.no_grad()
     def run(self) -> None:
         self._module(self._model, None)
+        _refuse([(self._names[id(tensor)], module) for tensor, version, module in self._left if _is_spoiled(tensor, version)])
 
     def _module(self, module: nn.Module, init: Callable[[nn.Module], Any] | None) -> bool:
         """Initialises ``module`` and all below it. Returns whether there was anything to initialise."""
@@ -100,17 +102,26 @@ class Initialiser:
         for tensor, value in given.items():  # what was real already has its value
             tensor.copy_(value)
         del self._overwritten[len(self._overwritten) - len(given) :]
-        if left := sorted(self._names[id(tensor)] for tensor, version in before if _is_spoiled(tensor, version)):
-            raise ConfigError(
-                f"{', '.join(left)} is on meta, and {type(module).__name__} does not set it (in reset_parameters(), or "
-                "the model's _init_weights): give Config(weights='model.safetensors')"
-            )
+        left = [(tensor, version) for tensor, version in before if _is_spoiled(tensor, version)]
+        # A module further up may set the buffers of modules deep inside it. Parameters go home now.
+        self._left += [(tensor, version, module) for tensor, version in left if tensor not in params]
+        _refuse([(self._names[id(tensor)], module) for tensor, _ in left if tensor in params])
         for param in lent:
             if param in self._sent or any(param is tensor for tensor in waiting):
                 for begin in range(0, param.numel(), PIECE_ELEMENTS):
                     self._home.send(param, begin, param.data.reshape(-1)[begin : begin + PIECE_ELEMENTS], drawn=True)
                 self._sent.add(param)
             take_storage(param)
+
+
+def _refuse(left: list[tuple[str, nn.Module]]) -> None:
+    """Raises ConfigError where there is a tensor that nobody sets: its name, and its module."""
+    if left:
+        _, module = min(left, key=lambda pair: pair[0])
+        raise ConfigError(
+            f"{', '.join(sorted(name for name, _ in left))} is on meta, and {type(module).__name__} does not set it (in reset_parameters(), or "
+            "the model's _init_weights): give Config(weights='model.safetensors')"
+        )
 
 
 def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:

@@ -27,6 +27,7 @@ from ..planning.memory_plan import MemoryPlan
 from ..planning.plan import make_plan
 from ..planning.unit_sizes import ShardSize, UnitSize
 from ..state.dtensors import is_distributed
+from ..state.kept_dtypes import computing_dtypes
 from ..state.partition import Group, held_nbytes, is_managed, partition
 from ..state.shard import ParamShard
 from ..state.shard_spec import ShardSpec
@@ -68,7 +69,10 @@ def lay_out(
     alone = Collectives(ranks)
     device = choose_device(model, config, alone)
     try:
-        shards_of = partial(shards_of_group, group_of=group_of, rule=rule, optimizer=optimizer, config=config, collectives=alone)
+        dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
+        shards_of = partial(
+            shards_of_group, group_of=group_of, rule=rule, optimizer=optimizer, config=config, collectives=alone, dtype_of=dtype_of
+        )
         _, (groups, shards, plan) = lay_out_here(model, config, shards_of, device, alone)
     finally:
         device.close()
@@ -87,8 +91,9 @@ def lay_out_groups(
     """Makes the groups, their shards and the plan. ``reuses``: see :func:`make_plan`. Where the device's budget is below what is held at once, large layers run in
     tiles, of the largest size that fits."""
     refused: CapacityError | None = None
+    dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
     for limit in (None, *_tile_limits(config)):
-        tiled = candidates(model, limit, cast("torch.dtype | None", config.param_dtype)) if limit is not None else {}
+        tiled = candidates(model, limit, dtype_of) if limit is not None else {}
         if limit is not None and not tiled:
             continue
         groups = partition(model, cast("str | tuple[str, ...]", config.units), tiled)
@@ -144,26 +149,35 @@ def groups_of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[torch.T
     return {param: index for index, group in enumerate(groups) for param in group["params"]}
 
 
-def shards_of_group(group: Group, group_of: dict, rule, optimizer, config: Config, collectives: Collectives) -> list[ParamShard]:
-    """Makes one shard per kind of parameter in the group; inside one, parameters of an optimizer group are neighbours."""
+def shards_of_group(
+    group: Group,
+    group_of: dict,
+    rule,
+    optimizer,
+    config: Config,
+    collectives: Collectives,
+    dtype_of: Callable[[torch.Tensor], torch.dtype],
+) -> list[ParamShard]:
+    """Makes one shard per kind of parameter in the group; inside one, parameters of an optimizer group are neighbours. ``dtype_of``: that
+    which a parameter computes in."""
     by_spec: dict[ShardSpec, list[nn.Parameter]] = {}
     collectives = collectives.of_experts if group.is_divided else collectives
     for param in group.params:
-        spec = _spec_of(param, param in group_of, rule, optimizer, config)
+        spec = _spec_of(param, param in group_of, rule, optimizer, config, dtype_of(param))
         by_spec.setdefault(spec, []).append(param)
     return [
         ParamShard(spec, sorted(params, key=lambda param: group_of.get(param, 0)), collectives) for spec, params in by_spec.items()
     ]
 
 
-def _spec_of(param: nn.Parameter, stepped: bool, rule, optimizer, config: Config) -> ShardSpec:
-    wanted = cast("torch.dtype | None", config.param_dtype)
-    dtype = wanted if wanted is not None and param.is_floating_point() else param.dtype
+def _spec_of(param: nn.Parameter, stepped: bool, rule, optimizer, config: Config, dtype: torch.dtype) -> ShardSpec:
+    # A gradient is not narrower than its parameter: of one that is kept in fp32 it is fp32, too.
+    grad_dtype = dtype if dtype == torch.float32 else cast("torch.dtype | None", config.grad_dtype) or dtype
     frozen = ShardSpec(
         wrapped_dtype=param.dtype,
         dtype=dtype,
         master=native.Master.OWN,
-        grad_dtype=cast("torch.dtype | None", config.grad_dtype) or dtype,
+        grad_dtype=grad_dtype,
         moment_dtype=MOMENT_DTYPES[config.moments],
         moment_count=0,
         stepped=False,

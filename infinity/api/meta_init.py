@@ -2,7 +2,7 @@
 
 Values come from a safetensors file or folder where one is given, else from the modules' own initialisation:
 ``reset_parameters``, and a ``transformers`` model's ``_init_weights``. At no time is more in memory than a few blocks
-of a file, or what one module's initialisation touches.
+of a file, the tensors that transformers converts together, or what one module's initialisation touches.
 
 A distributed parameter has the bits that one process would give it: its module is initialised, or its file read, for the global
 tensor, of which each rank keeps its own part.
@@ -17,11 +17,16 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from ..checkpoint.module_names import Incoming, may_lack
+from ..checkpoint.source import Source
 from ..checkpoint.weight_files import WeightFiles
 from ..errors import ConfigError
 from ..state.dtensors import empty_parameter_like, is_distributed
+from ..state.parts import parts_of
 from ..state.tensors import put, take_storage
-from .initialiser import Home, Initialiser
+from .initialiser import PIECE_ELEMENTS, Home, Initialiser
+
+NOTED = {"_weight_conversions"}  # attributes of a transformers model that say how its folder was read
 
 
 class Materialized:
@@ -36,8 +41,10 @@ class Materialized:
         self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._real: set[torch.Tensor] = set()  # made real here, or overwritten: nothing of them has to be kept
         self._wholes: dict[nn.Parameter, nn.Parameter] = {}  # a global tensor -> the distributed parameter that it stands for
         self._apart: list[tuple[nn.Module, str, nn.Parameter]] = []  # where one stands, and for what
+        self._noted: list[tuple[nn.Module, dict]] = []  # models that know of a conversion, and what they knew before
         self.sent: set[nn.Parameter] = set()
 
     def fill(self, home: Home) -> None:
@@ -75,34 +82,54 @@ class Materialized:
         home = _OfWholes(home, self._wholes)
         files = WeightFiles(self._weights) if self._weights is not None else None
         targets = dict(_targets(self._model))
-        wanted = {name for name in targets if files and name in files.tensors}
-        if files:
-            self._check(files, targets)
-        in_file = {targets[name] for name in wanted}
+        stored = files.sources() if files else {}
+        incoming = Incoming(parts_of(self._model)[0], stored, targets) if files else None
+        if incoming:
+            self._check(incoming.sources, targets)
+        in_file = {targets[name] for name in incoming.sources} if incoming else set()
         unfilled = {tensor for tensor in _tensors(self._model) if tensor.is_meta and tensor not in in_file}
         unfilled = self._make_real(unfilled)
         # Before the weights are loaded: initialising a module for a buffer's sake also sets its parameters.
         if unfilled:
             Initialiser(self._model, unfilled, self._empty(), home, self.sent, self._overwritten).run()
-        if files:
-            self._load(files, wanted, home)
+        if files and incoming:
+            origins = {id(source): name for name, source in stored.items()}
+            renamed = {name: origins[id(source)] for name, source in incoming.sources.items() if id(source) in origins}
+            self._load(files, renamed, home)
+            self._convert({name: source for name, source in incoming.sources.items() if name not in renamed}, home)
+            for part in parts_of(self._model):
+                self._noted.append((part, {key: part.__dict__[key] for key in NOTED & part.__dict__.keys()}))
+                incoming.note(part)
 
-    def _check(self, files: WeightFiles, targets: dict[str, torch.Tensor]) -> None:
+    def _check(self, sources: dict[str, Source], targets: dict[str, torch.Tensor]) -> None:
         """Values from two sources in one model are never meant, nor are values of another shape."""
         names: dict[torch.Tensor, list[str]] = {}
         for name, tensor in targets.items():
             if tensor.is_meta or isinstance(tensor, nn.Parameter):
                 names.setdefault(tensor, []).append(name)
-        if missing := [of_one[0] for of_one in names.values() if not set(of_one) & set(files.tensors)]:
+        part = parts_of(self._model)[0]
+        lacking = [of_one for of_one in names.values() if not set(of_one) & sources.keys()]
+        if missing := [of_one[0] for of_one in lacking if not all(may_lack(part, name) for name in of_one)]:
             raise ConfigError(
                 f"weights={str(self._weights)!r} lacks {len(missing)} of the model's parameters and buffers: "
                 f"{', '.join(missing[:5])}"
             )
-        for name, tensor in targets.items():
-            if name in files.tensors and files.tensors[name].shape != tensor.shape:
+        for name, source in sources.items():
+            if source.shape != targets[name].shape:
                 raise ConfigError(
-                    f"{name} in {files.tensors[name].file} has shape {tuple(files.tensors[name].shape)}, the model's "
-                    f"{tuple(tensor.shape)}"
+                    f"{name} in {str(self._weights)!r} has shape {tuple(source.shape)}, the model's {tuple(targets[name].shape)}"
+                )
+            if targets[name].is_floating_point() and not (source.dtype.is_floating_point and source.dtype.itemsize > 1):
+                raise ConfigError(
+                    f"{name} in {str(self._weights)!r} is of {source.dtype}, the model's of {targets[name].dtype}: the folder is quantised. Load "
+                    "it by from_pretrained, which has the scales, and wrap that model."
+                )
+        for of_one in names.values():
+            found = [(name, sources[name]) for name in of_one if name in sources]
+            if differing := [name for name, source in found[1:] if not _have_same_bits(source, found[0][1])]:
+                raise ConfigError(
+                    f"{found[0][0]} and {differing[0]} are one tensor of the model, and two different ones in {str(self._weights)!r}: untie them "
+                    "(tie_word_embeddings=False in the model's configuration)"
                 )
 
     def _empty(self) -> set[nn.Parameter]:
@@ -126,6 +153,10 @@ class Materialized:
             module._buffers[name] = buffer
         for tensor, before in self._overwritten:
             tensor.detach().copy_(before)
+        for part, before in self._noted:
+            for key in NOTED & part.__dict__.keys():
+                del part.__dict__[key]
+            part.__dict__.update(before)
 
     def _make_real(self, unfilled: set[torch.Tensor]) -> set[torch.Tensor]:
         """Makes every meta tensor a real one, managed parameters without storage. Returns the real ones of ``unfilled``."""
@@ -150,25 +181,41 @@ class Materialized:
                     module._buffers[name] = real_of[buffer]
                     if buffer in unfilled:
                         real_unfilled.add(real_of[buffer])
+        self._real = {*real_of.values(), *(param for param, _ in self._swapped)}
         return real_unfilled
 
     @torch.no_grad()
-    def _load(self, files: WeightFiles, names: set[str], home: Home) -> None:
+    def _load(self, files: WeightFiles, renamed: dict[str, str], home: Home) -> None:
+        """Streams what the file has as the model does. ``renamed``: the model's names -> the file's."""
         targets = dict(_targets(self._model))
-        made = {buffer for module, name, _ in self._buffers for buffer in [module._buffers[name]]}
-        made |= {param for param, _ in self._swapped}
-        params = {name: tensor for name in names if isinstance(tensor := targets[name], nn.Parameter)}
-        managed: dict[str, nn.Parameter] = {name: param for name, param in params.items() if self._managed(param)}
+        own = {origin: targets[name] for name, origin in renamed.items()}
+        managed = {origin: tensor for origin, tensor in own.items() if self._goes_home(tensor)}
         self.sent |= set(managed.values())
-        for piece in files.stream(names, {name: home.span(param) for name, param in managed.items()}):
-            if piece.name in managed:
-                home.send(managed[piece.name], piece.begin, piece.values, drawn=False)
-                continue
-            tensor = targets[piece.name]
-            if tensor not in made:
-                made.add(tensor)
-                self._overwritten.append((tensor, tensor.detach().clone()))
-            put(tensor, piece.begin, piece.values)
+        for piece in files.stream(own, {origin: home.span(param) for origin, param in managed.items()}):
+            self._take(own[piece.name], piece.begin, piece.values, home)
+
+    @torch.no_grad()
+    def _convert(self, sources: dict[str, Source], home: Home) -> None:
+        """Reads what transformers makes of the file's tensors, those that come together one after the other."""
+        targets = dict(_targets(self._model))
+        self.sent |= {targets[name] for name in sources if self._goes_home(targets[name])}
+        for name, source in sources.items():
+            flat = source.read().reshape(-1)
+            for begin in range(0, flat.numel(), PIECE_ELEMENTS):
+                self._take(targets[name], begin, flat[begin : begin + PIECE_ELEMENTS], home)
+
+    def _take(self, tensor: torch.Tensor, begin: int, values: torch.Tensor, home: Home) -> None:
+        """Takes elements of ``tensor`` from ``begin`` on, home where they have one."""
+        if tensor in self.sent:
+            home.send(tensor, begin, values, drawn=False)
+            return
+        if tensor not in self._real:
+            self._real.add(tensor)
+            self._overwritten.append((tensor, tensor.detach().clone()))
+        put(tensor, begin, values)
+
+    def _goes_home(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) and self._managed(tensor)
 
 
 class _OfWholes:
@@ -185,6 +232,13 @@ class _OfWholes:
 
     def recall(self, param: nn.Parameter) -> torch.Tensor:
         return self._home.recall(self._params.get(param, param))
+
+
+def _have_same_bits(a: Source, b: Source) -> bool:
+    if a is b or a.dtype != b.dtype:
+        return a is b
+    one, other = (source.read().reshape(-1).view(torch.uint8) for source in (a, b))
+    return torch.equal(one, other)
 
 
 def _targets(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

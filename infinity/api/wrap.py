@@ -38,6 +38,7 @@ from ..runtime.registry import RECORD, Wrapped
 from ..state.dtensors import let_scalers_mix, mesh_of_parameters
 from ..state.experts import divides_experts
 from ..state.handle import managed, raw_grad, set_raw_grad
+from ..state.kept_dtypes import computing_dtypes
 from ..state.partition import Group, is_managed, parameter_names
 from ..state.parts import Parts, called_for, parts_of
 from ..state.shard import ParamShard
@@ -149,9 +150,10 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
     rule = recognise(optimizer) if optimizer is not None else None
     group_of = groups_of_optimizer(optimizer)
     config = own_budgets(config, collectives.ranks)
+    dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
 
     def make_shards(group: Group) -> list[ParamShard]:
-        return shards_of_group(group, group_of, rule, optimizer, config, collectives)
+        return shards_of_group(group, group_of, rule, optimizer, config, collectives, dtype_of)
 
     device = None
     try:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from ..errors import ConfigError, CorruptionError, InfinityError
 from ..untrusted import is_regular, printable
 from .pickled import INSIDE, without_wrappers
-from .pretrained import Source
+from .source import Source
 
 METADATA = ".metadata"
 MOST_NBYTES = 1 << 32
@@ -134,4 +134,4 @@ def _source(folder: Path, found: metadata.Metadata, key: str) -> Source:
             raise CorruptionError(f"{folder}: {key} cannot be read: {printable(str(error)).strip()[-300:]}") from None
         return target[key]
 
-    return entry.size.numel() * dtype.itemsize, read
+    return Source(entry.size, dtype, read)

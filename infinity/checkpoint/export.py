@@ -4,25 +4,32 @@ other ranks."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .. import native
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError, CorruptionError, InfinityError
 from ..machine.outputs import MODEL_NAMES, Output, check_outputs, replacing
+from ..state.kept_dtypes import keeps_fp32
 from ..state.shard_spec import MASTER_DTYPES
 from .boxes import Box
+from .described import described_model, model_described_by
 from .folder import OF_READERS
-from .foreign import export_foreign, is_foreign
+from .foreign import foreign_sources, is_foreign
+from .hub_names import SHARD_SIZE, hub_sources, names_to_write, shard_size_of
 from .load import checkpoint_of
 from .manifest import MANIFEST, check_files
+from .module_names import Incoming, may_lack
 from .parts import read_tensors
-from .pretrained import Source, write_sources
+from .pretrained import write_configs, write_sources
 from .saved_tensors import SavedTensors
+from .source import Source
 from .weight_files import FILE_DTYPES, WeightFiles
 
 KINDS = {str(kind).removeprefix("torch."): kind for kind in FILE_DTYPES.values()}
@@ -51,93 +58,141 @@ def export(
     dtype
         None: what the model computed in. ``torch.float32`` takes the masters, where there are any.
     model
-        A folder whose configuration and tokenizer are copied beside them.
+        A folder whose configuration and tokenizer are copied beside them. None: a checkpoint of a transformers model knows its
+        configuration itself.
     change
         Makes other tensors of those that are read: merges the adapter in the folder ``adapter``,
         say.
     overwrite
         Replaces what is in ``folder``.
 
-    One file's tensors are in memory at a time. Returns the numbers of parameters and of bytes. Raises UsageError where
-    there is no checkpoint, ConfigError where ``folder`` is read or holds something,
-    CorruptionError, StorageError.
+    Where ``model`` is one of transformers, names, shapes and ``config.json`` are those that its own ``save_pretrained`` writes, as
+    :func:`infinity.save_pretrained` has them; its configuration says the dtype. What it keeps in fp32 stays so.
+
+    One tensor is in memory at a time, or those that are converted together. Returns the numbers of parameters and of bytes. Raises
+    UsageError where there is no checkpoint, ConfigError where ``folder`` is read or holds something, CorruptionError, StorageError.
     """
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f"{model} has no config.json: give the folder that the model came from")
     read = {"CHECKPOINT": checkpoint, "--model": model, "--merge": adapter}
     check_outputs([Output("OUT", folder, replaces=MODEL_NAMES)], read.items(), overwrite=overwrite)
+    target = _Target(folder, dtype, model, described_model(model), change)
     if not (checkpoint / MANIFEST).exists() and is_foreign(checkpoint):
         if change is not None:
             raise ConfigError(
                 f"{checkpoint} is a checkpoint of another tool: export it first, then merge the adapter into what was written"
             )
-        written = export_foreign(checkpoint, folder, dtype=dtype)
-        _copy_beside(model, folder)
-        return written
+        with foreign_sources(checkpoint) as sources:
+            return target.write(sources)
     if not (checkpoint / MANIFEST).exists() and (checkpoint.is_file() or list(checkpoint.glob("*.safetensors"))):
-        return _write(_file_sources(WeightFiles(checkpoint), dtype), folder, model, change)
+        return target.write(WeightFiles(checkpoint).sources())
     with checkpoint_of(checkpoint, Collectives()) as (manifest, data):
         try:
-            return _export(manifest, data, folder, dtype=dtype, model=model, change=change)
+            return _export(manifest, data, target)
         except InfinityError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, RecursionError) as error:
             raise CorruptionError(f"{checkpoint / MANIFEST} does not describe a checkpoint: {error!r}") from error
 
 
-def _export(
-    manifest: dict[str, Any], data: Path, folder: Path, *, dtype: torch.dtype | None, model: Path | None, change: Change | None
-) -> dict[str, int]:
+@dataclass(frozen=True)
+class _Target:
+    """What is written, and where."""
+
+    folder: Path
+    dtype: torch.dtype | None
+    beside: Path | None  # the folder of configuration and tokenizer
+    model: nn.Module | None  # as the configuration describes it, on meta
+    change: Change | None
+
+    def dtypes(self) -> Callable[[str], torch.dtype | None]:
+        """Returns what gives the dtype that is wanted of a tensor. None: its own, also where the model keeps it in fp32."""
+        keeps = keeps_fp32(self.model, self.dtype) if self.model is not None else lambda name: False
+        return lambda name: None if keeps(name) else self.dtype
+
+    def write(self, sources: dict[str, Source]) -> dict[str, int]:
+        """Writes ``sources``. Returns the numbers of elements and of bytes."""
+        dtype_of = self.dtypes()
+        sources = {name: source.to(dtype_of(name)) for name, source in sources.items()}
+        dtype = self._main_dtype(sources)
+        sources = self._as_saved(sources)
+        numel = self.model.num_parameters() if self.model is not None else None
+        size = SHARD_SIZE if self.model is None else shard_size_of(self.model)
+        write_sources(self.folder, sources, numel=numel, max_shard_size=size)
+        self._write_beside(dtype)
+        return {
+            "parameters": sum(source.shape.numel() for source in sources.values()),
+            "nbytes": sum(source.nbytes for source in sources.values()),
+        }
+
+    def _as_saved(self, sources: dict[str, Source]) -> dict[str, Source]:
+        """Changes the tensors, and gives them the names that the model's own ``save_pretrained`` would; they may have these already."""
+        own = dict(self.model.state_dict(keep_vars=True)) if self.model is not None else {}
+        if self.model is not None and self.change is not None and not _has_all(self.model, own, sources):
+            incoming = Incoming(self.model, sources, own).sources
+            sources = incoming if _has_all(self.model, own, incoming) else sources
+        if self.change is not None:
+            sources = self.change(sources)
+        if self.model is None or not _has_all(self.model, own, sources):
+            return sources
+        of_tensor = {id(own[name]): source for name, source in sources.items() if name in own}
+        named = {
+            name: sources.get(name, of_tensor[id(own[name])])
+            for name in names_to_write(self.model, own)
+            if id(own[name]) in of_tensor
+        }
+        return hub_sources(self.model, named) | {name: source for name, source in sources.items() if name not in own}
+
+    def _main_dtype(self, sources: dict[str, Source]) -> torch.dtype | None:
+        """The dtype of the first of the model's parameters: that which its configuration names."""
+        first = (
+            [name for name, param in self.model.named_parameters() if param.is_floating_point()] if self.model is not None else []
+        )
+        dtypes = [source.dtype for source in sources.values() if source.dtype.is_floating_point]
+        return next((sources[name].dtype for name in first if name in sources), dtypes[0] if dtypes else None)
+
+    def _write_beside(self, dtype: torch.dtype | None) -> None:
+        if self.model is not None:
+            write_configs(self.model, self.folder, dtype=dtype)
+        if self.beside is None:
+            return
+        with replacing(self.folder) as made:
+            for path in (path for pattern in BESIDE for path in self.beside.glob(pattern) if path.is_file()):
+                if self.model is None or path.name != "config.json":
+                    shutil.copy(path, made / path.name)
+
+
+def _has_all(model: nn.Module, own: dict[str, torch.Tensor], sources: Mapping[str, Source]) -> bool:
+    """Whether ``sources`` have every tensor of the state dict ``own``, under one of the names that the modules have."""
+    there = {id(own[name]) for name in own if name in sources}
+    return all(id(tensor) in there or may_lack(model, name) for name, tensor in own.items())
+
+
+def _export(manifest: dict[str, Any], data: Path, target: _Target) -> dict[str, int]:
     check_files(data, manifest["files"])
     other = read_tensors(data / OF_READERS)
     for name, entry in manifest["parameters"].items():
         _check_place(name, entry)
+    if target.model is None and isinstance(manifest.get("config"), str):
+        target = replace(target, model=model_described_by(manifest["config"]))
     with SavedTensors(data, manifest) as saved:
-        written = _write(_sources(saved, manifest, other, dtype), folder, model, change)
+        written = target.write(_sources(saved, manifest, other, target))
     return written | {"parameters": sum(_numel(entry) for entry in manifest["parameters"].values())}
 
 
-def _write(sources: dict[str, Source], folder: Path, model: Path | None, change: Change | None) -> dict[str, int]:
-    if change is not None:
-        sources = change(sources)
-    numel = write_sources(folder, sources)
-    _copy_beside(model, folder)
-    return {"parameters": numel, "nbytes": sum(nbytes for nbytes, _ in sources.values())}
-
-
-def _file_sources(files: WeightFiles, dtype: torch.dtype | None) -> dict[str, Source]:
-    def source(name: str) -> Source:
-        stored = files.tensors[name]
-        kind = dtype if dtype is not None and stored.dtype is not None and stored.dtype.is_floating_point else stored.dtype
-        if kind is None:
-            raise ConfigError(f"{name} in {stored.file} has a dtype that this version does not read")
-        return stored.shape.numel() * kind.itemsize, lambda: files.read(name).to(kind)
-
-    return {name: source(name) for name in files.tensors}
-
-
-def _copy_beside(model: Path | None, folder: Path) -> None:
-    if model is None:
-        return
-    with replacing(folder) as made:
-        for path in (path for pattern in BESIDE for path in model.glob(pattern) if path.is_file()):
-            shutil.copy(path, made / path.name)
-
-
-def _sources(
-    saved: SavedTensors, manifest: dict[str, Any], other: dict[str, torch.Tensor], dtype: torch.dtype | None
-) -> dict[str, Source]:
+def _sources(saved: SavedTensors, manifest: dict[str, Any], other: dict[str, torch.Tensor], target: _Target) -> dict[str, Source]:
     sources: dict[str, Source] = {}
+    dtype_of = target.dtypes()
     for name, entry in manifest["parameters"].items():
-        kind = dtype or KINDS[entry["dtype"]]
+        kind = dtype_of(name) or KINDS[entry["dtype"]]
         saved.check("weight", name, KINDS[entry["dtype"]])
         if kind == torch.float32 and entry["master"] in MASTERS:
             saved.check("master", name, MASTERS[entry["master"]])
-        sources[name] = _numel(entry) * kind.itemsize, _reader(saved, name, entry, kind)
+        sources[name] = Source(torch.Size(entry["shape"]), kind, _reader(saved, name, entry, kind))
     kept = [f"buffer/{name}" for name in manifest["persistent_buffers"]]
     kept += [key for key in other if key.startswith("unmanaged/")]
     for key in kept:
-        sources[key.partition("/")[2]] = other[key].nbytes, lambda key=key: other[key]
+        sources[key.partition("/")[2]] = Source.of(other[key])
     return sources
 
 

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import ConfigError, CorruptionError, StorageError
 from ..untrusted import is_regular, parse_json, printable, read_text
-from .pretrained import Source
+from .source import Source
 
 INDEX = "pytorch_model.bin.index.json"
 SINGLE = ("pytorch_model.bin", "pytorch_model_fsdp.bin", "model.pt", "model.pth")
@@ -124,6 +124,6 @@ def sources_of_tensors(groups: Iterator[dict[str, torch.Tensor]]) -> dict[str, S
             if tensor.numel() and place in written:
                 continue
             written.add(place)
-            sources[name] = tensor.nbytes, lambda tensor=tensor: tensor.detach().clone(memory_format=torch.contiguous_format)
+            sources[name] = Source.of(tensor)
     own = without_wrappers(names)
     return {own[name]: source for name, source in sources.items()}

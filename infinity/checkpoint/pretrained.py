@@ -1,41 +1,57 @@
-"""save_pretrained: a folder that ``transformers`` loads, written a few parameters at a time."""
+"""save_pretrained: a folder that ``transformers`` loads, written a few tensors at a time."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import StorageError
-from ..machine.outputs import Output, check_free, identity_of, replacing
+from ..errors import ConfigError, StorageError
+from ..machine.outputs import Identity, Output, check_free, identity_of, replacing
 from ..machine.progress import progress
+from ..machine.sizes import parse_nbytes
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of, whole_of
 from ..state.dtensors import global_of, local_of
 from ..state.handle import handle_of
 from ..state.parts import parts_of
-from .weight_files import save_file
+from .hub_names import SHARD_SIZE, hub_sources, is_transformers, names_to_write, shard_size_of
+from .source import Source, Storage
+from .tensor_file import check_dtypes, write_file
 
 NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # of those that are written here
 PARTIAL = re.compile(r"model(-\d{5}-of-\d{5}|\.safetensors\.index)?\.partial")  # and before they have it
 WEIGHT_NAMES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)|.*\.index\.json|config\.json|adapter_config\.json")
 CARD = "README.md"
-FILE_NBYTES = 256 * 1024 * 1024  # of one safetensors file; what is in memory at once
 
 
-def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | os.PathLike, *, overwrite: bool = False) -> None:
+def save_pretrained(
+    model: nn.Module | Sequence[nn.Module],
+    folder: str | os.PathLike,
+    *,
+    max_shard_size: int | str | None = None,
+    overwrite: bool = False,
+) -> None:
     """Writes the wrapped ``model`` as safetensors in the dtypes it was wrapped with, and its config where it has one. Of a PEFT model
     its adapters are written, as PEFT does.
 
-    Tied parameters are written once. Files get their names when all are whole, and no index ever names files of two saves: the folder is
+    A transformers model's folder is the one that its own ``save_pretrained`` writes: the same names and dtypes, the same files. What
+    transformers fuses or renames when it loads a model becomes what the hub has; tied parameters are written once. In memory at once
+    is one tensor, or those that are converted together.
+
+    max_shard_size
+        Bytes of one file at most, or text such as "5GB"; a larger tensor has a file to itself. None: as the model's own
+        ``save_pretrained``, which is 50 GB in transformers 5.
+
+    Files get their names when all are whole, and no index ever names files of two saves: the folder is
     the old model, the new one, or, for a moment between, none. Of several ranks all call, and the first one writes; of a pipeline (whose
     chunks are given as a list) the first one of each stage, into one folder.
 
@@ -43,16 +59,17 @@ def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | os.Pat
         Replaces a model that is in ``folder``. One of the same names and shapes, which this process
         has saved there, is replaced in any case.
 
-    Raises ConfigError where another model is there, with that one as it was, and StorageError.
+    Raises ConfigError where another model is there, for a quantised model, for a size that is none, and for what no file holds, with
+    the folder as it was; StorageError.
     """
     engine = engine_of(model)
     with engine.using(), engine.collectives.together("save_pretrained"), own_place(model, engine, Path(folder), overwrite):
-        _save_model(whole_of(model), parts_of(whole_of(model))[0], engine, Path(folder))
+        _save_model(whole_of(model), parts_of(whole_of(model))[0], engine, Path(folder), max_shard_size)
 
 
 # What this process has saved to which folder: the names and shapes of a model. The same may be
 # saved there again.
-_saved: dict[Any, frozenset[tuple[str, torch.Size]]] = {}
+_saved: dict[Identity, frozenset[tuple[str, torch.Size]]] = {}
 
 
 @contextmanager
@@ -71,40 +88,71 @@ def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and type(model).__module__.partition(".")[0] == "peft"
 
 
-def _save_model(model: nn.Module, first: nn.Module, engine: Engine, folder: Path) -> None:
+def _has_adapters(model: nn.Module) -> bool:
+    """Whether ``model`` is a transformers model whose own ``add_adapter`` was called: it saves its adapters alone."""
+    return is_transformers(model) and bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _save_model(model: nn.Module, first: nn.Module, engine: Engine, folder: Path, max_shard_size: int | str | None) -> None:
     """``first``: the model, or the first of its parts, which has the configuration."""
     engine.wait_idle()
     ranks = engine.ranks
     writes = ranks.is_first
-    if is_adapted(model):
+    if is_adapted(model) or _has_adapters(model):
         _save_adapters(model, folder, writes=writes)
         return
-    files = _files(sources_of(model))
+    if getattr(first, "hf_quantizer", None) is not None:
+        raise ConfigError(
+            f"{type(first).__name__} is quantised, and its quantizer alone knows what a folder has to hold: infinity.unwrap_model(model), then "
+            "model.save_pretrained(folder)"
+        )
+    files = split(hub_sources(first, sources_of(model)), shard_size_of(first) if max_shard_size is None else max_shard_size)
     stages = [] if ranks.stages is None else [ranks.stages]
-    mine = [[(name, nbytes) for name, (nbytes, _) in entries.items()] for entries in files]
+    mine = _told(files), _numel(model)
     everyones = engine.collectives.collect(mine, "the files of the stages", stages)
-    names = _name_files(everyones)
+    names = _name_files([len(files) for files, _ in everyones])
     is_writer = ranks.rank == 0 and ranks.writes and ranks.part == 0
     with _removed_on_error([_partial(folder / name) for name in names[ranks.stage]] if is_writer else []):
         _write_files(folder, files, names[ranks.stage], writes=is_writer)
         engine.collectives.rendezvous("the files of all stages")  # where one that failed raises on all
-    of_all = zip((name for of_one in names for name in of_one), (entries for of_one in everyones for entries in of_one))
+    of_all = dict(zip((name for of_one in names for name in of_one), (file for files, _ in everyones for file in files)))
     if writes:
         with _storing(folder):
-            _name_written(folder, dict(of_all))
+            _name_written(folder, of_all, numel=sum(numel for _, numel in everyones))
             write_configs(first, folder)
 
 
-def write_configs(model: nn.Module, folder: Path) -> None:
-    """Writes the configurations of a transformers model, of another one none."""
+def _numel(model: nn.Module) -> int:
+    """The elements of the parameters, but of those that another stage counts."""
+    handles = {param: handle_of(param) for param in model.parameters()}
+    return sum(param.numel() for param, handle in handles.items() if handle is None or handle.is_counted)
+
+
+def write_configs(model: nn.Module, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+    """Writes the configurations of a transformers model, of another one none. As its own ``save_pretrained`` does, this notes the model's
+    class and ``dtype`` (None: that of its first parameter) in its configuration, and adds the files with its code where it is not of
+    transformers itself."""
     with replacing(folder) as made:
-        for part in ("config", "generation_config"):
+        if is_transformers(model):
+            model.config.architectures = [type(model).__name__]
+            dtypes = [_wrapped_dtype(param) for param in model.parameters() if param.is_floating_point()]
+            if dtype is not None or dtypes:
+                model.config.dtype = str(dtype or dtypes[0]).removeprefix("torch.")
+            if getattr(model, "_auto_class", None) is not None:
+                importlib.import_module("transformers.dynamic_module_utils").custom_object_save(model, made, config=model.config)
+        generates = not is_transformers(model) or model.can_generate()
+        for part in ("config", "generation_config") if generates else ("config",):
             if hasattr(config := getattr(model, part, None), "save_pretrained"):
                 config.save_pretrained(made)
 
 
+def _wrapped_dtype(param: torch.Tensor) -> torch.dtype:
+    handle = handle_of(param)
+    return param.dtype if handle is None else handle.shard.spec.wrapped_dtype
+
+
 def _save_adapters(model: nn.Module, folder: Path, *, writes: bool) -> None:
-    own = adapter_tensors(model)
+    own = adapter_tensors(model) if is_adapted(model) else _tensors_of_added(model)
     if writes:
         try:
             with replacing(folder) as made:
@@ -113,6 +161,14 @@ def _save_adapters(model: nn.Module, folder: Path, *, writes: bool) -> None:
                 model.save_pretrained(made, state_dict=own, save_embedding_layers=False)
         except OSError as error:
             raise StorageError(error.errno or 0, f"cannot write the adapters to {folder}: {error}", str(folder)) from error
+
+
+def _tensors_of_added(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Reads what ``add_adapter`` has put into a transformers model, and what else of it is trained."""
+    layers = tuple(f"{path}." for path, module in model.named_modules() if hasattr(module, "adapter_layer_names"))
+    wanted = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
+    wanted |= {name for name in sources_of(model) if name.startswith(layers) and ".base_layer." not in name}
+    return {name: source.read() for name, source in sources_of(model).items() if name in wanted}
 
 
 def adapter_tensors(model: nn.Module, *, embeddings: bool = False) -> dict[str, torch.Tensor]:
@@ -125,55 +181,96 @@ def adapter_tensors(model: nn.Module, *, embeddings: bool = False) -> dict[str, 
         above = [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in tables]
         wanted |= {name for name, _ in model.named_parameters(remove_duplicate=False) if name.startswith(tuple(above))}
     own = {
-        name: read for name, (_, read) in sources_of(model).items() if name in wanted or prefix in name or "modules_to_save" in name
+        name: source for name, source in sources_of(model).items() if name in wanted or prefix in name or "modules_to_save" in name
     }
-    return {name: read() for name, read in own.items()}
+    return {name: source.read() for name, source in own.items()}
 
 
-Source = tuple[int, Callable[[], torch.Tensor]]  # bytes, and how to read them
+def write_sources(
+    folder: Path,
+    sources: dict[str, Source],
+    *,
+    writes: bool = True,
+    max_shard_size: int | str = SHARD_SIZE,
+    numel: int | None = None,
+) -> None:
+    """Reads the tensors one after the other and writes them, with an index where there are several files. Without ``writes`` they are
+    only read: other ranks need this one for it.
 
+    max_shard_size
+        As :func:`save_pretrained` has it.
+    numel
+        The elements of the model's parameters, for the index.
 
-def write_sources(folder: Path, sources: dict[str, Source], *, writes: bool = True) -> int:
-    """Reads the tensors and writes them, a file at a time, with an index where there are several. Without ``writes`` they are only read: other
-    ranks need this one for it. Returns the number of elements. Raises StorageError."""
-    files = _files(sources)
-    names = _name_files([files])[0]
+    Raises StorageError, ConfigError for a dtype that a file cannot hold.
+    """
+    files = split(sources, max_shard_size)
+    names = _name_files([len(files)])[0]
     with _removed_on_error([_partial(folder / name) for name in names] if writes else []):
-        written = _write_files(folder, files, names, writes=writes)
+        _write_files(folder, files, names, writes=writes)
     if writes:
         with _storing(folder):
-            _name_written(folder, {name: [(key, nbytes) for key, nbytes, _ in of_one] for name, of_one in zip(names, written)})
-    return sum(numel for of_one in written for _, _, numel in of_one)
+            _name_written(folder, dict(zip(names, _told(files))), numel=numel)
 
 
-def _name_files(of_stages: Sequence[Sequence[Any]]) -> list[list[str]]:
+def split(sources: dict[str, Source], max_shard_size: int | str) -> list[dict[str, Source]]:
+    """Splits ``sources`` into files of at most ``max_shard_size`` as huggingface_hub does: in their order, views of one storage together,
+    and what is larger in a file of its own, before the one that is being filled. Raises ConfigError for a dtype that no file can hold."""
+    check_dtypes(sources)
+    most = parse_nbytes(max_shard_size, "max_shard_size")
+    of_storage: dict[Storage, dict[str, Source]] = {}
+    for name, source in sources.items():
+        of_storage.setdefault(source.storage or Storage(source.nbytes), {})[name] = source
+    files: list[dict[str, Source]] = []
+    current: dict[str, Source] = {}
+    nbytes = 0
+    for storage, views in of_storage.items():
+        if storage.nbytes > most:
+            files.append(views)
+            continue
+        if nbytes + storage.nbytes > most:
+            files.append(current)
+            current, nbytes = {}, 0
+        current |= views
+        nbytes += storage.nbytes
+    return [*files, current] if current or not files else files
+
+
+def _told(files: list[dict[str, Source]]) -> list[dict[str, int]]:
+    """The names in each file, and their bytes; those of a storage are its first view's."""
+    seen: set[Storage] = set()
+    told: list[dict[str, int]] = [{} for _ in files]
+    for entries, sources in zip(told, files):
+        for name, source in sources.items():
+            entries[name] = 0 if source.storage in seen else (source.storage or source).nbytes
+            seen |= {source.storage} - {None}
+    return told
+
+
+def _name_files(counts: Sequence[int]) -> list[list[str]]:
     """Names the files of every stage: numbered through, one alone without a number."""
-    count, number, names = sum(map(len, of_stages)), 0, []
-    for files in of_stages:
-        numbers = range(number + 1, number + len(files) + 1)
+    count, number, names = sum(counts), 0, []
+    for of_one in counts:
+        numbers = range(number + 1, number + of_one + 1)
         names.append(["model.safetensors" if count == 1 else f"model-{n:05d}-of-{count:05d}.safetensors" for n in numbers])
-        number += len(files)
+        number += of_one
     return names
 
 
-def _write_files(
-    folder: Path, files: list[dict[str, Source]], names: list[str], *, writes: bool
-) -> list[list[tuple[str, int, int]]]:
-    """Writes the files whole, not yet under their names. Returns the tensors of each: name, bytes and elements,
-    which a source that converts may give other than it said. Raises StorageError."""
-    written = []
+def _write_files(folder: Path, files: list[dict[str, Source]], names: list[str], *, writes: bool) -> None:
+    """Writes the files whole, not yet under their names. Raises StorageError."""
     with _storing(folder):
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
-        nbytes = sum(nbytes for entries in files for nbytes, _ in entries.values())
+        nbytes = sum(source.nbytes for sources in files for source in sources.values())
         with progress("writing weights", nbytes) as advance:
-            for name, entries in zip(names, files):
-                tensors = {key: read().contiguous() for key, (_, read) in entries.items()}
+            for name, sources in zip(names, files):
                 if writes:
-                    _write(_partial(folder / name), tensors)
-                written.append([(key, tensor.nbytes, tensor.numel()) for key, tensor in tensors.items()])
-                advance(sum(nbytes for nbytes, _ in entries.values()))
-    return written
+                    _partial(folder / name).unlink(missing_ok=True)  # a link is replaced, and not written through
+                    write_file(_partial(folder / name), sources, advance=advance)
+                    continue
+                for source in sources.values():
+                    source.read()
 
 
 @contextmanager
@@ -190,53 +287,31 @@ def _storing(folder: Path) -> Iterator[None]:
 def sources_of(model: nn.Module) -> dict[str, Source]:
     """Maps the name of every tensor of a wrapped model's state dict to how it is read, tied ones once."""
     store = engine_of(model).store
-    tied = getattr(model, "_tied_weights_keys", None) or ()
-    written: set[int] = set()
-    sources: dict[str, Source] = {}
-    candidates = [
-        (prefix + name, tensor)
+    tensors = {
+        prefix + name: tensor
         for prefix, module in ((f"{path}." if path else "", m) for path, m in model.named_modules(remove_duplicate=False))
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]
         if tensor is not None and name not in module._non_persistent_buffers_set
-    ]
-    for name, tensor in sorted(candidates, key=lambda entry: _is_tied_copy(entry[0], tied)):
+    }
+    sources: dict[str, Source] = {}
+    for name in names_to_write(model, tensors):
+        tensor = tensors[name]
         handle = handle_of(tensor)
-        if id(tensor) in written or (handle is not None and not handle.is_counted):  # another stage writes it
-            continue
-        written.add(id(tensor))
         if handle is None:
-            sources[name] = tensor.nbytes, lambda tensor=tensor: global_of(tensor, local_of(tensor.detach())).clone()
-        else:
-            nbytes = tensor.numel() * handle.shard.spec.wrapped_dtype.itemsize
-            sources[name] = nbytes, lambda handle=handle: global_of(handle.param, handle.shard.read_value(store, handle.index))
+            sources[name] = Source(
+                tensor.shape, tensor.dtype, lambda tensor=tensor: global_of(tensor, local_of(tensor.detach())).clone()
+            )
+        elif handle.is_counted:  # another stage writes it
+            sources[name] = Source(
+                tensor.shape,
+                handle.shard.spec.wrapped_dtype,
+                lambda handle=handle: global_of(handle.param, handle.shard.read_value(store, handle.index)),
+            )
     return sources
-
-
-def _is_tied_copy(name: str, tied) -> bool:
-    """Whether ``name`` is one that transformers expects to be left out for another name of the same tensor."""
-    return any(name == key or name.endswith("." + key) for key in tied)
-
-
-def _files(sources: dict[str, Source]) -> list[dict[str, Source]]:
-    files: list[dict[str, Source]] = [{}]
-    size = 0
-    for name, (nbytes, read) in sources.items():
-        if size and size + nbytes > FILE_NBYTES:
-            files.append({})
-            size = 0
-        files[-1][name] = nbytes, read
-        size += nbytes
-    return files
 
 
 def _partial(path: Path) -> Path:
     return path.with_suffix(".partial")
-
-
-def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    path.unlink(missing_ok=True)  # a link of this name is replaced, and not written through
-    save_file(tensors, path, metadata={"format": "pt"})
-    _flush(path)
 
 
 def _flush(path: Path) -> None:
@@ -257,7 +332,7 @@ def _removed_on_error(paths: Sequence[Path]) -> Iterator[None]:
         raise
 
 
-def _name_written(folder: Path, files: dict[str, list[tuple[str, int]]]) -> None:
+def _name_written(folder: Path, files: dict[str, dict[str, int]], *, numel: int | None) -> None:
     """Gives all written files their names and, where there are several, an index of their tensors' names and bytes. Files of an earlier,
     differently split save are removed."""
     index = folder / "model.safetensors.index.json"
@@ -266,9 +341,11 @@ def _name_written(folder: Path, files: dict[str, list[tuple[str, int]]]) -> None
     for name in files:
         os.replace(_partial(folder / name), folder / name)
     if len(files) > 1:
-        total = sum(nbytes for entries in files.values() for _, nbytes in entries)
-        names = {key: name for name, entries in files.items() for key, _ in entries}
-        _partial(index).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2))
+        told = {} if numel is None else {"total_parameters": numel}
+        told["total_size"] = sum(nbytes for entries in files.values() for nbytes in entries.values())
+        names = {key: name for name, entries in files.items() for key in entries}
+        text = json.dumps({"metadata": told, "weight_map": names}, indent=2, sort_keys=True) + "\n"
+        _partial(index).write_text(text)
         _flush(_partial(index))
         os.replace(_partial(index), index)
     else:

@@ -34,6 +34,7 @@ from ..machine.progress import progress
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
 from ..runtime.registry import whole_of
+from ..state.parts import parts_of
 from .content import (
     average_files,
     buffers_of,
@@ -46,6 +47,7 @@ from .content import (
     unit_files,
     unmanaged_parameters,
 )
+from .described import description_of
 from .file_writer import FileWriter, make_slots, start_file
 from .folder import OF_READERS, remove_data, writing
 from .manifest import FORMAT, MANIFEST, check_same_model, seal_manifest, sync_file, sync_folder, write_synced
@@ -110,6 +112,7 @@ def _save_all(
         "average": engine.average.count if engine.average is not None else 0,  # updates
         "extra": encode_value(extra, tensors, "extra"),
         "persistent_buffers": list(_of_stages(dict.fromkeys(persistent_buffers(model)), collectives)),
+        "config": description_of(parts_of(model)[0]),
     }
     buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(model).items()}
     rest = {f"buffer/{name}": buffer for name, buffer in buffers.items()}

@@ -6,14 +6,11 @@ block   what is read at once; a few are in flight while the one before is being 
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -21,6 +18,7 @@ from .. import native
 from ..errors import ConfigError, CorruptionError, StorageError
 from ..machine.progress import progress
 from ..untrusted import is_regular, parse_json, read_text
+from .source import Source
 
 READ_NBYTES = 4 * 1024 * 1024
 BLOCKS_AHEAD = 7
@@ -80,9 +78,29 @@ class WeightFiles:
             raise CorruptionError(f"{path / INDEX} says that {missing[0]} is in {index[missing[0]]}, which has no such tensor")
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads one tensor."""
-        with safe_open(self.tensors[name].file, framework="pt") as opened:
-            return opened.get_tensor(name)
+        """Reads one tensor. Opens its file for it and looks nowhere else: a mixture has thousands of them."""
+        stored = self.tensors[name]
+        if stored.dtype is None:
+            raise ConfigError(f"{name} in {stored.file} has a dtype that this version does not read")
+        value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        raw = memoryview(value.view(-1).view(torch.uint8).numpy())
+        try:
+            with open(stored.file, "rb", buffering=0) as file:
+                file.seek(stored.begin)
+                while raw.nbytes and (count := file.readinto(raw)):
+                    raw = raw[count:]
+        except OSError as error:
+            raise StorageError(error.errno or 0, f"cannot read {stored.file}: {error}", str(stored.file)) from error
+        if raw.nbytes:
+            raise CorruptionError(f"{stored.file} ends before {name} does: it was truncated")
+        return value
+
+    def sources(self) -> dict[str, Source]:
+        """Returns the source of every tensor. One of a dtype that is not read here raises ConfigError when it is."""
+        return {
+            name: Source(stored.shape, stored.dtype or torch.uint8, lambda name=name: self.read(name))
+            for name, stored in self.tensors.items()
+        }
 
     def stream(self, names: Iterable[str], spans: Mapping[str, tuple[int, int]] | None = None) -> Iterator[FilePiece]:
         """Yields the pieces of the tensors ``names``, file by file, each tensor's in order. ``spans``: name -> the elements that
@@ -113,15 +131,6 @@ def keep_header(file: Path) -> bytes:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         length = opened.read(8)
         return length + opened.read(min(MOST_HEADER_NBYTES, int.from_bytes(length, "little")))
-
-
-def save_file(tensors: dict[str, torch.Tensor], path: Path, *, metadata: dict[str, str]) -> None:
-    """Writes a safetensors file. Raises StorageError for what the library tells as its own error: a full disk, say."""
-    try:
-        safetensors.torch.save_file(tensors, path, metadata=metadata)
-    except SafetensorError as error:
-        found = re.search(r"os error (\d+)", str(error))
-        raise StorageError(int(found[1]) if found else errno.EIO, f"{path} cannot be written: {error}", str(path)) from error
 
 
 def _index_of(folder: Path) -> dict[str, str] | None:

@@ -22,7 +22,7 @@ import torch
 from ..errors import ConfigError, CorruptionError, InfinityError
 from ..untrusted import read_text
 from .pickled import load_pickled, stand_in
-from .pretrained import Source
+from .source import Source
 
 LATEST = "latest"  # the file that names the folder of the newest checkpoint
 MODEL, OPTIMIZER = "*_model_states.pt", "*_optim_states.pt"
@@ -72,9 +72,9 @@ def _sources(folder: Path) -> dict[str, Source]:
         raise CorruptionError(f"{folder} is of {ranks} ranks, and has model states of {len(models)}: it is not whole")
     groups = [[_checked(folder, name, shape) for name, shape in group.items()] for group in first["param_shapes"]]
     parts = _parts_of_stage_3(optimizers, groups) if stage == 3 else _parts_of_stage_2(optimizers, groups)
-    sources = {name: (shape.numel() * 4, lambda part=part: part.read()) for name, shape, part in parts}
+    sources = {name: Source(shape, torch.float32, part.read) for name, shape, part in parts}
     sources |= _frozen(models, stage)
-    sources |= {name: (tensor.nbytes, lambda tensor=tensor: tensor.clone()) for name, tensor in _buffers(first).items()}
+    sources |= {name: Source.of(tensor) for name, tensor in _buffers(first).items()}
     return sources
 
 
@@ -167,7 +167,7 @@ def _frozen(models: list[Mapping], stage: int) -> dict[str, Source]:
     found: dict[str, Source] = {}
     for name, shape in shapes.items():
         part = _Part([model["frozen_param_fragments"][name] for model in ranks], torch.Size(shape))
-        found[name] = part.shape.numel() * 4, lambda part=part: part.read()
+        found[name] = Source(part.shape, torch.float32, part.read)
     return found
 
 

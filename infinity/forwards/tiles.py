@@ -5,7 +5,7 @@ rows    of a Linear: its outputs; of an Embedding: its vocabulary; of a transfor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,8 +35,8 @@ def is_tileable(module: nn.Module) -> bool:
     return type(module) is nn.Linear or is_conv1d(module)
 
 
-def candidates(model: nn.Module, limit_nbytes: int, dtype: torch.dtype | None) -> dict[nn.Parameter, int]:
-    """Finds weights of more than ``limit_nbytes`` (in ``dtype``, None: their own) whose every user can be tiled, each with the rows
+def candidates(model: nn.Module, limit_nbytes: int, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> dict[nn.Parameter, int]:
+    """Finds weights of more than ``limit_nbytes`` (in the dtype that they compute in) whose every user can be tiled, each with the rows
     of a tile that has no more."""
     users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -45,7 +45,7 @@ def candidates(model: nn.Module, limit_nbytes: int, dtype: torch.dtype | None) -
                 users.setdefault(param, []).append((module, name))
     found = {}
     for param, using in users.items():
-        size = (dtype or param.dtype).itemsize if param.is_floating_point() else param.itemsize
+        size = dtype_of(param).itemsize
         if type(param) is not nn.Parameter or param.dim() != 2 or param.numel() * size <= limit_nbytes:
             continue
         if param._backward_hooks or not param.is_contiguous():

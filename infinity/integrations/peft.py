@@ -5,7 +5,7 @@ LoRA, DoRA and PEFT's other adapters train in a wrapped model as they are; savin
 hollow    of a parameter: one element, expanded to its shape, so that it has no memory but a device that PEFT can put adapters on
 twin      the same model, hollow, with the adapters' own values: PEFT merges its layers, one at a time
 target    a module that PEFT has put in the place of one of the base model's
-source    how to read one tensor of the merged model: its bytes, and a function (see :mod:`infinity.checkpoint.pretrained`)
+source    how to read one tensor of the merged model (see :mod:`infinity.checkpoint.source`)
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from ..api.full_params import full_params
-from ..checkpoint.pretrained import Source, adapter_tensors, is_adapted, own_place, sources_of, write_configs, write_sources
+from ..checkpoint.hub_names import hub_sources, shard_size_of
+from ..checkpoint.pretrained import adapter_tensors, is_adapted, own_place, sources_of, write_configs, write_sources
+from ..checkpoint.source import Source
 from ..errors import ConfigError, UsageError
 from ..runtime.registry import engine_of
 from .versions import require
@@ -75,10 +77,12 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool 
         engine.wait_idle()
         tensors = adapter_tensors(model)
         hollow = _hollow(lambda: type(base)(base.config))
-        names = set(hollow.state_dict())
+        names, params = set(hollow.state_dict()), {name for name, _ in hollow.named_parameters()}
         twin = _twin_of(model, hollow, tensors)
         sources = {plain: source for name, source in sources_of(model).items() if (plain := _plain_name(name)) in names}
-        write_sources(Path(folder), merged(sources, twin), writes=engine.ranks.is_first)
+        written = hub_sources(base, merged(sources, twin))
+        numel = sum(source.shape.numel() for name, source in sources.items() if name in params)
+        write_sources(Path(folder), written, writes=engine.ranks.is_first, max_shard_size=shard_size_of(base), numel=numel)
         if engine.ranks.is_first:
             write_configs(base, Path(folder))
 
@@ -177,15 +181,19 @@ def merged(sources: Mapping[str, Source], twin: nn.Module) -> dict[str, Source]:
     found = dict(sources)
     for name, param in twin.get_base_model().named_parameters():
         if name in sources and not _is_hollow(param):  # an embedding of another size, say, which the adapter brings along
-            found[name] = param.nbytes, lambda param=param: param.data
+            found[name] = Source.of(param)
     for key, target in targets.items():
-        for name, _ in _base_of(target).named_parameters():
+        for name, param in _base_of(target).named_parameters():
             if f"{key}.{name}" not in sources:
                 raise ConfigError(
                     f"the adapter changes {key}.{name}, which is not among the model's {len(sources)} tensors: it is the adapter of another "
                     "model, or that weight is tied to another one"
                 )
-            found[f"{key}.{name}"] = sources[f"{key}.{name}"][0], _merging(target, key, name, sources)
+            read = _merging(target, key, name, sources)
+            if not isinstance(target, BaseTunerLayer):
+                param = read()  # a module that is trained whole has a dtype of its own
+            known = sources[f"{key}.{name}"] if _is_hollow(param) else param
+            found[f"{key}.{name}"] = Source(known.shape, known.dtype, read)
     return found
 
 
@@ -213,7 +221,7 @@ def _merging(target: nn.Module, key: str, name: str, sources: Mapping[str, Sourc
         before = dict(base.named_parameters())
         try:
             for own, param in before.items():
-                value = sources[f"{key}.{own}"][1]() if _is_hollow(param) else param.data
+                value = sources[f"{key}.{own}"].read() if _is_hollow(param) else param.data
                 _put(base, own, nn.Parameter(value.clone(), requires_grad=False))
             if isinstance(target, BaseTunerLayer):
                 target.merge()

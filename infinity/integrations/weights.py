@@ -7,6 +7,7 @@ import os
 import torch
 from torch import nn
 
+from ..checkpoint.module_names import Incoming
 from ..checkpoint.weight_files import WeightFiles
 from ..errors import UsageError
 
@@ -14,28 +15,19 @@ from ..errors import UsageError
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str | os.PathLike) -> None:
     """Sets the parameters and buffers of ``model`` (wrapped or not) to those of a safetensors file or folder: as load_state_dict with
-    strict=False does, but with one tensor in memory at a time.
+    strict=False does, but with one tensor in memory at a time, or those that transformers converts together.
 
     Raises UsageError, before anything is changed, where a tensor has another shape.
     """
     files = WeightFiles(folder)
-    targets = {
+    tensors = {
         name: tensor
         for kind in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         for name, tensor in kind
-        if name in files.tensors
     }
-    for name, target in targets.items():
-        if target.shape != files.tensors[name].shape:
-            raise UsageError(
-                f"{name} has shape {tuple(files.tensors[name].shape)} in {folder}, and {tuple(target.shape)} in the model"
-            )
-    value, filled = torch.empty(0), 0
-    for piece in files.stream(targets):
-        stored = files.tensors[piece.name]
-        if piece.begin == 0:
-            value, filled = torch.empty(stored.shape.numel(), dtype=stored.dtype), 0
-        value[piece.begin : piece.begin + piece.values.numel()] = piece.values
-        filled += piece.values.numel()
-        if filled == value.numel():
-            targets[piece.name].copy_(value.view(stored.shape))
+    found = Incoming(model, files.sources(), tensors).sources
+    for name, source in found.items():
+        if tensors[name].shape != source.shape:
+            raise UsageError(f"{name} has shape {tuple(source.shape)} in {folder}, and {tuple(tensors[name].shape)} in the model")
+    for name, source in found.items():
+        tensors[name].copy_(source.read())

@@ -14,6 +14,7 @@ from ..errors import ConfigError
 from ..machine.sizes import format_nbytes
 from ..planning.cuts import cut_evenly
 from ..state.dtensors import local_of
+from ..state.kept_dtypes import computing_dtypes
 from .stages import Chain
 
 ONE_CHUNK = ("GPipe", "1F1B")  # schedules of one chunk a rank; all others here have several
@@ -93,9 +94,8 @@ def choose(
         raise ConfigError(f"costs has {len(costs)} numbers, the model {layers} layers")
     name, why = _name(schedule, chunks, layers, ranks, config)
     below = config.params != "device"
-    nbytes = [
-        sum(local_of(p).numel() * (config.param_dtype or p.dtype).itemsize for p in layer.parameters()) for layer in chain.layers
-    ]
+    dtype_of = computing_dtypes(chain.model, config.param_dtype)
+    nbytes = [sum(local_of(p).numel() * dtype_of(p).itemsize for p in layer.parameters()) for layer in chain.layers]
     loading = None
     if costs is not None and load_rate is not None and below:
         costs, loading = [micro_batches * cost for cost in costs], [2 * each / load_rate for each in nbytes]

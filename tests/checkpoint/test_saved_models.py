@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import infinity
 from infinity.checkpoint import pretrained
+from infinity.checkpoint.source import Source
 
 CALLS = ("replace", "unlink", "fsync")
 NAMES = [f"layer{n}" for n in range(3)]
@@ -23,7 +24,8 @@ NAMES = [f"layer{n}" for n in range(3)]
 
 def save(folder: Path, value: float, files: int) -> None:
     """Three tensors of one ``value``, in ``files`` files."""
-    pretrained.write_sources(folder, {name: (48 if files == 3 else 16, lambda: torch.full((4,), value)) for name in NAMES})
+    sources = {name: Source.of(torch.full((4,), value)) for name in NAMES}
+    pretrained.write_sources(folder, sources, max_shard_size=16 if files == 3 else 48)
 
 
 def found(folder: Path) -> set[float] | None:
@@ -64,9 +66,8 @@ def fails_at(monkeypatch):
 
 @pytest.mark.parametrize("before", [1, 3])
 @pytest.mark.parametrize("after", [1, 3])
-def test_a_cut_save_gives_the_old_model_the_new_one_or_none(before, after, fails_at, monkeypatch, tmp_path):
+def test_a_cut_save_gives_the_old_model_the_new_one_or_none(before, after, fails_at, tmp_path):
     """And a save after it is whole, beside nothing else."""
-    monkeypatch.setattr(pretrained, "FILE_NBYTES", 64)
     kinds, at = set(), 0
     while True:
         folder = tmp_path / str(at)
@@ -90,9 +91,8 @@ def test_a_cut_save_gives_the_old_model_the_new_one_or_none(before, after, fails
 
 
 @pytest.mark.parametrize("files", [1, 3])
-def test_a_disk_that_refuses_everything_from_a_call_on_is_the_same_error(files, fails_at, monkeypatch, tmp_path):
+def test_a_disk_that_refuses_everything_from_a_call_on_is_the_same_error(files, fails_at, tmp_path):
     """What tidies up after the error is refused as well, and raises none of its own; the twin is the save that ends."""
-    monkeypatch.setattr(pretrained, "FILE_NBYTES", 64)
     for at in range(20):
         done = fails_at(at, on=True)
         try:
@@ -104,22 +104,56 @@ def test_a_disk_that_refuses_everything_from_a_call_on_is_the_same_error(files, 
     assert at == len(done) > 1 and found(tmp_path / str(at)) == {1.0}
 
 
-def test_the_index_tells_the_bytes_that_were_written(monkeypatch, tmp_path):
-    """Sources that convert say what they read, which is twice as much."""
-    monkeypatch.setattr(pretrained, "FILE_NBYTES", 16)
-    pretrained.write_sources(tmp_path, {name: (16, lambda: torch.ones(4, dtype=torch.bfloat16)) for name in NAMES})
+def test_the_index_tells_the_bytes_that_were_written(tmp_path):
+    """Method: sources that convert read twice as much as is written. Twin: one that gives another dtype than it said is refused."""
+    sources = {name: Source.of(torch.ones(4)).to(torch.bfloat16) for name in NAMES}
+    pretrained.write_sources(tmp_path, sources, max_shard_size=8)
     assert json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == 3 * 8
+    wrong = Source(torch.Size([4]), torch.float32, lambda: torch.ones(4, dtype=torch.bfloat16))
+    with pytest.raises(infinity.CorruptionError, match="layer0"):
+        pretrained.write_sources(tmp_path / "other", {"layer0": wrong})
+    assert not list((tmp_path / "other").iterdir())
 
 
-def test_a_save_that_fails_leaves_no_half_model(monkeypatch, tmp_path):
+@pytest.mark.parametrize("size", [40, 16, 15, "1KB"])
+def test_files_are_split_and_written_as_the_libraries_do(size, tmp_path):
+    """Method: tensors of several dtypes, one of them larger than a file, one empty, one a scalar; huggingface_hub splits the same
+    tensors, and safetensors writes each file: equal bytes."""
+    hub = pytest.importorskip("huggingface_hub")
+    tensors = {
+        "b": torch.ones(4),
+        "a": torch.ones(9).bfloat16(),
+        "large": torch.arange(30.0),
+        "c": torch.ones(3, dtype=torch.int64),
+    }
+    tensors |= {"none": torch.empty(0, 4), "ü.n": torch.tensor(2.5), "flags": torch.tensor([True, False, True])}
+    split = hub.split_torch_state_dict_into_shards(tensors, max_shard_size=size, filename_pattern="model{suffix}.safetensors")
+    pretrained.write_sources(tmp_path / "ours", {name: Source.of(tensor) for name, tensor in tensors.items()}, max_shard_size=size)
+    (tmp_path / "theirs").mkdir()
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: tensors[name] for name in names}, tmp_path / "theirs" / file, metadata={"format": "pt"})
+        assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes(), file
+    assert {path.name for path in (tmp_path / "ours").glob("*.safetensors")} == split.filename_to_tensors.keys()
+
+
+def test_a_dtype_that_no_file_can_hold_is_refused_before_anything_is_written(tmp_path):
+    """Method: a complex tensor of 16 bytes an element among others. Twin: without it they are written."""
+    sources = {"a": Source.of(torch.ones(4)), "b": Source.of(torch.ones(4, dtype=torch.complex128))}
+    with pytest.raises(infinity.ConfigError, match="complex128"):
+        pretrained.write_sources(tmp_path / "out", sources)
+    assert not (tmp_path / "out").exists()
+    pretrained.write_sources(tmp_path / "out", {"a": sources["a"]})
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a"], torch.ones(4))
+
+
+def test_a_save_that_fails_leaves_no_half_model(tmp_path):
     """Method: the second of three files cannot be made; the first one was whole."""
-    monkeypatch.setattr(pretrained, "FILE_NBYTES", 16)
 
     def fails() -> torch.Tensor:
         assert list(tmp_path.glob("*.partial"))
         raise KeyboardInterrupt
 
-    sources = {"a": (16, lambda: torch.ones(4)), "b": (16, fails), "c": (16, lambda: torch.ones(4))}
+    one = Source.of(torch.ones(4))
     with pytest.raises(KeyboardInterrupt):
-        pretrained.write_sources(tmp_path, sources)
+        pretrained.write_sources(tmp_path, {"a": one, "b": Source(one.shape, one.dtype, fails), "c": one}, max_shard_size=16)
     assert os.listdir(tmp_path) == []

@@ -18,11 +18,9 @@ from ...errors import ConfigError
 from .options import DEFAULT_SEQUENCE_LENGTH
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
-# Of a configuration: ten times what the largest models have.
-MOST = {"num_hidden_layers": 10_000, "hidden_size": 1_000_000, "num_attention_heads": 100_000, "vocab_size": 100_000_000,
-        "intermediate_size": 100_000_000, "num_experts": 100_000, "num_local_experts": 100_000, "n_routed_experts": 100_000}  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -30,6 +28,8 @@ def read_model_config(path: Path | None, *, trust: bool = False) -> Any:
     """Reads the `transformers` configuration of a folder, of a config.json, or the built-in one. Code that lies there runs with
     ``trust`` only: nobody is asked."""
     import transformers
+
+    from ...checkpoint.described import check_sizes
 
     if path is None:
         return built_in_model_config()
@@ -39,19 +39,8 @@ def read_model_config(path: Path | None, *, trust: bool = False) -> Any:
         if not trust and "trust_remote_code" in str(error):
             raise ConfigError(f"{path} brings code of its own to run. If you trust it: --trust-remote-code") from None
         raise ConfigError(f"transformers cannot read {path}: {_first_line(error)}") from None
-    _check_sizes(path, config)
+    check_sizes(path, config)
     return config
-
-
-def _check_sizes(path: Path, config: Any) -> None:
-    """Raises ConfigError for sizes that no machine builds a model of, not even one without values."""
-    text = config.get_text_config()
-    for name, most in MOST.items():
-        value = getattr(text, name, None)
-        values = value if isinstance(value, (list, tuple)) else [value]  # one for each layer, in some
-        for each in values if len(values) <= MOST["num_hidden_layers"] else [value]:
-            if each is not None and (isinstance(each, bool) or not isinstance(each, (int, float)) or not 0 <= each <= most):
-                raise ConfigError(f"{path}: {name} is {str(each)[:40]}, which is not a number from 0 to {most:,}")
 
 
 def is_trusted(model_config: Any) -> bool:
@@ -141,6 +130,7 @@ def build_model(
             return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=trust)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=trust)
+        keep_in_fp32(model, dtype)
         if not whole and is_streamed(model, path):
             if (path / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(path)
@@ -157,20 +147,32 @@ def build_model(
 
 def is_streamed(model: nn.Module, path: Path | None) -> bool:
     """Tells whether ``model`` is on meta and the safetensors in ``path`` have all of it."""
+    from ...checkpoint.module_names import Incoming, may_lack
     from ...checkpoint.weight_files import WeightFiles
 
     if path is None or not path.is_dir() or not all(param.is_meta for param in model.parameters()):
         return False
-    if not any(path.glob("*.safetensors")) or getattr(model, "_keep_in_fp32_modules", None):
-        return False  # some weights are to stay in fp32, which only from_pretrained knows
-    found = WeightFiles(path).tensors
-    names: dict[int, set[str]] = {}
+    if not any(path.glob("*.safetensors")):
+        return False
     kept = model.state_dict(keep_vars=True)  # persistent buffers too
-    for name, tensor in kept.items():
-        names.setdefault(id(tensor), set()).add(name)
-    return all(of_one & set(found) for of_one in names.values()) and all(
-        found[name].shape == tensor.shape for name, tensor in kept.items() if name in found
+    found = Incoming(model, WeightFiles(path).sources(), kept).sources
+    there = {id(kept[name]) for name in found}
+    return all(id(tensor) in there or may_lack(model, name) for name, tensor in kept.items()) and all(
+        source.shape == kept[name].shape and source.dtype.is_floating_point == kept[name].dtype.is_floating_point
+        for name, source in found.items()
     )
+
+
+def keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
+    """Has a model on meta, built in ``dtype``, keep in fp32 what ``from_pretrained`` keeps so."""
+    import torch
+
+    from ...state.kept_dtypes import keeps_fp32
+
+    keeps = keeps_fp32(model, dtype)
+    for name, param in [*model.named_parameters(), *model.named_buffers()]:
+        if param.is_meta and param.is_floating_point() and keeps(name):
+            param.data = param.data.to(torch.float32)
 
 
 def add_adapters(model: nn.Module, rank: int) -> nn.Module:

@@ -1,0 +1,41 @@
+"""Group: tensors that are converted together. Their values are in memory from when the first that is made is read until the last was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .source import Source
+
+
+class Group:
+    """``given`` tensors, and what ``convert`` makes of them: ``made``, in its order."""
+
+    def __init__(
+        self,
+        convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+        given: dict[str, Source] | None = None,
+        made: list[str] | None = None,
+    ):
+        self._convert = convert
+        self.given, self.made = given or {}, made or []
+        self._ready: dict[str, torch.Tensor] = {}
+
+    def take_in(self, other: Group) -> None:
+        """Takes the tensors of another group: they turned out to be converted together."""
+        self.given |= other.given
+        self.made += other.made
+
+    def read(self, name: str) -> torch.Tensor:
+        """Returns the tensor ``name``, and forgets it: who reads one twice has all converted twice."""
+        if name not in self._ready:
+            made = self._convert({origin: source.read() for origin, source in self.given.items()})
+            # Some renamings depend on tensors outside of the group: then the order tells which is which.
+            self._ready = made if made.keys() == set(self.made) else dict(zip(self.made, made.values(), strict=True))
+        return self._ready.pop(name)
+
+
+def empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Makes a tensor without bytes, to learn from it what a conversion would make."""
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,0 +1,102 @@
+"""Module names: the tensors of a folder that transformers saved, under the names and in the shapes that a model's modules have."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from .groups import Group, empty
+from .hub_names import is_transformers
+from .source import Source
+
+
+class Incoming:
+    """The tensors of a folder as those of a model's state dict: renamed, fused or split as ``from_pretrained`` does.
+
+    sources
+        Name in the state dict -> source. One that is only renamed is the very source that was given.
+    """
+
+    def __init__(self, model: nn.Module, given: Mapping[str, Source], names: Mapping[str, Any]):
+        """Finds what of ``given``, the folder's tensors, is of ``names``, the state dict. Nothing is read. Raises ConfigError where
+        tensors cannot be converted."""
+        self.sources: dict[str, Source] = {}
+        self._conversions: list[Any] | None = None
+        if is_transformers(model) and (library := _library()) is not None:
+            self._convert(library, model, given, names)
+        else:
+            self.sources = {name: source for name, source in given.items() if name in names}
+
+    def note(self, model: nn.Module) -> None:
+        """Has the model's own ``save_pretrained`` undo the conversions that were done here, as ``from_pretrained`` does."""
+        if self._conversions is not None:
+            model._weight_conversions = self._conversions
+
+    def _convert(self, library: Any, model: nn.Module, given: Mapping[str, Source], names: Mapping[str, Any]) -> None:
+        mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+        renamings = [entry for entry in mapping if isinstance(entry, library.WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, library.WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        steps: dict[str, list[tuple[str, str]]] = {}  # first name that is made -> patterns and names of what it is made of
+        for origin in sorted(given, key=library.dot_natural_key):
+            prefix = model.base_model_prefix
+            name, pattern = library.rename_source_key(origin, renamings, converters, prefix, names)
+            if name not in names and origin in names:
+                name, pattern = library.rename_source_key(origin, [], [], prefix, names)
+            if name in names and pattern is not None and name not in self.sources:
+                steps.setdefault(name, []).append((pattern, origin))
+            elif name in names and name not in steps:
+                self.sources.setdefault(name, given[origin])
+        for name, entries in steps.items():
+            convert = _conversion(model, name, entries, by_pattern[entries[0][0]])
+            self._add(name, {origin: given[origin] for _, origin in entries}, convert, names)
+        self._conversions = [conversion for conversion in mapping if conversion.was_used()]
+
+    def _add(self, name: str, given: dict[str, Source], convert: Callable, names: Mapping[str, Any]) -> None:
+        try:
+            made = convert({origin: empty(source.shape, source.dtype) for origin, source in given.items()})
+        except Exception as error:
+            raise ConfigError(
+                f"transformers cannot make {name} of {len(given)} tensors ({', '.join([*given][:3])}): {type(error).__name__}: {error}"
+            ) from error
+        group = Group(convert, given, list(made))
+        for each, tensor in made.items():
+            if each in names:
+                self.sources[each] = Source(tensor.shape, tensor.dtype, lambda each=each: group.read(each))
+
+
+def _conversion(model: nn.Module, name: str, entries: list[tuple[str, str]], converter: Any) -> Callable:
+    """How tensors of a folder become ``name``, and what comes with it."""
+
+    def convert(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        one = copy.deepcopy(converter)
+        for pattern, origin in entries:
+            one.add_tensor(name, origin, pattern, values.pop(origin))
+        made = one.convert(name, model=model, config=model.config)
+        return {each: value[0] if isinstance(value, list) else value for each, value in made.items()}
+
+    return convert
+
+
+def _library() -> Any:
+    """The conversions of transformers 5; None for an older one."""
+    try:
+        return importlib.import_module("transformers.core_model_loading")
+    except ImportError:
+        return None
+
+
+def may_lack(model: nn.Module, name: str) -> bool:
+    """Tells whether a transformers model sets ``name`` itself where a folder has no such tensor, and says nothing of it."""
+    ignored = [
+        *(re.escape(key) + "$" for key in getattr(model, "_keys_to_ignore_on_save", None) or ()),
+        *(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
+    ]
+    return is_transformers(model) and any(re.search(pattern, name) for pattern in ignored)

@@ -1,0 +1,77 @@
+"""write_file: writes a safetensors file of any size, of which one tensor is in memory at a time."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from ..errors import ConfigError, CorruptionError
+from .source import Source
+from .weight_files import FILE_DTYPES
+
+ALIGNMENT = 8  # bytes, of the first tensor in a file
+NAMES = {dtype: name for name, dtype in FILE_DTYPES.items() if dtype is not None} | {
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
+}  # fmt: skip
+
+
+def check_dtypes(sources: Mapping[str, Source]) -> None:
+    """Raises ConfigError for a tensor whose dtype a safetensors file cannot have."""
+    for name, source in sources.items():
+        if source.dtype not in NAMES:
+            raise ConfigError(f"{name} is of {source.dtype}, which a safetensors file cannot hold: convert it, or leave it out")
+
+
+def write_file(path: Path, sources: Mapping[str, Source], *, advance: Callable[[int], object]) -> None:
+    """Writes ``sources`` to ``path`` and has the disk keep them; the bytes are those that the library writes of the same tensors.
+
+    Tensors are read in the order of ``sources``, and lie in the library's order. Raises OSError where the disk refuses, CorruptionError
+    where a source gives another tensor than it said.
+    """
+    places, header = _lay_out(sources)
+    with open(path, "wb", buffering=0) as file:
+        _reserve(file.fileno(), len(header) + sum(source.nbytes for source in sources.values()))
+        _write_at(file.fileno(), memoryview(header), 0)
+        for name, source in sources.items():
+            value = source.read()
+            if value.shape != source.shape or value.dtype != source.dtype:
+                raise CorruptionError(
+                    f"{name} is {value.dtype} of {tuple(value.shape)} and was said to be {source.dtype} of {tuple(source.shape)}"
+                )
+            raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            _write_at(file.fileno(), memoryview(raw.numpy()), len(header) + places[name])
+            advance(source.nbytes)
+        os.fsync(file.fileno())
+
+
+def _lay_out(sources: Mapping[str, Source]) -> tuple[dict[str, int], bytes]:
+    """Where each tensor begins behind the header, and the header. The widest come first, so that each lies at a multiple of its elements."""
+    told: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    places, at = {}, 0
+    for name in sorted(sources, key=lambda name: (-sources[name].dtype.itemsize, name)):
+        source, places[name] = sources[name], at
+        at += source.nbytes
+        told[name] = {"dtype": NAMES[source.dtype], "shape": list(source.shape), "data_offsets": [places[name], at]}
+    text = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return places, len(text).to_bytes(8, "little") + text
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Takes the room of the file before anything is read for it, where the file system can."""
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+
+
+def _write_at(descriptor: int, raw: memoryview, offset: int) -> None:
+    while raw.nbytes:
+        count = os.pwrite(descriptor, raw, offset)
+        raw, offset = raw[count:], offset + count

@@ -1,0 +1,46 @@
+"""Kept dtypes: which parameters a transformers model keeps in fp32 when the rest of it is of a 16-bit dtype.
+
+Routers, correction biases and the like choose experts by small differences, which 16 bits round away: ``from_pretrained(dtype=...)`` leaves
+them in fp32 whatever dtype was asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .parts import parts_of
+
+
+def keeps_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
+    """Returns what tells of a parameter's name in ``model`` whether it stays in fp32 where the model is to be of ``dtype``; None: as it is."""
+    found: list[tuple[str, re.Pattern[str]]] = []
+    covered: list[str] = []  # a model's plan has those of the models in it
+    for path, module in (pair for part in parts_of(model)[:1] for pair in part.named_modules()):
+        plan = getattr(module, "_get_dtype_plan", None) if dtype is not None else None
+        prefix = f"{path}." if path else ""
+        if callable(plan) and not any(prefix.startswith(other) for other in covered):
+            covered.append(prefix)
+            if patterns := [pattern for pattern, kept in plan(dtype).items() if kept == torch.float32]:
+                found.append((prefix, re.compile("|".join(pattern.replace("*", ".*") for pattern in patterns))))
+
+    def keeps(name: str) -> bool:
+        plain = name.replace(".base_layer.", ".")  # as PEFT calls what it has adapted
+        return any(plain.startswith(prefix) and pattern.search(plain.removeprefix(prefix)) for prefix, pattern in found)
+
+    return keeps
+
+
+def computing_dtypes(model: nn.Module, param_dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.dtype]:
+    """Returns what gives the dtype that a parameter of ``model`` computes in: ``param_dtype``, or its own where there is none, where it
+    has no floating point, and where the model keeps it in fp32."""
+    keeps = keeps_fp32(model, param_dtype)
+    kept = {param for name, param in model.named_parameters(remove_duplicate=False) if keeps(name)}
+
+    def dtype_of(param: torch.Tensor) -> torch.dtype:
+        return param.dtype if param_dtype is None or param in kept or not param.is_floating_point() else param_dtype
+
+    return dtype_of
