@@ -64,7 +64,10 @@ def _made_and_locked(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             _lock(descriptor, fcntl.LOCK_EX)
-            if os.fstat(descriptor).st_nlink:
+            status = os.fstat(descriptor)
+            if status.st_size:
+                raise UsageError(f"{path} is no lock of a save, which is empty: a save would remove it. Give another folder.")
+            if status.st_nlink:
                 return descriptor
         except BaseException:
             os.close(descriptor)

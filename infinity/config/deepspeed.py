@@ -66,10 +66,11 @@ class _Translation:
         near = difflib.get_close_matches(str(key), names or [known.name for known in SECTIONS[path]], n=1, cutoff=0.6)
         elsewhere = [section for section in SECTIONS if section != path and find(section, str(key)) is not None]
         hint = f": did you mean {path}{near[0]}?" if near else ""
-        hint = f": it belongs to {elsewhere[0]}" if elsewhere and not near else hint
+        if elsewhere and not near:
+            hint = f": it belongs to {elsewhere[0].removesuffix('.') or 'the top level'}"
         if self.strict:
             raise ConfigError(
-                f"DeepSpeed {path}{key} is unknown (keys up to DeepSpeed {VERSION} are known){hint or ':'} Correct it, leave it out, or have "
+                f"DeepSpeed {path}{key} is unknown (keys up to DeepSpeed {VERSION} are known){hint}. Correct it, leave it out, or have "
                 "it ignored by from_deepspeed(..., strict=False)."
             )
         self.report.append(f"{path}{key} unknown{hint}")

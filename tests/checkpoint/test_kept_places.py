@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UsageError
 
 
 def wrapped(width: int = 4, **config):
@@ -91,6 +91,19 @@ def test_save_checkpoint_keeps_a_manifest_of_something_else(text, tmp_path):
     with pytest.raises(ConfigError, match="not a checkpoint's manifest"):
         infinity.save_checkpoint(tmp_path, *wrapped())
     assert (tmp_path / "manifest.json").read_text() == text and len(contents(tmp_path)) == 1
+
+
+def test_save_checkpoint_keeps_a_lock_of_something_else(tmp_path):
+    """Method: a file of the lock's name with something in it. Twin: an empty one, as a killed save
+    leaves it."""
+    (tmp_path / ".lock").write_text("mine")
+    model, optimizer = wrapped()
+    with pytest.raises(UsageError, match="another folder"):
+        infinity.save_checkpoint(tmp_path, model, optimizer)
+    assert contents(tmp_path) == {str(tmp_path / ".lock"): b"mine"}
+    (tmp_path / ".lock").write_text("")
+    infinity.save_checkpoint(tmp_path, model, optimizer)
+    assert not (tmp_path / ".lock").exists()
 
 
 def test_a_timeline_replaces_a_timeline_only(tmp_path):

@@ -178,8 +178,10 @@ def test_a_key_that_is_none_is_refused_with_the_nearest(source, near, caplog):
 
 
 def test_a_key_at_the_wrong_level_is_told_where_it_belongs():
-    with pytest.raises(ConfigError, match="it belongs to zero_optimization"):
+    with pytest.raises(ConfigError, match="it belongs to zero_optimization[.]"):
         Config.from_deepspeed({"offload_param": {"device": "nvme"}})
+    with pytest.raises(ConfigError, match="it belongs to the top level"):
+        Config.from_deepspeed({"zero_optimization": {"aio": {}}})
 
 
 def test_what_is_not_on_disk_keeps_its_word(caplog):
