@@ -35,6 +35,7 @@ from ..state.handle import ParamHandle
 from ..state.journal import Journal
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
+from ..state.weight_storages import WeightStorages
 from .admission import admit
 from .joined_pass import JoinedPass
 from .older_weights import OlderWeights
@@ -78,7 +79,7 @@ class Engine(Refusals):
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}  # the newest state-dict tensor of a tied parameter
         self.average: WeightAverage | None = None  # of the trained parameters
         self.older: OlderWeights | None = None  # where a pipeline runs without flush
-        self.storages: dict[int, tuple[ParamUnit, torch.Tensor]] = {}  # device buffers, by storage
+        self.storages = WeightStorages()  # of the units' device buffers
         self.ledger = Ledger()
         for tier, budget in zip(Tier, (config.device_memory, config.host_memory, config.nvme_capacity)):
             self.ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
@@ -143,8 +144,7 @@ class Engine(Refusals):
                     param._infinity = handle
                     unit.handles.append(handle)
             unit.attach()
-            for flat in unit.flats:
-                self.storages[flat.untyped_storage()._cdata] = (unit, flat)
+            unit.list_in(self.storages)
 
     def units_of(self, block: torch.nn.Module) -> list[ParamUnit]:
         """Lists the units that have parameters of ``block`` and are gathered whole."""

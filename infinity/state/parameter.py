@@ -97,7 +97,7 @@ def _metadata_functions() -> set:
         "size dim numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex "
         "is_signed requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __hash__ __len__ "
         "untyped_storage is_shared get_device ndimension is_same_size is_inference is_conj is_neg "
-        "has_names dim_order is_pinned is_set_to"
+        "has_names dim_order is_set_to"
     ).split()
     found = set()
     for name in attributes:
@@ -126,6 +126,8 @@ class _Stored:
         if func in _METADATA:
             with DisableTorchFunction():
                 return func(*args, **kwargs)
+        if func is torch.Tensor.is_pinned:
+            return False  # torch looks at the address
         subject = args[0] if args and isinstance(args[0], _Stored) else None
         leaves = tree_flatten((args, kwargs))[0]
         if any(leaf.__class__ in STORED and lent_to(leaf) is not None for leaf in leaves):
