@@ -31,6 +31,7 @@ from ..planning.schedule import Schedule
 from ..planning.shadow_policy import ShadowPolicy
 from ..planning.unit_sizes import UnitSize
 from ..state import mistakes
+from ..state.apart import is_compiling, refuse_without_bytes
 from ..state.handle import ParamHandle
 from ..state.journal import Journal
 from ..state.step_counter import StepCounter
@@ -158,8 +159,10 @@ class Engine(Refusals):
         """Opens the scope that every use of the engine runs in. When it is not part of another use, what an exception left of the
         last one is put right first. ``repairing``: it sets all state anew.
 
-        Raises UsageError when that state is lost, for every use but a repairing one.
+        Raises UsageError when that state is lost, for every use but a repairing one, and where tensors have no bytes.
         """
+        if not is_compiling():  # which looks at what parameters are, under FakeTensorMode
+            refuse_without_bytes("a use")
         self.store.check_process()
         if not self.scopes.running and torch._C._current_graph_task_id() == -1:
             self.parking.resume()

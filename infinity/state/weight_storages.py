@@ -27,6 +27,8 @@ class WeightStorages:
 
     def find(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor] | None:
         """Returns the unit of which strided ``tensor`` is a weight, or a part of one, and the buffer that it lies in; None of any other."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return None  # which has no storage
         key = storage_guard.identity(tensor)
         entry = self._entries.get(key)
         # An address may be another storage's by now.
