@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from ..errors import ConfigError, UsageError
 from ..gradients.record import GradState
+from ..runtime.engine import Engine
 from ..runtime.parking import arrays_in_memory, give_back_heap
 from ..runtime.registry import engine_of
 
@@ -36,6 +38,7 @@ def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
                 f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait for it. Park after step()"
             )
         with engine.store.guarding():
+            _refuse_held(engine)
             engine.wait_idle()
             engine.prefetcher.release_all([unit for unit in engine.units if not unit.stays])
             for unit in engine.units:
@@ -47,6 +50,21 @@ def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
         engine.parking.park([*arrays_in_memory(engine.units), *averages], where)
         give_back_heap()
         return engine.parking.nbytes
+
+
+def _refuse_held(engine: Engine) -> None:
+    """Raises UsageError where something beside the engine refers to weights at home on the device: it would read what is no weight."""
+
+    def held() -> list[str]:
+        return [unit.name for unit in engine.units if unit.stays and unit.is_held]
+
+    if held():
+        gc.collect()
+    if names := held():
+        raise UsageError(
+            f"park: something outside of the engine holds the memory of {len(names)} units ({names[0]}, ...): an array of NumPy, an export by "
+            "DLPack or a view of a weight, made in a forward. Drop it, or keep a copy instead: weight.detach().clone()."
+        )
 
 
 def resume(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import UsageError
 from ..machine.tiers import Tier
+from ..state.apart import apart
 from ..state.handle import ParamHandle, handle_of
 from .weights import Weights
 
@@ -86,7 +87,7 @@ class Tiles:
             charge = engine.ledger.reserve(Tier.DEVICE, nbytes, f"a tile of {handle.name}", passing=True)
             try:
                 with engine.traffic.copying("host->device", nbytes, handle.name):
-                    flat = engine.store.read(shard.weight, offset + begin * width, offset + end * width)
+                    flat = apart(engine.store.read)(shard.weight, offset + begin * width, offset + end * width)
                     flat = flat.to(engine.device.where)
                 yield begin, end, flat.view(end - begin, width)
             finally:

@@ -167,14 +167,22 @@ class Accelerator(Device):
     def resize(self, storage: torch.UntypedStorage, nbytes: int, *, behind: Event = PAST) -> None:
         storage_guard.open(storage)
         if nbytes:
-            storage.resize_(nbytes)
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
             return
-        # The memory goes back to the queue it came from, which must not write it before the compute has read it.
+        self._follow_compute(behind)
+        storage.resize_(0)
+        storage_guard.close(storage)
+
+    def close_storage(self, storage: torch.UntypedStorage, *, behind: Event = PAST) -> None:
+        self._follow_compute(behind)
+        super().close_storage(storage)
+
+    def _follow_compute(self, behind: Event) -> None:
+        """Has the queue that memory comes from and goes back to write it only after the compute has read it."""
         for event in (self.now(), behind):
             if isinstance(event, _DeviceEvent):
                 self._queues["in"].wait_event(event.event)
-        storage.resize_(0)
-        storage_guard.close(storage)
 
     def warm(self, nbytes: int) -> None:
         def take() -> None:

@@ -154,11 +154,17 @@ class Device:
         so far and ``behind``."""
         storage_guard.open(storage)
         freed = storage.nbytes()
-        storage.resize_(nbytes)
+        if freed != nbytes:  # of memory that stayed nothing is asked that torch could refuse
+            storage.resize_(nbytes)
         if freed and not nbytes:
             self._heap.freed(freed)
         if not nbytes:
             storage_guard.close(storage)
+
+    def close_storage(self, storage: torch.UntypedStorage, *, behind: Event = PAST) -> None:
+        """Makes the bytes of ``storage`` inaccessible, and leaves its memory: what fills it next comes after all that was computed so
+        far and ``behind``."""
+        storage_guard.close(storage)
 
     def zeros(self, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
         """Allocates a flat array of zeros on the device. Raises CapacityError when it has no room."""

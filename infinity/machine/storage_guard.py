@@ -23,12 +23,52 @@ def is_available() -> bool:
 
 def close(storage: torch.UntypedStorage) -> None:
     """Makes every access to the bytes of ``storage`` raise RuntimeError, until :func:`open`."""
+    _let_be_asked()
     _set(storage, 1)
 
 
 def open(storage: torch.UntypedStorage) -> None:
     """Makes the bytes of ``storage`` accessible again."""
     _set(storage, 0)
+
+
+def identity(tensor: torch.Tensor) -> int:
+    """Returns what tells the storage of ``tensor`` from every other that is alive."""
+    return tensor.untyped_storage()._cdata
+
+
+def references(tensor: torch.Tensor) -> int:
+    """Counts the tensors and exports that refer to the storage of ``tensor``."""
+    return torch._C._storage_Use_Count(identity(tensor)) - _counting()
+
+
+@cache
+def _counting() -> int:
+    """Counts the references that torch has to a storage only to count them."""
+    probe = torch.empty(1, device="cpu")
+    return torch._C._storage_Use_Count(identity(probe)) - 1
+
+
+def is_fixed(storage: torch.UntypedStorage) -> bool:
+    """Tells whether accessible ``storage`` cannot be resized: NumPy had its memory, or it was moved to memory that processes share."""
+    return not storage.resizable() or is_moved(storage)
+
+
+def is_moved(storage: torch.UntypedStorage) -> bool:
+    """Tells whether accessible ``storage`` was moved to memory that processes share, which only the host's is."""
+    return storage.device.type == "cpu" and torch._C.StorageBase.is_shared(storage)
+
+
+def _is_shared(storage: torch.UntypedStorage) -> bool:
+    if storage.device.type == "cpu" and (flags := _flags()) is not None and _image(storage)[flags[1]]:
+        return False
+    return torch._C.StorageBase.is_shared(storage)
+
+
+@cache
+def _let_be_asked() -> None:
+    """Has torch say that a guarded storage is not shared: its own function may not raise, and ends the process."""
+    torch.UntypedStorage.is_shared = _is_shared
 
 
 def _set(storage: torch.UntypedStorage, value: int) -> None:

@@ -17,7 +17,9 @@ from functools import partial
 
 import torch
 
+from ..errors import UsageError
 from ..gradients.record import GradState
+from ..state.apart import apart, has_bytes, refuse_without_bytes
 from ..state.dtensors import is_distributed, part_of
 from ..state.handle import ParamHandle, handle_of, raw_grad, set_raw_grad
 from ..state.unit import ParamUnit
@@ -59,6 +61,7 @@ class Backward:
     def hold(self, unit: ParamUnit) -> None:
         """Holds ``unit``, which the running backward needs."""
         self.engine.check_open()
+        refuse_without_bytes("a backward")
         self.join()
         if unit in self._awaited:
             self._awaited[unit] = self._awaited.pop(unit)  # the last one used
@@ -99,10 +102,18 @@ class Backward:
 
     # --- gradients ---
 
+    @apart
     def landed(self, param: torch.Tensor) -> None:
         """Sends home a gradient that autograd accumulated in ``param``."""
         handle = handle_of(param)
         grad = raw_grad(param)  # before anything is put right: this one is of the backward that runs
+        refuse_without_bytes("a backward")
+        if grad is not None and not has_bytes(grad):
+            set_raw_grad(param, None)
+            raise UsageError(
+                f"the gradient of {handle.name} is a {type(grad).__name__} on {grad.device}, which has no bytes to send home: run the backward with "
+                "real tensors, or of a model that is not wrapped."
+            )
         self.join()
         if grad is None:
             return  # of a weight that runs in tiles: it has landed
@@ -163,6 +174,7 @@ class Backward:
         """Puts right what came before the outermost task, if that was cut short."""
         self.engine.recover()
 
+    @apart
     def end_task(self) -> None:
         """Lets go of what is still held as the outermost task ends: it got no gradient for some of its parameters."""
         for unit, missing in (self._awaited | self._expected).items():

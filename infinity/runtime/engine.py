@@ -32,10 +32,12 @@ from ..planning.schedule import Schedule
 from ..planning.shadow_policy import ShadowPolicy
 from ..planning.unit_sizes import UnitSize
 from ..state import mistakes
+from ..state.apart import is_compiling, refuse_without_bytes
 from ..state.handle import ParamHandle
 from ..state.journal import Journal
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
+from ..state.weight_storages import WeightStorages
 from .admission import admit
 from .joined_pass import JoinedPass
 from .older_weights import OlderWeights
@@ -79,7 +81,7 @@ class Engine(Refusals):
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}  # the newest state-dict tensor of a tied parameter
         self.average: WeightAverage | None = None  # of the trained parameters
         self.older: OlderWeights | None = None  # where a pipeline runs without flush
-        self.storages: dict[int, tuple[ParamUnit, torch.Tensor]] = {}  # device buffers, by storage
+        self.storages = WeightStorages()  # of the units' device buffers
         self.ledger = Ledger()
         for tier, budget in zip(Tier, (config.device_memory, config.host_memory, config.nvme_capacity)):
             self.ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
@@ -145,8 +147,7 @@ class Engine(Refusals):
                     param._infinity = handle
                     unit.handles.append(handle)
             unit.attach()
-            for flat in unit.flats:
-                self.storages[flat.untyped_storage()._cdata] = (unit, flat)
+            unit.list_in(self.storages)
 
     def units_of(self, block: torch.nn.Module) -> list[ParamUnit]:
         """Lists the units that have parameters of ``block`` and are gathered whole."""
@@ -160,8 +161,10 @@ class Engine(Refusals):
         """Opens the scope that every use of the engine runs in. When it is not part of another use, what an exception left of the
         last one is put right first. ``repairing``: it sets all state anew.
 
-        Raises UsageError when that state is lost, for every use but a repairing one.
+        Raises UsageError when that state is lost, for every use but a repairing one, and where tensors have no bytes.
         """
+        if not is_compiling():  # which looks at what parameters are, under FakeTensorMode
+            refuse_without_bytes("a use")
         self.store.check_process()
         if not self.scopes.running and torch._C._current_graph_task_id() == -1:
             self.parking.resume()

@@ -10,6 +10,7 @@ import torch
 from ..errors import UsageError
 from ..state import mistakes
 from ..state.unit import ParamUnit
+from .fixed_form import fix_forms
 from .running import Running
 from .scoped_call import ScopedCall
 
@@ -109,4 +110,4 @@ def install_hooks(engine: Running, roots: Sequence[torch.nn.Module], owners: dic
             if handle.grad is not None:
                 landing.add(handle.param)
     engine.passes.hook_later(landing.add)
-    return [*removers, landing]
+    return [*removers, landing, *fix_forms(roots)]

@@ -54,8 +54,7 @@ class OlderWeights:
                 shard.drop_older(engine.store)
             raise
         for versions in self._versions:
-            for flat in versions.older.flats:
-                engine.storages[flat.untyped_storage()._cdata] = (versions.unit, flat)
+            versions.older.list_in(engine.storages, versions.unit)
         engine.prefetcher.add([versions.older for versions in self._versions])
         engine.older = self
 

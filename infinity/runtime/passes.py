@@ -148,7 +148,7 @@ class Passes:
     def _is_weight_view(self, tensor: torch.Tensor) -> bool:
         if tensor.layout is not torch.strided or type(tensor) in OPAQUE or handle_of(tensor) is not None:
             return False
-        return local_of(tensor).untyped_storage()._cdata in self.engine.storages
+        return self.engine.storages.find(local_of(tensor)) is not None
 
     def hold_for_frame(self, unit: ParamUnit) -> None:
         """Holds a unit that is used outside its owners, until the outermost forward (or the backward) ends."""

@@ -21,6 +21,7 @@ from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
 from ..planning.lookahead import LookAhead
 from ..planning.schedule import Schedule
+from ..state.apart import apart
 from ..state.journal import Journal
 from ..state.residency import Residency
 from ..state.unit import ParamUnit
@@ -73,6 +74,7 @@ class Prefetcher:
 
     # --- holds ---
 
+    @apart
     def hold(self, unit: ParamUnit, *, backward: bool = False, offered: int = 0) -> int | None:
         """Makes ``unit`` resident and keeps it so until :meth:`unhold`. Returns what :meth:`ensure` does."""
         unit = unit.in_use
@@ -86,6 +88,7 @@ class Prefetcher:
             unit.expose()
         return least
 
+    @apart
     def unhold(self, unit: ParamUnit) -> None:
         """Takes one hold off; without any the unit is idle."""
         unit = unit.in_use
@@ -135,6 +138,7 @@ class Prefetcher:
             del self._resident[unit]
             self._resident[older] = None
 
+    @apart
     def release_idle(self, *, keeps: bool = False) -> None:
         """Sends every idle unit home: the pass is over, and at rest a parameter holds no storage. ``keeps``: another one is about to begin
         with them."""

@@ -20,6 +20,7 @@ from ..state.handle import ParamHandle
 from ..state.journal import Journal
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
+from ..state.weight_storages import WeightStorages
 from ..storage.store import ShardStore
 from .activation_store import ActivationStore
 from .prefetch import Prefetcher
@@ -110,7 +111,7 @@ class Running(ScopeOpener, Protocol):
     prefetcher: Prefetcher
     trained: list[ParamHandle]  # the parameters that have optimizer state
 
-    storages: dict[int, tuple[ParamUnit, torch.Tensor]]  # device buffers, by storage
+    storages: WeightStorages  # of the units' device buffers
 
     @property
     def older(self) -> Versions | None:

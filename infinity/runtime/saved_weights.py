@@ -6,7 +6,7 @@ unpacked, whatever the module returned and however it is checkpointed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from ..errors import UsageError
 from ..forwards.lazy_logits import Logits
 from ..state.unit import ParamUnit
+from ..state.weight_storages import WeightStorages
 from .saved_tensor import SavedTensor, through_dtensors
 
 
@@ -73,12 +74,10 @@ except ImportError:  # pragma: no cover
     pass
 
 
-def saving_hooks(
-    storages: Mapping[int, tuple[ParamUnit, torch.Tensor]], hold: Callable[[ParamUnit], None]
-) -> tuple[Callable, Callable]:
+def saving_hooks(storages: WeightStorages, hold: Callable[[ParamUnit], None]) -> tuple[Callable, Callable]:
     """Makes a pair of saved-tensor hooks that save weights as references, and hand everything else to the hooks around them.
 
-    ``storages``: the units' device buffers, by storage. ``hold`` makes a unit resident until the running backward is done with it.
+    ``storages``: of the units' device buffers. ``hold`` makes a unit resident until the running backward is done with it.
     """
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     outer_pack, outer_unpack = outer if outer is not None else (None, None)
@@ -88,7 +87,7 @@ def saving_hooks(
 
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.layout is torch.strided and type(tensor) not in OPAQUE:
-            entry = storages.get(tensor.untyped_storage()._cdata)
+            entry = storages.find(tensor)
             if entry is not None:
                 if counted:
                     outer_pack(tensor)

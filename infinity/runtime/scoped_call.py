@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import native
+from ..state.apart import refuse_without_bytes
 
 
 class ScopeOpener(Protocol):
@@ -58,8 +59,10 @@ class ScopedCall:
 def _scoped(engine: ScopeOpener, call: Callable) -> Callable:
     @torch.compiler.disable
     def scope() -> AbstractContextManager:
-        # What was compiled meanwhile calls this after an unwrap too.
-        return engine.using() if engine.is_open else nullcontext()
+        if not engine.is_open:  # what was compiled meanwhile calls this after an unwrap too
+            return nullcontext()
+        refuse_without_bytes("a forward")
+        return engine.using()
 
     def scoped(*args: Any, **kwargs: Any) -> Any:
         with scope():

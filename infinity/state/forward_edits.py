@@ -14,6 +14,7 @@ from .dtensors import is_common, is_distributed, local_of
 from .handle import own_bytes
 from .journal import Journal
 from .shard import ParamShard, same_bits
+from .tensors import sum_of_bits
 
 COMPARED_FIRST = 4  # times that a unit is resident: two forwards with their backwards
 
@@ -21,12 +22,6 @@ COMPARED_FIRST = 4  # times that a unit is resident: two forwards with their bac
 def _count(param: torch.Tensor) -> int:
     """Reads torch's count of changes; of a DTensor its own, and that of its local part."""
     return param._version + (local_of(param)._version if is_distributed(param) else 0)
-
-
-def _sum_of_bits(param: torch.Tensor) -> int:
-    """Adds the elements up as integers of their bits."""
-    flat = own_bytes(param).reshape(-1)
-    return int(flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize]).sum(dtype=torch.int64))
 
 
 class ForwardEdits:
@@ -43,12 +38,13 @@ class ForwardEdits:
         self._edited: set[torch.nn.Parameter] = set()
         self._sums: dict[torch.nn.Parameter, int] = {}
 
-    def begin(self) -> None:
-        """Begins to look for changes: the parameters are about to be computed with."""
+    def begin(self, exported: Sequence[torch.nn.Parameter] = ()) -> None:
+        """Begins to look for changes: the parameters are about to be computed with. ``exported``: those that somebody can change where torch
+        does not count it."""
         self._watched.clear()
         self._versions = [_count(param) for shard in self._shards for param in shard.params]
         compared = self._distributed if self._compared < COMPARED_FIRST else self._edited
-        self._sums = {param: _sum_of_bits(param) for param in compared}
+        self._sums = {param: sum_of_bits(own_bytes(param)) for param in (*compared, *exported)}
         self._compared += bool(self._distributed)
 
     def forget(self) -> None:
@@ -61,11 +57,16 @@ class ForwardEdits:
         if param not in self._watched:
             self._watched[param] = None if can_be_compared else data.clone()
 
+    def knows(self, param: torch.nn.Parameter) -> bool:
+        """Tells whether a change of ``param`` will be found, however it was made."""
+        return param in self._sums or param in self._watched
+
     def look(self) -> bool:
         """Looks whether any parameter was changed, or handed out so that it may have been."""
         for param, before in self._sums.items():
-            if _sum_of_bits(param) != before:  # on every data rank: each has the whole local part
-                self._edited.add(param)
+            if sum_of_bits(own_bytes(param)) != before:  # on every data rank: each has the whole local part
+                if is_distributed(param):
+                    self._edited.add(param)
                 self._watched.setdefault(param, None)
         params = [param for shard in self._shards for param in shard.params]
         return any(_count(param) != counted or param in self._watched for param, counted in zip(params, self._versions))

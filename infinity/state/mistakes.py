@@ -36,6 +36,8 @@ KNOWN: list[tuple[str, frozenset[str], str]] = [
         ("torch/onnx/", "", f"A wrapped model cannot be exported: its weights are not in memory. {UNWRAP}"),
         ("torch/jit/", "", f"A wrapped model cannot be traced or scripted: its weights are not in memory. {UNWRAP}"),
         ("torch/nn/utils/prune.py", "", f"Prune before wrap_model. {UNWRAP}"),
+        ("torch/nn/utils/weight_norm.py", "", f"Parametrise before wrap_model. {UNWRAP}"),
+        ("torch/nn/utils/spectral_norm.py", "", f"Parametrise before wrap_model. {UNWRAP}"),
         ("torch/nn/utils/parametrizations.py", "", f"Parametrise before wrap_model. {UNWRAP}"),
         ("torch/nn/utils/parametrize.py", "", f"Parametrise before wrap_model. {UNWRAP}"),
         ("torch/ao/quantization/", "", f"Quantise a plain model. {UNWRAP}"),

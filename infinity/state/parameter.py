@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..errors import UsageError
 from ..machine import storage_guard
+from . import mistakes
 from .dtensors import DTensor, is_distributed
 from .handle import DisableTorchFunction, handle_of, own_bytes, raw_grad, set_raw_grad
 from .lent import lent_to
@@ -97,7 +98,7 @@ def _metadata_functions() -> set:
         "size dim numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex "
         "is_signed requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __hash__ __len__ "
         "untyped_storage is_shared get_device ndimension is_same_size is_inference is_conj is_neg "
-        "has_names dim_order is_pinned is_set_to"
+        "has_names dim_order is_set_to"
     ).split()
     found = set()
     for name in attributes:
@@ -110,6 +111,10 @@ def _metadata_functions() -> set:
 
 
 _METADATA = _metadata_functions()
+# What these return has the shape, dtype and device of a tensor, and nothing of its bytes.
+_LIKE = {getattr(torch, f"{kind}_like") for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")} | {
+    getattr(torch.Tensor, f"new_{kind}") for kind in ("empty", "empty_strided", "zeros", "ones", "full", "tensor")
+}
 _DETACH = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}
 _TO = {torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.float, torch.Tensor.bfloat16,
        torch.Tensor.half, torch.Tensor.type}  # fmt: skip
@@ -126,8 +131,12 @@ class _Stored:
         if func in _METADATA:
             with DisableTorchFunction():
                 return func(*args, **kwargs)
+        if func is torch.Tensor.is_pinned:
+            return False  # torch looks at the address
         subject = args[0] if args and isinstance(args[0], _Stored) else None
         leaves = tree_flatten((args, kwargs))[0]
+        if func in _LIKE and subject is not None and not any(isinstance(leaf, _Stored) for leaf in leaves[1:]):
+            return _like(func, subject, args[1:], kwargs)
         if any(leaf.__class__ in STORED and lent_to(leaf) is not None for leaf in leaves):
             return _on_lent(func, args, kwargs)
         if subject is not None:
@@ -253,6 +262,15 @@ RESIDENT = ResidentParameter, DTensor
 STORED = StoredParameter, StoredDTensor
 
 
+def _like(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
+    """``func`` of a tensor at rest, of which it asks its shape. Raises UsageError where a known mistake begins with that."""
+    handle = handle_of(subject)
+    if mistakes.advice():
+        raise handle.engine.refusal(handle, func.__name__)
+    with DisableTorchFunction():
+        return func(handle.param, *args, **kwargs)
+
+
 def _grad_of_places(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.grad`` of parameters at rest: what it asks for is their place in the graph, not their bytes."""
 
@@ -292,26 +310,37 @@ def _converts_to_itself(func, subject: torch.Tensor, args: tuple, kwargs: dict) 
         probe = torch.empty_strided(tuple(subject.shape), subject.stride(), dtype=subject.dtype, device="meta")
     if kwargs.get("copy"):
         return False
-    rest = [torch.device("meta") if _is_own_device(value, subject) else value for value in args[1:]]
-    named = {k: torch.device("meta") if _is_own_device(v, subject) else v for k, v in kwargs.items()}
+    rest = [_META if _is_own_device(value, subject) else value for value in args[1:]]
+    named = {k: _META if _is_own_device(v, subject) else v for k, v in kwargs.items()}
     if func is torch.Tensor.cpu:
         return subject.device.type == "cpu"
     if func is torch.Tensor.cuda:
         wanted = args[1] if len(args) > 1 else kwargs.get("device")
         wanted = torch.device("cuda", wanted) if isinstance(wanted, int) else wanted
         return subject.device.type == "cuda" and (wanted is None or _is_own_device(wanted, subject))
-    if any(isinstance(value, torch.Tensor) for value in rest):
+    if any(isinstance(value, torch.Tensor) for value in (*rest, *named.values())):
         return False
+    if any(value is not _META and _device(value) is not None for value in (*rest, *named.values())):
+        return False  # another device, or meta itself
     return func(probe, *rest, **named) is probe
 
 
-def _is_own_device(value: Any, subject: torch.Tensor) -> bool:
-    if isinstance(value, str):
+_META = torch.device("meta")  # of the probe of a conversion, in place of the tensor's own
+
+
+def _device(value: Any) -> torch.device | None:
+    """Returns the device that an argument names; None where it names none."""
+    if isinstance(value, (str, int)) and not isinstance(value, bool):
         try:
-            value = torch.device(value)
+            return torch.device(value)
         except RuntimeError:
-            return False
-    if not isinstance(value, torch.device) or value.type != subject.device.type:
+            return None
+    return value if isinstance(value, torch.device) else None
+
+
+def _is_own_device(value: Any, subject: torch.Tensor) -> bool:
+    value = _device(value)
+    if value is None or value.type != subject.device.type:
         return False
     return value.index is None or subject.device.index is None or value.index == subject.device.index
 

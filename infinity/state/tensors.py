@@ -23,6 +23,13 @@ def digest_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, bytes]:
     return tuple(tensor.shape), str(tensor.dtype), hashlib.blake2b(flat.view(torch.uint8).numpy(), digest_size=8).digest()
 
 
+def sum_of_bits(tensor: torch.Tensor) -> int:
+    """Adds the elements of a tensor up as integers of their bits."""
+    size = min(tensor.itemsize, 8)
+    bits = tensor.reshape(-1).view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    return int(bits.sum(dtype=torch.int64))
+
+
 def put(tensor: torch.Tensor, begin: int, values: torch.Tensor) -> None:
     """Sets the elements of ``tensor`` from ``begin`` on, counted row by row whatever its strides."""
     if tensor.is_contiguous():
@@ -33,6 +40,8 @@ def put(tensor: torch.Tensor, begin: int, values: torch.Tensor) -> None:
 
 
 def take_storage(param: nn.Parameter) -> None:
+    if storage_guard.is_fixed(param.untyped_storage()):  # an initialisation had it as an array of NumPy, say
+        param.data = torch.empty_strided(param.size(), param.stride(), dtype=param.dtype, device=param.device)
     storage = param.untyped_storage()
     storage.resize_(0)
     storage_guard.close(storage)

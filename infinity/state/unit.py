@@ -128,6 +128,8 @@ class ParamUnit(UnitBuffers):
         fetching = self.residency is Residency.FETCHING and self.copies_while_fetching
         if not fetching and self.residency is not (Residency.STAGED if from_disk else Residency.STORED):
             raise self._illegal("be gathered")
+        for buffer in self.buffers:
+            buffer.check_left()
         charge = ledger.reserve(Tier.DEVICE, self.weight_nbytes, f"unit {self.name}", passing=True)
         self._move(Residency.GATHERING)
         self._charge = charge
@@ -151,8 +153,9 @@ class ParamUnit(UnitBuffers):
 
     def _copy_in(self, store: ShardStore, slots: Sequence[native.Lease], pieces: Sequence[ReadPiece]) -> None:
         """This rank's bytes, from staging ``slots`` or a memory home to the device."""
-        for i, (shard, flat) in enumerate(zip(self.shards, self.flats)):
-            self._device.resize(flat.untyped_storage(), shard.weight_nbytes)
+        for i, (shard, buffer) in enumerate(zip(self.shards, self.buffers)):
+            buffer.fill()
+            flat = buffer.flat
             if self.has_second_slice:
                 self._in_node(flat).copy_(self._second[i])
             elif not slots:
@@ -241,7 +244,7 @@ class ParamUnit(UnitBuffers):
             if unit.residency not in (Residency.STORED, Residency.RESIDENT):
                 raise unit._illegal("change places")
         # In one statement, which nothing interrupts: no buffer may be lost. What follows is given up after an exception.
-        self.flats, other.flats = other.flats, self.flats
+        self.buffers, other.buffers = other.buffers, self.buffers
         for name in ("residency", "arriving", "_charge", "_last_use"):
             mine, its = getattr(self, name), getattr(other, name)
             setattr(self, name, its)
@@ -257,12 +260,13 @@ class ParamUnit(UnitBuffers):
         self._read_times, self._second_version = None, -1
         self._edits.forget()
         self._history.append(f"{self.residency.name} given up")
+        self.conceal()
+        self._align()
         if self.stays:
             self.residency = Residency.RESIDENT
         else:
             self.residency = Residency.STORED
             self._empty_storages()
-        self.conceal()
 
     def _empty(self, charge: native.Charge) -> None:
         self._empty_storages()

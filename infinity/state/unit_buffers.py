@@ -1,7 +1,6 @@
 """UnitBuffers: holds the device memory of one unit, and makes its parameters views of it.
 
-A parameter's storage is one view of its shard's device buffer, whose storage is resized to zero and back and never
-replaced: views that autograd saved stay valid.
+A parameter is one view of its shard's device buffer (:mod:`.device_buffer`).
 
 second slice   of weights that were gathered, this rank's part among the ranks of its machine: until they change, the next
                gather needs no other machine and no home
@@ -12,17 +11,20 @@ from __future__ import annotations
 import torch
 
 from ..distributed.collectives import Collectives
+from ..errors import UsageError
 from ..machine.device import PAST, Device, Event
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from ..storage.store import ShardStore
-from .dtensors import is_distributed, set_bytes
+from .device_buffer import DeviceBuffer
+from .dtensors import is_distributed
 from .forward_edits import ForwardEdits
-from .handle import ParamHandle
+from .handle import ParamHandle, own_bytes
 from .journal import Journal
 from .parameter import RESIDENT, STORED
 from .residency import Residency
 from .shard import ParamShard
+from .weight_storages import WeightStorages
 
 
 class UnitBuffers:
@@ -33,16 +35,20 @@ class UnitBuffers:
         self._device = device or Device(torch.device("cpu"), Traffic())
         self.residency = Residency.STORED
         self.version = 0  # counts changes of the values at home
-        self.flats: list[torch.Tensor] = []
+        self.buffers: list[DeviceBuffer] = []
         self.handles: list[ParamHandle] = []
         self._is_shared = False
         self._collectives = shards[0].collectives if shards else Collectives()
         self._ranks = self._collectives.ranks
         self._last_use: Event = PAST  # the end of what was last computed with it
-        self._views: list[list[torch.Tensor]] = []  # of the device buffers, until the parameters are made them
         self._second: list[torch.Tensor] = []  # slices for the machine's own gathers, one for each shard
         self._second_version = -1  # of the values they are of
         self._edits = ForwardEdits(self.shards)
+
+    @property
+    def flats(self) -> list[torch.Tensor]:
+        """The whole device buffers, one for each shard."""
+        return [buffer.flat for buffer in self.buffers]
 
     @property
     def weight_nbytes(self) -> int:
@@ -71,26 +77,25 @@ class UnitBuffers:
     def attach(self) -> None:
         """Makes every parameter a view of its shard's device buffer. The values must already be at home. Nothing here can fail
         for want of space: see :meth:`allocate`."""
-        for shard, views in zip(self.shards, self._views):
-            for param, view in zip(shard.params, views):
-                set_bytes(param, view)  # before the switch of classes: torch's own setter
-        self._views.clear()
+        for buffer in self.buffers:
+            buffer.show()  # before the switch of classes: torch's own setter
         self.conceal()
 
     def allocate(self) -> None:
         """Makes the device buffers, and the parameters' views of them, while a buffer has its memory. Raises CapacityError
         when the device has no room."""
 
+        flats: list[torch.Tensor] = []
+
         def make() -> None:
             for shard in self.shards:
-                self.flats.append(torch.empty(shard.layout.numel, dtype=shard.spec.dtype, device=self._device.where))
+                flats.append(torch.empty(shard.layout.numel, dtype=shard.spec.dtype, device=self._device.where))
 
         if self.stays:
-            self.flats = [shard.weight.flat for shard in self.shards]
+            flats = [shard.weight.flat for shard in self.shards]
         else:
             self._device.put("in", make).wait()
-        for shard, flat in zip(self.shards, self.flats):
-            self._views.append([place.view(flat) for place in shard.layout.placements])
+        self.buffers = [DeviceBuffer(shard, flat, self._device) for shard, flat in zip(self.shards, flats)]
         if self._ranks.node is not None:
             self._second = [f.new_empty(f.numel() // self._ranks.node.size) for f in self.flats]
         if self.stays:
@@ -103,13 +108,31 @@ class UnitBuffers:
         return flat.view(self._ranks.node.size, -1)[self._ranks.node.rank]
 
     def _empty_storages(self) -> None:
-        for flat in self.flats:
-            self._device.resize(flat.untyped_storage(), 0, behind=self._last_use)
+        for buffer in self.buffers:
+            buffer.empty(self._last_use)
+
+    def _align(self, *, shows: bool = True) -> None:
+        """Puts right where the parameters and their buffers lie. ``shows``: makes the parameters views of these."""
+        for buffer in self.buffers:
+            if self.stays:
+                buffer.return_home()
+            buffer.align(shows=shows)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody beside the engine refers to the device's memory of it."""
+        return any(buffer.is_held for buffer in self.buffers)
+
+    def list_in(self, storages: WeightStorages, unit: UnitBuffers | None = None) -> None:
+        """Enters the device buffers into ``storages``, as those of ``unit`` (None: this one)."""
+        for buffer in self.buffers:
+            buffer.list_in(storages, unit or self)
 
     def expose(self) -> None:
         """Makes the parameters ordinary ones: something is about to compute with them."""
         self._switch(RESIDENT)
-        self._edits.begin()
+        # What has an export from now on already is not compared with what is at home.
+        self._edits.begin([param for buffer in self.buffers if buffer.is_exported for param in buffer.shard.params])
 
     def conceal(self) -> None:
         """Makes touching a parameter come by the engine, whether its bytes are still on the device or not.
@@ -138,9 +161,33 @@ class UnitBuffers:
 
         Raises UsageError where the change cannot be told from the value before.
         """
+        self._look_at_exports(store)
         if self._edits.look():
             self._second_version = -1  # before anything goes home: a change may be refused after others have gone
             self._edits.write(store, journal, self._collectives, compresses=self._ranks.compresses, stays=self.stays)
+
+    def _look_at_exports(self, store: ShardStore) -> None:
+        """Watches for changes through what a forward has exported its parameters to (NumPy, DLPack): torch does not count them.
+
+        Raises UsageError where it has moved them to other memory, or other ranks would have to know of the change.
+        """
+        for buffer in self.buffers:
+            if buffer.is_moved:
+                raise UsageError(
+                    f"share_memory_() of weights of unit {self.name}: what other processes would see of them is not what is trained, whose "
+                    f"home is on {buffer.shard.weight.tier}. Share a copy: weight.detach().clone().share_memory_()."
+                )
+            if not self._can_be_compared or not buffer.is_exported:
+                continue
+            for index, param in enumerate(buffer.shard.params):
+                if self._edits.knows(param) or buffer.shard.holds(store, index, own_bytes(param)):
+                    continue
+                if not self._ranks.alone:
+                    raise UsageError(
+                        f"{buffer.shard.names[index]} was changed in a forward through an array or an export of it. With several ranks change it "
+                        "through .data, or inside infinity.full_params(..., writeback=True)."
+                    )
+                self._edits.watch(param, own_bytes(param), True)
 
     def share(self) -> None:
         """Marks the unit as used by several modules, so that its gradients may come long after each other."""

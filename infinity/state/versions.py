@@ -16,8 +16,6 @@ import torch
 from ..errors import UsageError
 from ..storage.arrays import StateArray
 from ..storage.store import ShardStore
-from .dtensors import set_bytes
-from .handle import DisableTorchFunction, own_bytes
 from .journal import Journal
 from .shard import ParamShard
 from .unit import ParamUnit
@@ -59,10 +57,9 @@ class OlderUnit(ParamUnit):
         super().allocate()
         self._second.clear()
 
-    @property
-    def views(self) -> list[list[torch.Tensor]]:
-        """The parameters' views of the buffers, for each shard."""
-        return self._views
+    def _align(self, *, shows: bool = False) -> None:
+        """The parameters are views of the newest weights, once those are settled."""
+        super()._align(shows=shows)
 
     @property
     def _can_be_compared(self) -> bool:
@@ -84,11 +81,6 @@ class UnitVersions:
     def __init__(self, unit: ParamUnit, index: int):
         self.unit, self.older = unit, OlderUnit(unit, index)
         self.older.allocate()
-        views = [[own_bytes(param) for param in shard.params] for shard in unit.shards]
-        # By device buffer, as the units have it: an exception between a change of those and one of these cannot be.
-        self._views = {
-            _key(flat): of_shard for flat, of_shard in zip((*unit.flats, *self.older.flats), (*views, *self.older.views))
-        }
         unit.older = self.older
 
     @staticmethod
@@ -105,10 +97,8 @@ class UnitVersions:
     def _show(self) -> None:
         """Makes the parameters views of what computes from now on."""
         torch.clear_autocast_cache()  # it has casts of the other values, by parameter
-        with DisableTorchFunction():
-            for shard, flat in zip(self.unit.shards, self.unit.in_use.flats):
-                for param, view in zip(shard.params, self._views[_key(flat)]):
-                    set_bytes(param, view)
+        for buffer in self.unit.in_use.buffers:
+            buffer.show()
 
     def begin_update(self) -> None:
         """Makes the newest weights the older ones, with what of them is on the device; the newest are the ones that an update is about to make. A
@@ -126,7 +116,3 @@ class UnitVersions:
     def _swap(self) -> None:
         self.unit.change_places(self.older)
         self._show()
-
-
-def _key(flat: torch.Tensor) -> int:
-    return flat.untyped_storage()._cdata

@@ -79,6 +79,7 @@ METADATA: dict[str, Callable[[nn.Parameter], Any]] = {
     "is_tensor": lambda p: (torch.is_tensor(p), isinstance(p, nn.Parameter)),
     "get_device": lambda p: p.get_device(),
     "type name": lambda p: p.type(),
+    "is_shared": lambda p: (p.is_shared(), p.detach().is_shared(), p.untyped_storage().is_shared(), p.is_pinned()),
     "to itself": lambda p: p.to(p.device) is p and p.to(p.dtype) is p and p.cpu() is p,
 }
 
@@ -322,6 +323,7 @@ def test_a_tensor_kept_from_a_forward_never_crashes(home, tmp_path):
         model, _ = infinity.wrap_model(model, config=at_home(home, home, tmp_path))
         model(torch.ones(1, 8)).sum().backward()
         for kept, value in zip(model[0].kept, values):
+            assert not kept.is_shared()  # of which torch's own function would end the process
             try:
                 assert torch.equal(kept, value)
             except RuntimeError:

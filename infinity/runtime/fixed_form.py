@@ -1,0 +1,97 @@
+"""FixedForm: keeps the form of a wrapped model: which parameters its modules have, on what device and in what dtype.
+
+Conversions walk over the modules and change buffers on their way; functions that put something in a parameter's place take that off first.
+So both are refused where they begin, and not by the first weight that they touch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..errors import UsageError
+from ..state import mistakes
+from ..state.handle import handle_of
+
+
+class Removable(Protocol):
+    """Something that was done to a module."""
+
+    def remove(self) -> None:
+        """Takes it back. A second call does nothing."""
+
+
+def fix_forms(roots: Iterable[nn.Module]) -> list[Removable]:
+    """Keeps the form of every module of ``roots`` that has managed parameters, its own or in what it contains."""
+    modules = dict.fromkeys(module for root in roots for module in root.modules())
+    holding = [module for module in modules if any(handle_of(param) is not None for param in module.parameters())]
+    return [FixedForm(module) for module in holding]
+
+
+class FixedForm:
+    """The form of one module, fixed until :meth:`remove`."""
+
+    def __init__(self, module: nn.Module):
+        self._module = reference = weakref.ref(module)
+        self._apply = of_class = module.__dict__.get("_apply")
+
+        def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+            module = reference()
+            _refuse_conversion(fn, module.parameters(recurse))
+            return type(module)._apply(module, fn, recurse) if of_class is None else of_class(fn, recurse)
+
+        module.__dict__["_apply"] = apply
+        module.__dict__["_parameters"] = FixedParameters(module._parameters)
+
+    def remove(self) -> None:
+        """Lets the module's form be changed again. A second call does nothing."""
+        module = self._module()
+        if module is None or type(module._parameters) is not FixedParameters:
+            return
+        if self._apply is None:
+            module.__dict__.pop("_apply", None)
+        else:
+            module.__dict__["_apply"] = self._apply
+        module.__dict__["_parameters"] = dict(module._parameters)
+
+
+def _refuse_conversion(fn: Callable[[torch.Tensor], torch.Tensor], params: Iterable[nn.Parameter]) -> None:
+    """Raises UsageError where ``fn`` would make another tensor of a managed parameter."""
+    for param in params:
+        if (handle := handle_of(param)) is None:
+            continue
+        with torch.no_grad():
+            converted = fn(param)  # of a parameter at home it is refused, or returns that
+        if converted is not param:
+            raise handle.engine.refusal(handle, "a conversion of the model")
+
+
+class FixedParameters(dict):
+    """The parameters of one module by name: a managed one is not taken off, and gets no other name. Inside a forward some modules make
+    their own anew."""
+
+    def __setitem__(self, name: str, param: Any) -> None:
+        if name not in self:
+            _refuse_another_form(param, f"registered as {name}")
+        super().__setitem__(name, param)
+
+    def __delitem__(self, name: str) -> None:
+        _refuse_another_form(self.get(name), "taken off its module")
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Takes ``name`` off. Raises UsageError for a managed parameter."""
+        _refuse_another_form(self.get(name), "taken off its module")
+        return super().pop(name, *default)
+
+
+def _refuse_another_form(param: Any, what: str) -> None:
+    handle = handle_of(param)
+    if handle is not None and not handle.engine.computing:
+        raise UsageError(
+            f"parameter {handle.name} is managed by Infinity and cannot be {what}. {mistakes.advice() or mistakes.UNWRAP}"
+        )

@@ -1,0 +1,89 @@
+"""Apart: keeps the engine's own work out of what a user's operations run in, and refuses passes whose tensors have no bytes.
+
+mode        what torch asks in place of the operations of a thread, or around them: counters, selective checkpoints, FakeTensorMode, tracers
+transform   a level of torch.func
+
+Bytes that come from home under a mode would be what the mode makes of them: nothing, under FakeTensorMode, or what it has kept of another time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import UsageError
+from . import mistakes
+from .dtensors import local_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_KEYS = torch._C._TorchDispatchModeKey
+WITHOUT_BYTES = {
+    _KEYS.FAKE: "FakeTensorMode",
+    _KEYS.PROXY: "a tracer (make_fx, export)",
+    _KEYS.FUNCTIONAL: "functionalization",
+}
+
+
+def apart(work: Callable[P, R]) -> Callable[P, R]:
+    """Runs ``work``, which is the engine's, outside of all modes and transforms."""
+
+    @functools.wraps(work)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _is_plain():
+            return work(*args, **kwargs)
+        with ExitStack() as left:
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                left.enter_context(temporarily_clear_interpreter_stack())
+            left.enter_context(_disable_current_modes())
+            return work(*args, **kwargs)
+
+    return run
+
+
+def _is_plain() -> bool:
+    return not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def is_compiling() -> bool:
+    """Tells whether torch compiles something just now."""
+    return TracingContext.try_get() is not None
+
+
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Tells whether ``tensor`` has bytes of its own: not one on meta, of FakeTensorMode, or of a transform."""
+    local = local_of(tensor)
+    return not (local.is_meta or isinstance(local, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(local))
+
+
+def refuse_without_bytes(what: str) -> None:
+    """Raises UsageError where ``what`` would run on tensors without bytes, or be recorded to run without the engine."""
+    if _is_plain() and torch._C._get_tracing_state() is None:
+        return
+    if (found := _without_bytes()) is not None:
+        instead = mistakes.advice() or (
+            "Do it with the model before wrap_model, or with another one on torch.device('meta') that is not wrapped."
+        )
+        raise UsageError(f"{what} of a wrapped model under {found}: its weights come from home, which is not done there. {instead}")
+
+
+def _without_bytes() -> str | None:
+    for key, name in WITHOUT_BYTES.items():
+        if torch._C._get_dispatch_mode(key) is not None:
+            return name
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    if torch.is_grad_enabled() and any(level.key() != TransformType.Functionalize for level in levels):
+        return "a transform of torch.func"  # what it saves for its backward is no tensor with a storage
+    return None

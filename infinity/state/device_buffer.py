@@ -1,0 +1,163 @@
+"""DeviceBuffer: holds the weights of one shard on the device, and makes its parameters views of them.
+
+The storage of a buffer is emptied and filled again, and not replaced: views that a graph or a module has kept stay valid.
+
+held    somebody beside the engine refers to the storage: an array of NumPy, an export by DLPack, a view that a module has kept
+fixed   torch cannot resize the storage any more: NumPy had it, or it was moved to shared memory
+left    the unit is at home, and its memory stays all the same, since it is held
+
+Memory that is held is never freed, and a fixed storage that is not held is replaced by another one, which nobody can tell from it. So nothing
+that is done with weights in a forward can keep the engine from taking a unit home.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from .. import native
+from ..errors import UsageError
+from ..machine import storage_guard
+from ..machine.device import Device, Event
+from ..machine.sizes import format_nbytes
+from .dtensors import local_of, set_bytes
+from .handle import DisableTorchFunction
+from .shard import ParamShard
+from .tensors import sum_of_bits
+from .weight_storages import WeightStorages
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceBuffer:
+    """The device's memory of one shard. ``flat`` is the whole of it, and stays the same object. What is asked of its storage is asked
+    while that is accessible."""
+
+    _has_told = False  # of memory that is left
+
+    def __init__(self, shard: ParamShard, flat: torch.Tensor, device: Device):
+        self.shard, self.flat, self._device = shard, flat, device
+        self._views = [place.view(flat) for place in shard.layout.placements]  # of the parameters
+        self._storages: WeightStorages | None = None  # that it is listed in
+        self._left_sum: int | None = None  # of the bits of memory that is left
+
+    def list_in(self, storages: WeightStorages, unit: object) -> None:
+        """Enters its storage, now and whenever another one is taken, into ``storages`` as one of ``unit``."""
+        self._storages = storages
+        storages.enter(unit, self.flat)
+
+    def show(self) -> None:
+        """Makes the parameters views of this buffer. They are at rest, or not managed yet."""
+        with DisableTorchFunction():
+            for param, view in zip(self.shard.params, self._views):
+                set_bytes(param, view)
+
+    @property
+    def _is_shown(self) -> bool:
+        """Whether the parameters are views of this buffer: not while they are of another version of the weights."""
+        with DisableTorchFunction():
+            return storage_guard.identity(local_of(self.shard.params[0])) == storage_guard.identity(self.flat)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody beside the engine refers to its storage."""
+        shown = len(self.shard.params) if self._is_shown else 0
+        return storage_guard.references(self.flat) > 1 + len(self._views) + shown
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether torch cannot resize its storage."""
+        return storage_guard.is_fixed(self.flat.untyped_storage())
+
+    @property
+    def is_exported(self) -> bool:
+        """Whether its values can be changed, or were, where torch does not count it."""
+        return self.is_fixed or self.is_held
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether its values were moved to memory that processes share."""
+        return storage_guard.is_moved(self.flat.untyped_storage())
+
+    # --- memory comes and goes ---
+
+    def fill(self) -> None:
+        """Gives it its memory. Called inside work of the queue ``in``."""
+        self._device.resize(self.flat.untyped_storage(), self.shard.weight_nbytes)
+        self._left_sum = None
+
+    def empty(self, behind: Event) -> None:
+        """Takes its memory away after what was computed so far and ``behind``. Memory that it cannot take is made inaccessible to torch."""
+        storage_guard.open(self.flat.untyped_storage())
+        if self.is_held and not self.is_moved:
+            self._leave(behind)
+            return
+        if self.is_fixed:
+            self._move_to(torch.UntypedStorage(self.shard.weight_nbytes, device=self.flat.device))
+        self._left_sum = None
+        self._device.resize(self.flat.untyped_storage(), 0, behind=behind)
+
+    def _leave(self, behind: Event) -> None:
+        """Leaves the memory to those who hold it, as if they had a copy. The next time it is filled where it is."""
+        storage = self.flat.untyped_storage()
+        if storage.nbytes() and self._left_sum is None:
+            self._left_sum = sum_of_bits(self.flat)
+            self._tell()
+        self._device.close_storage(storage, behind=behind)
+
+    def _tell(self) -> None:
+        if not DeviceBuffer._has_told:
+            DeviceBuffer._has_told = True
+            logger.warning(
+                "%s of weights (%s, ...) stay in memory after their forward, beside the budget: an array of NumPy, an export by DLPack or a view "
+                "of a weight outside of it holds them. Keep a copy instead: weight.detach().clone(). This is said once.",
+                format_nbytes(self.shard.weight_nbytes),
+                self.shard.names[0],
+            )
+
+    def check_left(self) -> None:
+        """Raises UsageError, once, where memory that was left has been written to since: the home does not have that."""
+        if self._left_sum is None:
+            return
+        storage = self.flat.untyped_storage()
+        storage_guard.open(storage)
+        is_written, self._left_sum = sum_of_bits(self.flat) != self._left_sum, None
+        storage_guard.close(storage)
+        if is_written:
+            raise UsageError(
+                f"weights of {self.shard.names[0]}, ... were written to outside of a forward, through an array or an export that was made "
+                "inside one. The change is lost, and the values at home stand: edit weights in `with infinity.full_params(model, names, "
+                "writeback=True)`."
+            )
+
+    # --- another storage ---
+
+    def _move_to(self, other: torch.UntypedStorage) -> None:
+        """Moves everything of the engine's to ``other``. Cut short, :meth:`align` takes it back: what it goes by comes last."""
+        is_shown = self._is_shown
+        if self._storages is not None:
+            self._storages.replace(self.flat, other)
+        self._put_views(other)
+        if is_shown:
+            self.show()
+        with torch.no_grad():
+            self.flat.set_(other, 0, self.flat.size(), self.flat.stride())
+
+    def _put_views(self, storage: torch.UntypedStorage) -> None:
+        with torch.no_grad():
+            for view in self._views:
+                view.set_(storage, view.storage_offset(), view.size(), view.stride())
+
+    def align(self, *, shows: bool) -> None:
+        """Puts right what an exception left of a move to another storage. ``shows``: makes the parameters views of this buffer."""
+        if any(storage_guard.identity(view) != storage_guard.identity(self.flat) for view in self._views):
+            self._put_views(self.flat.untyped_storage())
+        if shows and not self._is_shown:
+            self.show()
+
+    def return_home(self) -> None:
+        """Makes a buffer that is the home itself lie there again, where it was moved from."""
+        home = self.shard.weight
+        if self.is_moved and home.region is not None:
+            self._move_to(native.tensor_at(home.region, home.region.address, home.numel, home.dtype).untyped_storage())
