@@ -46,6 +46,7 @@ class GradientBank(GradValues):
         self._reducer: Averager | None = None  # where there are other ranks
         self._adds_to_consumed = False  # the running backward came through an input: the loss is another model's
         self._waiting: WholeGradients | None = None  # of a pass of several backwards: what lands when the last is over
+        self.takes_samples = False  # of gradients that ranks with other parts of the tensors have, too
         self._without_room: set[ParamShard] = set()  # shards whose gradients land with each backward all the same
 
     # --- what autograd and torch.nn.utils see ---
@@ -178,6 +179,8 @@ class GradientBank(GradValues):
             raise UsageError(f"{handle.name} got a sparse gradient; build the embedding with sparse=False")
         self._reopen(handle)
         self.changes.begin(handle)
+        if self.takes_samples and is_common(handle.param):
+            handle.grad.take_sample(grad)
         if self._reducer is not None and not self.ranks.keeps_gradients:
             self._reducer.add(handle, grad)
             return

@@ -36,6 +36,7 @@ from ..state.journal import Journal
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from .admission import admit
+from .in_common import InCommon
 from .joined_pass import JoinedPass
 from .older_weights import OlderWeights
 from .parking import Parking
@@ -128,6 +129,7 @@ class Engine(Refusals):
             device=self.device,
             journal=self.journal,
         )
+        self.in_common = InCommon(self)
         self.edits = ValueEdits(self.store, self.prefetcher, self.journal, self.collectives, self.steps)
 
     def attach(self, names: dict[torch.Tensor, list[str]], group_of: dict[torch.Tensor, int]) -> None:

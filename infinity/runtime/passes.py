@@ -66,11 +66,14 @@ class Passes:
 
     # --- forward ---
 
-    def enter(self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool) -> None:
-        """Begins a forward of ``module``."""
+    def enter(
+        self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool, args: tuple = (), kwargs: dict | None = None
+    ) -> None:
+        """Begins a forward of ``module``, which is given ``args`` and ``kwargs``."""
         self.engine.store.check_process()
         in_backward = torch._C._current_graph_task_id() != -1
         if not self.frames and not in_backward and is_root:
+            self.engine.in_common.begin(module, args, kwargs or {})
             self._begin(training=torch.is_grad_enabled())
         # Before anything is held: a module of unknown tensors may raise here.
         keeping = self.engine.activations if torch.is_grad_enabled() and not self.frames and not in_backward else None
@@ -135,6 +138,7 @@ class Passes:
             self._watch_backward(frame, args, kwargs, output)
         self._unhold(frame)
         if not self.frames:
+            self.engine.in_common.end(module, (tensor for tensor in _tensors(output) if type(tensor) is not Logits))
             for hook in self.landing_hooks:
                 hook.come_last()
             if not torch.is_grad_enabled():

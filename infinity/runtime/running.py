@@ -22,6 +22,7 @@ from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from ..storage.store import ShardStore
 from .activation_store import ActivationStore
+from .in_common import InCommon
 from .prefetch import Prefetcher
 from .scoped_call import ScopeOpener
 
@@ -44,8 +45,10 @@ class Forwards(Protocol):
     def hook(self, param: torch.Tensor) -> None:
         """Hooks a parameter that is stepped from now on."""
 
-    def enter(self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool) -> None:
-        """Begins a forward of ``module``, which needs ``units``."""
+    def enter(
+        self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool, args: tuple = (), kwargs: dict | None = None
+    ) -> None:
+        """Begins a forward of ``module``, which needs ``units`` and is given ``args`` and ``kwargs``."""
 
     def leave(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Ends the forward of ``module``. Returns its output."""
@@ -108,6 +111,7 @@ class Running(ScopeOpener, Protocol):
     gradients: GradientBank
     reducer: Reducer | None  # None: gradients are averaged with nobody
     prefetcher: Prefetcher
+    in_common: InCommon  # with ranks that have other parts of the tensors
     group_of: dict[ParamHandle, int]  # the parameters that are stepped
 
     storages: dict[int, tuple[ParamUnit, torch.Tensor]]  # device buffers, by storage
