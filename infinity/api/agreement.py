@@ -33,11 +33,16 @@ from ..state.tensors import overwrite
 logger = logging.getLogger(__name__)
 
 
+def describe_config(config: Config) -> dict[str, str]:
+    """Describes what of a configuration has to be the same on every rank."""
+    found = {f"Config({field.name})": repr(getattr(config, field.name)) for field in dataclasses.fields(config)
+             if field.name not in ("nvme_paths", "trace", "device")}  # fmt: skip
+    return found | {"Config(nvme_paths)": "found where needed" if config.nvme_paths == AUTO else "given"}
+
+
 def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> dict[str, str]:
     """Describes what has to be the same on every rank."""
-    inputs = {f"Config({field.name})": repr(getattr(config, field.name)) for field in dataclasses.fields(config)
-            if field.name not in ("nvme_paths", "trace", "device")}  # fmt: skip
-    inputs["Config(nvme_paths)"] = "found where needed" if config.nvme_paths == AUTO else "given"
+    inputs = describe_config(config)
     inputs["the model"] = type(model).__name__
     names_of = {param: name for name, param in model.named_parameters()}
     given = {param for group in (optimizer.param_groups if optimizer is not None else []) for param in group["params"]}

@@ -31,6 +31,7 @@ from ..state.handle import handle_of
 from .in_flight import InFlight
 
 ATTACHED = "_infinity_attached"
+COMPARED = "_infinity_compared"  # on a schedule: who made it compares what its ranks are given
 SHAPES = "_infinity_shapes"  # on a schedule: of the batches that torch's buffers were made for; absent where that is not known
 IN_FLIGHT: WeakKeyDictionary[Engine, InFlight] = WeakKeyDictionary()
 
@@ -99,6 +100,9 @@ def _joined(schedule: Any, engine: Engine, stages: list[Any], in_flight: InFligh
     def joined(*args: Any, **kwargs: Any) -> Any:
         engine.refuse_unflushed("a step of a schedule")
         vars(schedule).pop(SHAPES, None)
+        if not hasattr(schedule, COMPARED):
+            with engine.using():
+                _compare(schedule, engine, stages, args, kwargs)
         with naming_causes(stages):
             with one_pass(engine, stages):
                 found = run(*args, **kwargs)
@@ -107,6 +111,15 @@ def _joined(schedule: Any, engine: Engine, stages: list[Any], in_flight: InFligh
             return found
 
     return joined
+
+
+def _compare(schedule: Any, engine: Engine, stages: list[Any], args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raises UsageError where other stages are at another step, or ranks with other parts of the tensors have another batch."""
+    kind = "training" if getattr(schedule, "_has_backward", True) else "evaluation"
+    count, parts = stages[0].num_stages, getattr(schedule, "_n_microbatches", "?")
+    said = f"a step of {type(schedule).__name__}, {kind}, of {count} stages with {parts} micro-batches"
+    engine.collectives.meet_stages(said)
+    engine.in_common.compare_batch(said, args, kwargs)
 
 
 @contextmanager

@@ -108,6 +108,7 @@ def piped(
     axes: dict[str, Any] | None = None,
     path: str | None = None,
     weights: str | None = None,
+    chunks: int | None = None,
 ) -> dict[str, Any]:
     """The same by parallel.pipeline over two stages; ``axes``: of :func:`mesh_with`. ``weights``: on meta, from this file."""
     mesh, exchange = mesh_with(**(axes or {})), (axes or {}).get("exchange", "outputs")
@@ -119,7 +120,9 @@ def piped(
         config = config | {"weights": weights}
     model = cut(model, mesh, exchange)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=not axes)
-    pipe, optimizer = infinity.parallel.pipeline(model, mesh, optimizer, config, schedule=schedule, micro_batches=4, quiet=True)
+    pipe, optimizer = infinity.parallel.pipeline(
+        model, mesh, optimizer, config, schedule=schedule, micro_batches=4, chunks=chunks, quiet=True
+    )
     del model
     told: dict[str, Any] = {"losses": [], "norms": [], "sent": set()}
     with sending(told["sent"]):
