@@ -127,7 +127,7 @@ def one_pass(engine: Engine, stages: list[Any]) -> Iterator[None]:
     """Makes what attached ``stages`` run inside the block one pass, whose gradients are scaled when they have landed."""
     for stage in stages:
         getattr(stage, ATTACHED).clear()
-    with engine.joined.opened(engine, finish=partial(_scale_all, stages)):
+    with engine.in_common.compared(), engine.joined.opened(engine, finish=partial(_scale_all, stages)):
         yield
 
 
@@ -187,6 +187,9 @@ def _attach_stage(stage: Any, engine: Engine) -> None:
             weights = [_Weight(param) for param in stage.submod.parameters() if param.requires_grad]
             if backward_type == "input":
                 outputs, grads, inputs = (bwd_kwargs[key] for key in ("stage_output", "output_grads", "input_values"))
+                if not any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
+                    # All before it is frozen: torch finds weights on the way to the inputs, and would find none of them.
+                    return backward("full", bwd_kwargs, last_backward=last_backward)[0], []
                 return stage_backward_input(outputs, grads, inputs, iter(weights))
             if backward_type != "weight":
                 raise UsageError(

@@ -14,6 +14,7 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -63,6 +64,7 @@ class InCommon:
         self._before: dict[str, int] = {}  # states of the generators as the running forward began
         self._drawn: dict[str, int] = {}  # of those that forwards have drawn from since the last meeting
         self._step, self._forwards = -1, 0  # root forwards since that step
+        self._is_compared = False  # what forwards are given: as the batch that it is a part of
         self._root: torch.nn.Module | None = None  # whose forward runs
         # Of an output that a backward has reached, a sample, and the sketch of its gradient; of more than so many the last ones.
         self._outputs: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=MOST_OUTPUTS)
@@ -78,7 +80,7 @@ class InCommon:
             self._step, self._forwards = engine.steps.index, 0
         self._forwards += 1
         engine.gradients.takes_samples = self._is_due
-        if engine.collectives.ranks.stages is None:  # what passes between stages may be cut; the schedule's batch is compared
+        if not self._is_compared:
             self.compare("a forward", {"the mode": _mode_of(root), **self._described(root, args, kwargs)})
         self._before, self._root = self._states(), root
 
@@ -89,7 +91,7 @@ class InCommon:
         self._root = None
         drawn = [name for name, state in self._states().items() if state != self._before.get(name, state)]
         self._drawn |= {name: _digest((self._drawn.get(name, 0), self._before[name])) for name in drawn}
-        if self._engine().gradients.takes_samples and self._engine().collectives.ranks.stages is None:
+        if self._engine().gradients.takes_samples and not self._is_compared:
             for output in outputs:
                 if output.requires_grad and is_common(output) and output.numel():
                     self._watch(output)
@@ -103,6 +105,16 @@ class InCommon:
                 alive._outputs.append((sample, _sketch_of(local_of(grad))))
 
         output.register_hook(note)
+
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """Has forwards inside the block compare nothing: a schedule makes them, whose batch is compared. What passes between stages may be cut,
+        and what torch tries them out with is nobody's."""
+        self._is_compared = True
+        try:
+            yield
+        finally:
+            self._is_compared = False
 
     def compare(self, what: str, given: dict[str, str]) -> None:
         """Raises UsageError, on all of these ranks, where they do not come to ``what`` with the same, or have drawn other random numbers."""

@@ -143,7 +143,13 @@ def test_bad_input_is_refused_with_the_numbers(two, what):
         assert rank[what].startswith(REFUSED[what]), rank[what]
 
 
-@pytest.mark.parametrize("what", ["two steps of a tie", "positions in bf16", "a frozen first stage", "a frozen tie"])
+FROZEN = (
+    "a frozen first stage", "a frozen last stage", "a stage that begins frozen", "a frozen tie",
+    *(f"a frozen first stage of {schedule}" for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["two steps of a tie", "positions in bf16", *FROZEN])
 def test_norms_are_those_of_one_process_also_when(two, what):
     """Steps without an update between them, 16-bit tables of positions, stages and ties that are not trained."""
     for rank in two["reviewed"]:
