@@ -87,7 +87,8 @@ class GradientBank(GradValues):
             if value.layout is not torch.strided:
                 raise UsageError(f"{handle.name}.grad must be a dense tensor, not one of layout {value.layout}")
             value = part_of(handle.param, value.detach(), f"{handle.name}.grad").clone()
-            self.collectives.same(f"setting the gradient of {handle.name}", value, over_tensors=is_common(handle.param))
+            # Over the ranks that share it: each of an ep axis has other experts.
+            handle.shard.collectives.same(f"setting the gradient of {handle.name}", value, over_tensors=is_common(handle.param))
             self.clear(handle)
             self.average()
             handle.grad.averaged = self.ranks.data_size > 1
