@@ -238,12 +238,10 @@ class Engine(Refusals):
             raise self.refusal(handle, operation)
         self.passes.hold_for_frame(handle.unit)
 
-    @staticmethod
-    def refusal(handle: ParamHandle, operation: str) -> UsageError:
+    def refusal(self, handle: ParamHandle, operation: str) -> UsageError:
         """Makes the error for touching a parameter at home."""
-        instead = mistakes.advice() or (
-            f"Read or change it inside `with infinity.full_params(model, [{handle.name!r}]) as params:`."
-        )
+        own_name = handle.name.removeprefix(self.ranks.stage_prefix)
+        instead = mistakes.advice() or f"Read or change it inside `with infinity.full_params(model, [{own_name!r}]) as params:`."
         return UsageError(f"{operation} on parameter {handle.name}, which is at home on {handle.shard.weight.tier}. {instead}")
 
     def saving_tensors(self) -> AbstractContextManager:
