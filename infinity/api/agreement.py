@@ -33,11 +33,16 @@ from ..state.tensors import overwrite
 logger = logging.getLogger(__name__)
 
 
+def describe_config(config: Config) -> dict[str, str]:
+    """Describes what of a configuration has to be the same on every rank."""
+    found = {f"Config({field.name})": repr(getattr(config, field.name)) for field in dataclasses.fields(config)
+             if field.name not in ("nvme_paths", "trace", "device")}  # fmt: skip
+    return found | {"Config(nvme_paths)": "found where needed" if config.nvme_paths == AUTO else "given"}
+
+
 def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> dict[str, str]:
     """Describes what has to be the same on every rank."""
-    inputs = {f"Config({field.name})": repr(getattr(config, field.name)) for field in dataclasses.fields(config)
-            if field.name not in ("nvme_paths", "trace", "device")}  # fmt: skip
-    inputs["Config(nvme_paths)"] = "found where needed" if config.nvme_paths == AUTO else "given"
+    inputs = describe_config(config)
     inputs["the model"] = type(model).__name__
     names_of = {param: name for name, param in model.named_parameters()}
     given = {param for group in (optimizer.param_groups if optimizer is not None else []) for param in group["params"]}
@@ -63,22 +68,21 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
 
 
 def check_stages(model: nn.Module, description: dict[str, str], collectives: Collectives) -> None:
-    """Raises ConfigError where stages of a pipeline do not fit: other configurations, or parameters of the same name that are not shared."""
+    """Raises ConfigError where stages of a pipeline have other configurations."""
+    if collectives.ranks.stages is not None:
+        settings = {key: value for key, value in description.items() if key.startswith("Config(") or key == "the optimizer"}
+        collectives.compare(settings, "wrap_model", over_stages=True)
+
+
+def prefix_of_stage(model: nn.Module, collectives: Collectives) -> str:
+    """Makes what tells this stage's names from other stages', where two call a parameter the same that they do not share; else empty. Then
+    checkpoints have the names of the whole model."""
     stages = collectives.ranks.stages
     if stages is None:
-        return
-    settings = {key: value for key, value in description.items() if key.startswith("Config(") or key == "the optimizer"}
-    collectives.compare(settings, "wrap_model", over_stages=True)
-    names = [name for name, param in model.named_parameters(remove_duplicate=False) if not is_shared(param)]
-    owner: dict[str, int] = {}
-    for stage, theirs in enumerate(collectives.collect(names, "names of the stages' parameters", [stages])):
-        for name in theirs:
-            if owner.setdefault(name, stage) != stage:
-                raise ConfigError(
-                    f"mesh: ranks {owner[name]} and {stage} of the pp axis both have a parameter {name}, so a checkpoint could not tell them apart. Give "
-                    "the stages the names of the whole model (infinity.parallel.pipeline does), for example as children of a ModuleDict with "
-                    "the number of the layer as key."
-                )
+        return ""
+    names = {name for name, param in model.named_parameters(remove_duplicate=False) if not is_shared(param)}
+    everyones = collectives.collect(names, "names of the stages' parameters", [stages])
+    return f"stage{stages.rank}." if len(set().union(*everyones)) < sum(map(len, everyones)) else ""
 
 
 SAMPLED = 64  # elements of a parameter that are compared over the ranks

@@ -23,4 +23,4 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for handle in unit.handles:
             with engine.using(), torch.no_grad():
                 value = like(handle.param, handle.shard.read_value(engine.store, handle.index))
-            yield handle.name, value
+            yield handle.name.removeprefix(engine.ranks.stage_prefix), value

@@ -43,7 +43,16 @@ from ..state.partition import Group, is_managed, parameter_names
 from ..state.parts import Parts, called_for, parts_of
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
-from .agreement import broadcast_rest, check_stages, compare_values, describe, own_budgets, share_of_machine, share_processors
+from .agreement import (
+    broadcast_rest,
+    check_stages,
+    compare_values,
+    describe,
+    own_budgets,
+    prefix_of_stage,
+    share_of_machine,
+    share_processors,
+)
 from .before import Before, MovedRest
 from .checks import check, check_tensor_parallel, tell_of_the_rest
 from .lay_out import choose_device, groups_of_optimizer, shards_of_group, unit_size
@@ -121,6 +130,7 @@ def _settle(model: nn.Module, config: Config, collectives: Collectives, mesh: An
         reduction=config.reduction,
         local_size=local_size,
         machine_share=share_of_machine(model, collectives, local_size),
+        stage_prefix=prefix_of_stage(model, collectives),
     )
     return join_node(ranks, mesh) if config.shard_in_node else ranks
 
@@ -227,7 +237,8 @@ def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
 def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_of: dict, moved: MovedRest) -> tuple:
     """Changes the model. Everything that can fail for want of space or for bad input is behind us."""
     came_from = {param: param.device for unit in engine.units for shard in unit.shards for param in shard.params}
-    engine.attach(parameter_names(model))
+    prefix = engine.ranks.stage_prefix
+    engine.attach({param: [prefix + name for name in names] for param, names in parameter_names(model).items()})
     owners: dict[nn.Module, list[ParamUnit]] = {}
     for group, unit in zip(groups, engine.units):
         for called in (module for owner in group.owners for module in called_for(model, owner)):

@@ -74,16 +74,17 @@ class Channel:
         what: str,
         flags: Sequence[int] = (),
         *,
+        values: Sequence[int] = (),
         settling: bool = False,
         then: Callable[[torch.Tensor], None] = lambda found: None,
     ) -> Meeting:
         """Says that this rank is about to do ``what``, with ``flags`` (0 to 255 each). What the others say is known when the meeting is
-        waited for; the next one waits for it, too. ``settling``: only to complete what another rank has started. ``then``: given the flags as
-        soon as they are known."""
+        waited for; the next one waits for it, too. ``values``: int64, at most ``MOST_VALUES``, of which the spans are known then. ``settling``:
+        only to complete what another rank has started. ``then``: given the flags as soon as they are known."""
         if self._ended:
             raise PeerError(f"rank {dist.get_rank()} cannot go on at '{what}': this job failed before. Start it again.")
         self.finish_meeting()
-        self._meeting = Meeting(self, what, flags, settling=settling, then=then)
+        self._meeting = Meeting(self, what, flags, values=values, settling=settling, then=then)
         return self._meeting
 
     def rendezvous(self, what: str, flags: Sequence[int] = (), *, settling: bool = False) -> torch.Tensor:
@@ -93,6 +94,13 @@ class Channel:
         on all ranks, which are at the same place afterwards.
         """
         return self.announce(what, flags, settling=settling).wait()
+
+    def spans(self, what: str, values: Sequence[int]) -> list[tuple[int, int]]:
+        """Waits for all ranks to come to ``what``. Returns the least and the largest of each of everyone's ``values``. Raises what
+        :meth:`rendezvous` does."""
+        meeting = self.announce(what, values=values)
+        meeting.wait()
+        return meeting.spans
 
     def finish_meeting(self) -> None:
         """Waits for the last meeting, if nobody has. Raises what :meth:`rendezvous` does."""

@@ -16,6 +16,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,6 +40,16 @@ DIGEST_NBYTES = 4  # of a trace, among the flags of a pass's meeting
 SAID_NBYTES = (
     DIGEST_NBYTES + lockstep.DIGEST_NBYTES
 )  # of these flags, which go with their complements: the largest and the smallest are known
+
+
+class InCommon(Protocol):
+    """What ranks with other parts of the tensors must have in common."""
+
+    def values(self) -> list[int]:
+        """Makes what is said of it."""
+
+    def check(self, spans: list[tuple[int, int]]) -> None:
+        """Raises UsageError where the spans of everyone's values show that it differs."""
 
 
 class Collectives(Exchanges):
@@ -101,20 +112,21 @@ class Collectives(Exchanges):
             self._traces_agree = all(same[:DIGEST_NBYTES])
             self.ranks.data.lockstep.begin(key, agreed=agreed, foreseen=foreseen)
 
-    def meet_for_step(self, what: str, *, over_stages: str | None, trace: Iterable[int]) -> None:
+    def meet_for_step(self, what: str, *, over_stages: str | None, trace: Iterable[int], in_common: InCommon) -> None:
         """Waits until every rank is at the step ``what``, of which other stages are told ``over_stages``; None: they do not meet. With it goes how a forward after a step
-        went last time, of which the units of ``trace`` are expected: where all say the same of that, it has begun, and does not meet."""
-        for place in self.ranks.places:
-            if place is self.ranks.stages and over_stages is None:
-                continue
-            said = f"{over_stages if place is self.ranks.stages else what} {self._progress_on(place)}"
-            if place is not self.ranks.data:
-                place.rendezvous(said)
-                continue
+        went last time, of which the units of ``trace`` are expected: where all say the same of that, it has begun, and does not meet.
+
+        Ranks with other parts of the tensors say the values of ``in_common``. Data ranks meet last: what is raised before they hear.
+        """
+        if over_stages is not None:
+            self.meet_stages(over_stages)
+        if self.ranks.tensor is not None:
+            in_common.check(self.spans_over_tensors(what, in_common.values()))
+        if (place := self.ranks.data) is not None:
             key = _key_of(trace, self._found_after_step, 1)
             # Ranks whose last pass went another way may not find the same units gathered: what one says here is nobody's word.
             flags = self._flags_of(key) if place.lockstep.was_followed else [255] * (2 * SAID_NBYTES)
-            place.announce(said, flags, then=partial(self._begin, key, foreseen=True)).wait()
+            place.announce(f"{what} {self._progress}", flags, then=partial(self._begin, key, foreseen=True)).wait()
 
     def _enter_pass(self) -> None:
         """Waits for the data ranks to begin the pass, if it has just begun."""

@@ -51,6 +51,7 @@ class DataRanks:
     both: Channel | None = None  # all data ranks, where there are a row and replicas
     tensor: Channel | None = None  # the ranks that have the other parts of each tensor
     stages: Channel | None = None  # the ranks that have the other stages of the model
+    stage_prefix: str = ""  # of this stage's names of parameters and buffers, where stages call some the same
     experts: ExpertRow | None = None  # where the row divides the model's experts
     divided: int = 1  # ranks among which a row divides what it has of these tensors: more than one as experts see the ranks
     node: Channel | None = None  # this machine's ranks, where gathered weights are shared out among them too

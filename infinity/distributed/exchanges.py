@@ -88,16 +88,6 @@ class Exchanges:
                 found = everyones.view(values.dtype).view(-1, *values.shape).to(values.device)
         return found
 
-    def exchange_over_stages(self, value: torch.Tensor, what: str) -> torch.Tensor:
-        """Collects one ``value`` of every stage, which all ranks of a stage have: [stages, ...]."""
-        channel = self.ranks.stages
-        if channel is None:
-            return value.unsqueeze(0)
-        channel.rendezvous(f"{what} {self._progress_on(channel)}")
-        everyones = value.new_empty(channel.size, *value.shape, device="cpu")
-        self._do(lambda: all_gather(everyones.view(-1), value.cpu().reshape(-1), group=channel.group), what)
-        return everyones.to(value.device)
-
     def least(self, values: Sequence[int], what: str, *, over_stages: bool = False) -> list[int]:
         """Finds the smallest of each of ``values`` over all ranks with the same units; ``over_stages``: over all ranks."""
         found = torch.tensor(values, dtype=torch.int64, device="cpu")
@@ -196,6 +186,30 @@ class Exchanges:
                 digest.update(bytes_of(copied.view(-1)).cpu().numpy())
             for channel in places:
                 channel.rendezvous(f"{what}, to values of digest {digest.hexdigest()}, {self._progress}")
+
+    def meet_stages(self, what: str) -> None:
+        """Waits until every stage is at ``what``. What is raised here is raised on the ranks with the same units, too."""
+        if (stages := self.ranks.stages) is not None:
+            try:
+                stages.rendezvous(f"{what} {self._progress_on(stages)}")
+            except InfinityError as error:
+                self.fail_elsewhere(stages, error)
+                raise
+
+    def spans_over_tensors(self, what: str, values: Sequence[int]) -> list[tuple[int, int]]:
+        """Meets the ranks with other parts of the tensors at ``what``. Returns the least and the largest of each of their ``values``. What is
+        raised here is raised on the other data ranks, too."""
+        try:
+            return self.ranks.tensor.spans(f"{what} {self._progress}", values)
+        except InfinityError as error:
+            self.fail_elsewhere(self.ranks.tensor, error)
+            raise
+
+    def fail_elsewhere(self, channel: Channel, error: BaseException) -> None:
+        """Comes with ``error``, which all ranks of ``channel`` raise, to the next meeting of the ranks with the same units that meet elsewhere."""
+        for other in reversed(self.ranks.unit_places):
+            if other is not channel:
+                other.fail(error)
 
     def tell(self, error: BaseException) -> None:
         """Lets the others know that this rank cannot go on. Gives them a moment to hear it: this process may end next."""

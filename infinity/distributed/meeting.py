@@ -1,7 +1,7 @@
 """Meeting: every rank of a channel says what it is about to do, and hears whether all are about to do the same.
 
 It is announced when it is made, and checked when it is waited for. In between a rank can do whatever does not hang on it. Bytes that it
-carries: a header (see `Word`) and flags, of which all hear the largest of each.
+carries: a header (see `Word`), values, of which all hear the least and the largest of each, and flags, of which all hear the largest of each.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Word(IntEnum):
     MINUS_DIGEST = 7
 
 
-HEADER_NBYTES = 8 * len(Word)
+MOST_VALUES = 8  # int64, that a meeting has room for, each with its negative: of that the largest is the least value
+VALUES_NBYTES = 8 * 2 * MOST_VALUES
+HEADER_NBYTES = 8 * len(Word) + VALUES_NBYTES
 
 
 class Meeting:
@@ -63,11 +65,12 @@ class Meeting:
         what: str,
         flags: Sequence[int] = (),
         *,
+        values: Sequence[int] = (),
         failed: bool = False,
         settling: bool = False,
         then: Callable[[torch.Tensor], None] = lambda found: None,
     ):
-        self._channel, self._what, self._flags = channel, what, flags
+        self._channel, self._what, self._flags, self._values = channel, what, flags, values
         self._failed, self._settling, self._then = failed, settling, then
         self._found: torch.Tensor | None = None
         self._missing: Merge | None = None  # what some rank has not started
@@ -82,6 +85,7 @@ class Meeting:
         digest = int.from_bytes(hashlib.blake2b(self._said.encode(), digest_size=7).digest(), "big")
         total = lockstep.total
         header = [self._failed, self._settling, parted, not parted, total, -total, digest, -digest]
+        header += [*self._values, *(-value for value in self._values)]
         self._merge = tree.begin(_message(header, self._flags, self._channel.flags_nbytes), _merged)
 
     @property
@@ -124,6 +128,13 @@ class Meeting:
         return message[HEADER_NBYTES : HEADER_NBYTES + len(self._flags)]
 
     @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The least and the largest of each of everyone's values. Only once it is over."""
+        count, begin = len(self._values), 8 * len(Word)
+        found = self._found[begin : begin + 8 * 2 * count].view(torch.int64).tolist()
+        return [(-found[count + index], found[index]) for index in range(count)]
+
+    @property
     def is_over(self) -> bool:
         """Whether its result is known, or was raised."""
         return self._found is not None
@@ -135,7 +146,7 @@ class Meeting:
 
 def _message(header: Sequence[int], flags: Sequence[int], flags_nbytes: int) -> torch.Tensor:
     message = torch.zeros(HEADER_NBYTES + flags_nbytes, dtype=torch.uint8, device="cpu")
-    message[:HEADER_NBYTES] = torch.tensor(header, dtype=torch.int64, device="cpu").view(torch.uint8)
+    message[: 8 * len(header)] = torch.tensor(header, dtype=torch.int64, device="cpu").view(torch.uint8)
     if len(flags):
         message[HEADER_NBYTES : HEADER_NBYTES + len(flags)] = torch.tensor(flags, dtype=torch.uint8, device="cpu")
     return message

@@ -46,6 +46,7 @@ class GradientBank(GradValues):
         self._reducer: Averager | None = None  # where there are other ranks
         self._adds_to_consumed = False  # the running backward came through an input: the loss is another model's
         self._waiting: WholeGradients | None = None  # of a pass of several backwards: what lands when the last is over
+        self.takes_samples = False  # of gradients that ranks with other parts of the tensors have, too
         self._without_room: set[ParamShard] = set()  # shards whose gradients land with each backward all the same
 
     # --- what autograd and torch.nn.utils see ---
@@ -86,7 +87,8 @@ class GradientBank(GradValues):
             if value.layout is not torch.strided:
                 raise UsageError(f"{handle.name}.grad must be a dense tensor, not one of layout {value.layout}")
             value = part_of(handle.param, value.detach(), f"{handle.name}.grad").clone()
-            self.collectives.same(f"setting the gradient of {handle.name}", value, over_tensors=is_common(handle.param))
+            # Over the ranks that share it: each of an ep axis has other experts.
+            handle.shard.collectives.same(f"setting the gradient of {handle.name}", value, over_tensors=is_common(handle.param))
             self.clear(handle)
             self.average()
             handle.grad.averaged = self.ranks.data_size > 1
@@ -178,6 +180,8 @@ class GradientBank(GradValues):
             raise UsageError(f"{handle.name} got a sparse gradient; build the embedding with sparse=False")
         self._reopen(handle)
         self.changes.begin(handle)
+        if self.takes_samples and is_common(handle.param):
+            handle.grad.take_sample(grad)
         if self._reducer is not None and not self.ranks.keeps_gradients:
             self._reducer.add(handle, grad)
             return

@@ -5,6 +5,7 @@
     CONSUMED   applied by a step; only reading and zeroing are left, and adding where the model was part of another's loss
     TORN       a backward failed after it had begun to change this gradient; only zeroing is left, what lands is dropped
 
+sample     a few elements of all that has landed on this rank, where other ranks have to have the same
 factor     a multiplication of the gradient that was asked for and not done yet: the optimizer kernel does it, rounding
            as the in-place multiplication would have
 average    with other ranks, the mean of what all of them landed; each has its slice of it at home
@@ -20,6 +21,8 @@ import torch
 from ..errors import InternalError, UsageError
 from ..machine.device import PAST, Event
 from ..state.handle import ParamHandle
+
+SAMPLED = 64  # elements of a gradient
 
 
 class GradState(Enum):
@@ -53,6 +56,7 @@ class GradRecord:
     stand_in_norm: tuple[float, torch.Tensor] | None = None  # the same over all ranks, as long as ``norm`` is known
     landing: Event = PAST  # when the norm is known
     averaged: bool = False  # over the ranks; with others only this rank's slice is true then
+    sample: torch.Tensor | None = None  # fp32; None where nothing has landed, or nobody asked for it
     viewed: bool = False  # a view was handed out, through which the bytes may change unheard: norms are taken anew
 
     @property
@@ -60,11 +64,21 @@ class GradRecord:
         """What the gradient is."""
         return self._state
 
+    def take_sample(self, grad: torch.Tensor) -> None:
+        """Adds a few elements of ``grad``, which lands, to the sample."""
+        self.sample = sample_of(grad) if self.sample is None else self.sample.add_(sample_of(grad))
+
     def move(self, to: GradState) -> None:
         """Makes the gradient ``to``. Raises InternalError for a move that is not in the table."""
         if to not in MOVES[self._state]:
             raise InternalError(f"a gradient that is {self._state.name} cannot become {to.name}")
         self._state = to
+
+
+def sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Takes a few elements of ``tensor``, at equal distances: fp32, flat."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLED)].to(torch.float32, copy=True)
 
 
 def has_landed(handle: ParamHandle) -> bool:

@@ -121,18 +121,22 @@ class GradValues:
         """
         self.norms.ask(order)
         handles = [handle for handle in self._handles if handle.grad.state is not GradState.ABSENT]
-        total = self._norm_here(handles, order)
-        return torch.linalg.vector_norm(self.collectives.exchange_over_stages(total, "the norm of all gradients"), order)
+        everyones = self._norms_here(handles, order) if handles else torch.zeros(0, dtype=torch.float32, device=self.device.where)
+        if (stages := self.ranks.stages) is None:
+            return torch.linalg.vector_norm(everyones, order)
+        # Of each parameter first, then of all in the order of their sizes: whatever stage a parameter is in, the bits are the same.
+        mine = torch.linalg.vector_norm(everyones, order, dim=0).tolist() if handles else []
+        found = self.collectives.collect(mine, "the norm of all gradients", [stages])
+        norms = torch.tensor([norm for theirs in found for norm in theirs if norm], dtype=torch.float32, device="cpu")
+        total = torch.linalg.vector_norm(norms.sort().values, order) if len(norms) else torch.zeros(())
+        return total.to(self.device.where)
 
-    def _norm_here(self, handles: list[ParamHandle], order: float) -> torch.Tensor:
-        """The same of the ranks that have these parameters, or other parts of them."""
-        if not handles:
-            return torch.zeros((), dtype=torch.float32, device=self.device.where)
+    def _norms_here(self, handles: list[ParamHandle], order: float) -> torch.Tensor:
+        """Norms of the parts of each gradient on the ranks that have these parameters, or other parts of them: [ranks, gradients]."""
         nothing = torch.zeros((), dtype=torch.float32, device=self.device.where)
         # Not multiplied by whether it counts: infinity times nothing is not a number.
         parts = torch.stack([self._own_norm(h, order).to(torch.float32) if self.counts(h) else nothing for h in handles])
-        everyones = self.collectives.exchange(parts, f"the norm of {len(handles)} gradients", over_tensors=True)
-        return torch.linalg.vector_norm(everyones, order)
+        return self.collectives.exchange(parts, f"the norm of {len(handles)} gradients", over_tensors=True)
 
     def counts(self, handle: ParamHandle) -> bool:
         """Tells whether this rank's part of ``handle`` is the one that counts: of what ranks hold in common the first is."""

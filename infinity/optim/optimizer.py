@@ -198,7 +198,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
         if not engine.collectives.ranks.alone:
             # Without flush other stages are at other batches, and nobody waits for them.
             stages = None if engine.keeps_older else self._digest(clip, of_parameters=False)
-            engine.collectives.meet_for_step(self._digest(clip), over_stages=stages, trace=engine.schedule.expected_after_step())
+            trace = engine.schedule.expected_after_step()
+            engine.collectives.meet_for_step(self._digest(clip), over_stages=stages, trace=trace, in_common=engine.in_common)
         if not begun:
             engine.begin_step()
         version = engine.steps.index if begun else engine.steps.index + 1

@@ -9,7 +9,7 @@ import torch
 
 from .. import native
 from ..errors import UsageError
-from ..state.dtensors import like, local_of, part_of
+from ..state.dtensors import is_common, like, local_of, part_of
 from ..state.handle import ParamHandle, handle_of
 from ..state.shard import ParamShard
 from .books import OptimizerBooks
@@ -107,12 +107,27 @@ class OptimizerState:
             for index, param in zip(saved["params"], group["params"])
         }
 
+    def _of_all_ranks(self, state_dict: dict[str, Any]) -> list[torch.Tensor]:
+        """Lists the tensors of ``state_dict`` that all data ranks have. The others, of divided experts, and those that ranks with other parts of
+        the tensors have, too, are compared over the ranks that share them. Raises UsageError where they differ."""
+        params, collectives = self._params_of(state_dict), self._target.collectives
+        found: dict[bool, list[torch.Tensor]] = {True: [], False: []}  # whether all data ranks have it
+        common: list[torch.Tensor] = []  # to all parts of the tensors
+        for index, param in params.items():
+            state = state_dict["state"].get(index, {})
+            values = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            found[handle_of(param).shard.collectives is collectives] += values
+            common += values if is_common(param) else []
+        if (view := collectives.of_experts) is not collectives:
+            view.same("loading the state of experts", *map(local_of, found[False]))
+        if collectives.ranks.tensor is not None:
+            collectives.same("loading state that all parts have", *map(local_of, common), over_tensors=True)
+        return found[True]
+
     def write(self, state_dict: dict[str, Any], groups: list[dict[str, Any]], books: OptimizerBooks) -> None:
         """Makes ``state_dict`` the state, and ``groups``, which :meth:`check` gave for it, the hyperparameters; what is the
         user's goes into ``books``."""
-        params = self._params_of(state_dict)
-        states = [state_dict["state"].get(index, {}) for index in params]
-        moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        params, moments = self._params_of(state_dict), self._of_all_ranks(state_dict)
         self._target.collectives.same("loading the optimizer's state", *map(local_of, moments))
         for group, taken in zip(self._groups, groups):
             group.update(taken)

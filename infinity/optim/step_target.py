@@ -9,7 +9,7 @@ import torch
 
 from .. import native
 from ..config.config import Config
-from ..distributed.collectives import Collectives
+from ..distributed.collectives import Collectives, InCommon
 from ..errors import InfinityError
 from ..gradients.bank import GradientBank
 from ..machine.device import Device
@@ -40,6 +40,7 @@ class StepTarget(Protocol):
     device: Device
     collectives: Collectives
     updates: Updates
+    in_common: InCommon  # with ranks that have other parts of the tensors
 
     @property
     def is_cut_short(self) -> bool:

@@ -2,6 +2,8 @@
 
 LoopedBFS loads each chunk at most twice a step, whatever the number of micro-batches: 2 v - W of v chunks where W stay in the window. All
 others load a chunk once or twice for every micro-batch as soon as the rank's chunks exceed the window.
+
+Schedules add micro-batches up in orders of their own, so that "auto" is one of them wherever weights are at home. Chunks do not change a bit.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def choose(
     layers = len(chain.layers)
     if costs is not None and len(costs) != layers:
         raise ConfigError(f"costs has {len(costs)} numbers, the model {layers} layers")
-    name, why = _name(schedule, chunks, layers, ranks, config)
+    name, why = _name(schedule)
     below = config.params != "device"
     dtype_of = computing_dtypes(chain.model, config.param_dtype)
     nbytes = [sum(local_of(p).numel() * dtype_of(p).itemsize for p in layer.parameters()) for layer in chain.layers]
@@ -104,9 +106,9 @@ def choose(
         lengths = cut_evenly(costs if costs is not None else chain.costs(), ranks * count, loading=loading)
         choice = Choice(name, tuple(lengths), ranks, micro_batches, why)
         largest = max(sum(nbytes[n] for n in choice.layers_of(number)) for number in range(choice.chunks))
-        if not below or config.device_memory is None or 2 * largest <= config.device_memory:
+        if config.device_memory is None or 2 * largest <= config.device_memory:
             return choice
-    if name in INTERLEAVED:
+    if name in INTERLEAVED and below:
         raise ConfigError(
             f"{name} changes from chunk to chunk with every micro-batch, and device_memory={format_nbytes(config.device_memory)} does not hold two "
             f"of the largest ({format_nbytes(largest)}): each would be loaded for every micro-batch. Use schedule='LoopedBFS', which loads each at "
@@ -115,16 +117,13 @@ def choose(
     return choice
 
 
-def _name(schedule: str, chunks: int | None, layers: int, ranks: int, config: Config) -> tuple[str, str]:
+def _name(schedule: str) -> tuple[str, str]:
     """The schedule, and why this one."""
     if schedule not in ("auto", *NAMES):
         raise ConfigError(f"schedule: there is no {schedule!r}; there are auto, {', '.join(NAMES)}")
     if schedule != "auto":
         return schedule, "as asked"
-    if config.params != "device":
-        return "LoopedBFS", "weights are at home below the device: each chunk is loaded at most twice a step"
-    several = chunks > 1 if chunks is not None else layers >= 2 * ranks
-    return "Interleaved1F1B" if several else "1F1B", "weights stay on the device"
+    return "LoopedBFS", "the same at every home: each chunk is loaded at most twice a step"
 
 
 def _counts(name: str, layers: int, ranks: int, config: Config) -> list[int]:

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..state.experts import mark_divided
+from .agreement import agree
 from .plans import describe_plan, general, own_plan
-from .tensors import apply_own_plan
+from .tensors import check_own_plan, cut_by_own_plan, describe_cut
 
 WEIGHTS = "grouped_gemm"  # transformers' style of a parameter that has one slice for each expert
 EXCHANGES = {"outputs": "all_reduce", "tokens": "all_to_all"}  # what passes between the ranks -> transformers' name of it
@@ -39,16 +40,24 @@ def expert_parallel(
     quiet
         Does not print the plan.
 
-    Raises ConfigError, with the model as it was, for a model without such a plan, one that is cut already, a number of experts that does
-    not divide by the ranks, or ``cut_rest`` where tokens travel: what is cut needs ranks that share a batch.
+    Raises ConfigError, with the model as it was, on every rank: for a model without such a plan, one that is cut already, a number of experts
+    or, with ``cut_rest``, of heads that does not divide by the ranks, ``cut_rest`` where tokens travel (what is cut needs ranks that share a
+    batch), or where ranks were given different models or arguments.
     """
-    plan, rest, styles = _check(model, mesh, exchange, cut_rest)
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise ConfigError(f"expert_parallel takes the ep axis of a mesh (mesh['ep']), of one dimension, not {mesh!r}")
+
+    def describe() -> tuple[dict[str, str], tuple[dict[str, str], dict[str, str], dict[str, str]]]:
+        found = _check(model, mesh, exchange, cut_rest)
+        return describe_cut(model, found[1] | found[0]) | {"exchange": exchange, "cut_rest": str(cut_rest)}, found
+
+    plan, rest, styles = agree("expert_parallel", mesh.get_group(), describe) if mesh.size() > 1 else describe()[1]
     if not quiet and mesh.get_rank() == 0:
         print(describe_plan(rest | plan, model), flush=True)
     if mesh.size() == 1:
         return model
     if rest:
-        apply_own_plan(model, mesh, rest)
+        cut_by_own_plan(model, mesh, rest)
     _divide(model, mesh, styles, exchange)
     # As transformers leaves a model that it has cut itself: its save_pretrained puts the parts together then.
     configured = importlib.import_module("transformers.distributed.configuration_utils").DistributedConfig
@@ -60,7 +69,9 @@ def expert_parallel(
     return model
 
 
-def _check(model: nn.Module, mesh: Any, exchange: str, cut_rest: bool) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+def _check(
+    model: nn.Module, mesh: DeviceMesh, exchange: str, cut_rest: bool
+) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """Returns the plan of the experts, that of the rest, and the style of each module and parameter that the first one names."""
     if exchange not in EXCHANGES:
         raise ConfigError(f"expert_parallel: exchange is {exchange!r}; there are {', '.join(EXCHANGES)}")
@@ -68,8 +79,6 @@ def _check(model: nn.Module, mesh: Any, exchange: str, cut_rest: bool) -> tuple[
         raise ConfigError(
             "expert_parallel: cut_rest needs ranks that share a batch; with exchange='tokens' each has its own. Leave one of both out."
         )
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        raise ConfigError(f"expert_parallel takes the ep axis of a mesh (mesh['ep']), of one dimension, not {mesh!r}")
     plan = _own_expert_plan(model)
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise ConfigError(
@@ -77,7 +86,9 @@ def _check(model: nn.Module, mesh: Any, exchange: str, cut_rest: bool) -> tuple[
         )
     styles = {name: plan[general(name)] for name in _names(model) if general(name) in plan}
     _check_experts(model, styles, mesh.size())
-    return plan, _plan_of_rest(model, plan) if cut_rest else {}, styles
+    rest = _plan_of_rest(model, plan) if cut_rest else {}
+    check_own_plan(model, mesh, rest)
+    return plan, rest, styles
 
 
 def _divide(model: nn.Module, mesh: DeviceMesh, styles: dict[str, str], exchange: str) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from ..api.agreement import describe_config
 from ..api.unwrap import unwrap_model
 from ..api.wrap import wrap_model
 from ..config.config import Config
@@ -21,10 +22,11 @@ from ..errors import ConfigError, UsageError
 from ..machine.rates import Rates
 from ..runtime.registry import engine_of, is_wrapped
 from ..state.tensors import digest_of
+from .agreement import agree, collect, describe_model, is_plain
 from .boundaries import Boundaries, axis_that_shares
 from .choice import Choice, choose
 from .continuous import without_flush
-from .schedules import attach, empty
+from .schedules import COMPARED, attach, empty
 from .stages import Chain, chain_of
 from .ties import Ties
 
@@ -55,8 +57,9 @@ def pipeline(
     config
         As :func:`infinity.wrap_model` takes it.
     schedule
-        One of torch's, or "auto": LoopedBFS where weights are at home below the device, since it loads each chunk at most twice a
-        step, whatever the number of micro-batches; else Interleaved1F1B, or 1F1B where a rank has one chunk.
+        One of torch's, or "auto": LoopedBFS, at every home, since schedules add micro-batches up in orders of their own. It loads each chunk
+        at most twice a step, whatever the number of micro-batches, and keeps what all of them save. Where weights stay on the device,
+        Interleaved1F1B keeps less.
     micro_batches
         Into how many the batch is divided.
     chunks
@@ -68,16 +71,26 @@ def pipeline(
     loss_fn
         Takes the outputs and the targets of a micro-batch; for models that are not transformers'. Micro-batches' losses are averaged.
 
-    Prints the choice in one line, unless ``quiet``. Raises ConfigError, with the model as it was, for a mesh without ``pp``, a model that is
-    no chain of known form, more chunks than layers, a number of micro-batches that the schedule does not take, or a device_memory that
-    does not hold two chunks of an interleaved schedule.
+    Prints the choice in one line, unless ``quiet``. Raises ConfigError, with the model as it was, on every rank: for a mesh without ``pp``, a
+    model that is no chain of known form, more chunks than layers, a number of micro-batches that the schedule does not take, a
+    device_memory that does not hold two chunks of an interleaved schedule, or where ranks were given different models or arguments.
     """
-    chain, config = _check(model, mesh, config, loss_fn)
+    asked = {"schedule": schedule, "micro_batches": micro_batches, "chunks": chunks}
+
+    def describe() -> tuple[dict[str, str], tuple[Chain, Config]]:
+        chain, checked = _check(model, mesh, config, loss_fn)
+        told = {key: str(value) for key, value in asked.items()} | {"loss_fn": "given" if loss_fn is not None else "none"}
+        told |= {"mesh": str(mesh), "the optimizer": type(optimizer).__name__} | describe_config(checked)
+        return told | {"the number of layers": str(len(chain.layers))} | describe_model(model), (chain, checked)
+
+    chain, config = agree("pipeline", None, describe)
     costs, load_rate = _agree_on_costs(costs, config)
-    ranks = mesh["pp"].size()
-    choice = choose(
-        chain, config, ranks, schedule=schedule, micro_batches=micro_batches, chunks=chunks, costs=costs, load_rate=load_rate
-    )
+
+    def choose_here() -> tuple[dict[str, str], Choice]:
+        choice = choose(chain, config, mesh["pp"].size(), **asked, costs=costs, load_rate=load_rate)
+        return {"the cut": choice.describe(chain)}, choice
+
+    choice = agree("pipeline", None, choose_here)
     if not quiet and dist.get_rank() == 0:
         print(choice.describe(chain), flush=True)
     return _build(chain, choice, mesh, optimizer, config, loss_fn)
@@ -120,12 +133,14 @@ def _check(model: nn.Module, mesh: Any, config: Any, loss_fn: Callable | None) -
 
 def _agree_on_costs(costs: Sequence[float] | None, config: Config) -> tuple[list[float] | None, float | None]:
     """Takes the first rank's costs, and the rate that it measures of the weights' home: cuts must not differ between ranks."""
-    found: list[Any] = [None, None]
-    if dist.get_rank() == 0 and costs is not None:
+
+    def measure() -> tuple[list[float] | None, float | None]:
+        if dist.get_rank() or costs is None:
+            return None, None
         rates = Rates.measure(config.nvme_paths if config.params == "nvme" else ())
-        found = [list(costs), min(rates.memory, rates.disk_read or rates.memory)]
-    dist.broadcast_object_list(found, src=0)
-    return found[0], found[1]
+        return list(costs), min(rates.memory, rates.disk_read or rates.memory)
+
+    return collect("pipeline", None, measure)[0]
 
 
 def _keep_own(optimizer: torch.optim.Optimizer | None, chunks: Sequence[nn.Module]) -> tuple[list[list], dict]:
@@ -223,7 +238,7 @@ class Pipeline:
 
         Raises UsageError for a batch that does not divide by the micro-batches, or is another one on other stages.
         """
-        schedule, inputs, target, batch = self._agree_on(inputs, target, batch, trains=True)
+        schedule, inputs, target, batch = self._agree_on(inputs, target, batch, "step()")
         losses: list[torch.Tensor] = []
         arguments: dict[str, Any] = {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
         with self._in_parts(), self._ties.adding_up(self._engine) if self._ties is not None else nullcontext():
@@ -256,7 +271,7 @@ class Pipeline:
                 batch.get("inputs"),
                 batch.get("target"),
                 {k: v for k, v in batch.items() if k not in ("inputs", "target")},
-                trains=True,
+                "run()",
             )
             schedules[id(schedule)] = schedule
             runs.append((inputs, target, rest))
@@ -302,7 +317,7 @@ class Pipeline:
     @torch.no_grad()
     def eval(self, inputs: torch.Tensor | None = None, target: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:
         """Runs the forward alone. Returns the loss, on every rank."""
-        schedule, inputs, target, batch = self._agree_on(inputs, target, batch, trains=False)
+        schedule, inputs, target, batch = self._agree_on(inputs, target, batch, "eval()")
         losses: list[torch.Tensor] = []
         arguments: dict[str, Any] = {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
         with self._in_parts():
@@ -322,18 +337,21 @@ class Pipeline:
         return inputs, target, batch
 
     def _agree_on(
-        self, inputs: Any, target: Any, batch: dict[str, Any], *, trains: bool
+        self, inputs: Any, target: Any, batch: dict[str, Any], call: str
     ) -> tuple[Any, torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Returns the schedule for batches of this shape, and what it is given. Raises UsageError on all ranks where one has no batch that
-        divides, or where stages, or parts of tensors, were given other batches: outputs of one would be compared with labels of another."""
+        """Returns the schedule for batches of this shape, and what it is given. Raises UsageError on all ranks where one makes another ``call``, or
+        has no batch that divides, or where stages, or parts of tensors, were given other batches: outputs of one would be compared with labels
+        of another."""
+        trains = call != "eval()"
         collectives, ranks = self._engine.collectives, self._engine.ranks
         self._engine.refuse_unflushed("another batch")
         with self._engine.using():
-            with collectives.together("the batch of a pipeline"):
+            with collectives.together(f"the batch of a pipeline's {call}"):
                 inputs, target, batch = self._parts(inputs, target, batch)
                 given = {"the inputs": inputs, "the targets": target, **batch}
                 tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-                mine = dist.get_rank(), {name: digest_of(value) for name, value in tensors.items()}
+                digests = {name: digest_of(value) for name, value in tensors.items()}
+                mine = dist.get_rank(), digests | {name: repr(given[name]) for name in given if is_plain(given[name])}
             channels = [channel for channel in (ranks.tensor, ranks.stages) if channel is not None]
             everyones = collectives.collect(mine, "digests of the batch of a pipeline", channels)
             with collectives.together("having compared the batch of a pipeline"):  # other data ranks have others, and do not see it
@@ -367,7 +385,9 @@ class Pipeline:
         stages = [PipelineStage(chunk, n, count, device, group=self._group) for chunk, n in zip(self.chunks, self._numbers)]
         made = getattr(schedules, f"Schedule{self._choice.name}")
         only = stages[0] if self._choice.is_single else stages
-        return attach(made(only, self._choice.micro_batches, loss_fn=self._loss, scale_grads=False))
+        schedule = made(only, self._choice.micro_batches, loss_fn=self._loss, scale_grads=False)
+        setattr(schedule, COMPARED, True)
+        return attach(schedule)
 
     def _loss(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if self._loss_fn is not None:

@@ -31,6 +31,7 @@ from ..state.handle import handle_of
 from .in_flight import InFlight
 
 ATTACHED = "_infinity_attached"
+COMPARED = "_infinity_compared"  # on a schedule: who made it compares what its ranks are given
 SHAPES = "_infinity_shapes"  # on a schedule: of the batches that torch's buffers were made for; absent where that is not known
 IN_FLIGHT: WeakKeyDictionary[Engine, InFlight] = WeakKeyDictionary()
 
@@ -99,6 +100,9 @@ def _joined(schedule: Any, engine: Engine, stages: list[Any], in_flight: InFligh
     def joined(*args: Any, **kwargs: Any) -> Any:
         engine.refuse_unflushed("a step of a schedule")
         vars(schedule).pop(SHAPES, None)
+        if not hasattr(schedule, COMPARED):
+            with engine.using():
+                _compare(schedule, engine, stages, args, kwargs)
         with naming_causes(stages):
             with one_pass(engine, stages):
                 found = run(*args, **kwargs)
@@ -109,12 +113,21 @@ def _joined(schedule: Any, engine: Engine, stages: list[Any], in_flight: InFligh
     return joined
 
 
+def _compare(schedule: Any, engine: Engine, stages: list[Any], args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raises UsageError where other stages are at another step, or ranks with other parts of the tensors have another batch."""
+    kind = "training" if getattr(schedule, "_has_backward", True) else "evaluation"
+    count, parts = stages[0].num_stages, getattr(schedule, "_n_microbatches", "?")
+    said = f"a step of {type(schedule).__name__}, {kind}, of {count} stages with {parts} micro-batches"
+    engine.collectives.meet_stages(said)
+    engine.in_common.compare_batch(said, args, kwargs)
+
+
 @contextmanager
 def one_pass(engine: Engine, stages: list[Any]) -> Iterator[None]:
     """Makes what attached ``stages`` run inside the block one pass, whose gradients are scaled when they have landed."""
     for stage in stages:
         getattr(stage, ATTACHED).clear()
-    with engine.joined.opened(engine, finish=partial(_scale_all, stages)):
+    with engine.in_common.compared(), engine.joined.opened(engine, finish=partial(_scale_all, stages)):
         yield
 
 
@@ -174,6 +187,9 @@ def _attach_stage(stage: Any, engine: Engine) -> None:
             weights = [_Weight(param) for param in stage.submod.parameters() if param.requires_grad]
             if backward_type == "input":
                 outputs, grads, inputs = (bwd_kwargs[key] for key in ("stage_output", "output_grads", "input_values"))
+                if not any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
+                    # All before it is frozen: torch finds weights on the way to the inputs, and would find none of them.
+                    return backward("full", bwd_kwargs, last_backward=last_backward)[0], []
                 return stage_backward_input(outputs, grads, inputs, iter(weights))
             if backward_type != "weight":
                 raise UsageError(

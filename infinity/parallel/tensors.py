@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ..errors import ConfigError
+from ..state.dtensors import check_placements
+from .agreement import agree, describe_model
 from .plans import check_divisible, count_heads_here, describe_plan, expand, find_plan, general, is_conv1d, own_plan, shape_of
 from .regions import install_regions
 
@@ -33,41 +36,63 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | N
 
     Tied parameters stay tied. Dropout between a layer that is cut by columns and the one that is cut by rows draws another mask on
     every rank, elsewhere the same one. peft's LoRA comes afterwards, and cuts its adapters as the layers are cut. Raises ConfigError,
-    with the model as it was, for a plan that does not fit: unknown names or styles, heads or features that do not divide by the ranks.
+    with the model as it was, on every rank: for a plan that does not fit (unknown names or styles, heads or features that do not divide by
+    the ranks, parts that cannot be trained), or where ranks were given different models or plans.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ConfigError(f"tensor_parallel takes the tp axis of a mesh (mesh['tp']), of one dimension, not {mesh!r}")
     is_own = plan is None and bool(own_plan(model))
-    plan = dict(plan) if plan is not None else find_plan(model)
+
+    def describe() -> tuple[dict[str, str], dict[str, str]]:
+        found = dict(plan) if plan is not None else find_plan(model)
+        _check(model, mesh, found, is_own=is_own)
+        return describe_cut(model, found), found
+
+    plan = agree("tensor_parallel", mesh.get_group(), describe) if mesh.size() > 1 else describe()[1]
+    if not quiet and mesh.get_rank() == 0:
+        print(describe_plan(plan, model), flush=True)
+    if mesh.size() == 1:
+        return model
+    if is_own:
+        cut_by_own_plan(model, mesh, plan)
+    else:
+        _cut(model, mesh, plan)
+    return model
+
+
+def describe_cut(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
+    """Describes what all ranks must have the same of to cut ``model`` together."""
+    return describe_model(model) | {f"the plan for {name}": style for name, style in plan.items()}
+
+
+def _check(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str], *, is_own: bool) -> None:
+    """Raises ConfigError for a model that cannot be cut so."""
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise ConfigError("this model is cut already: some of its parameters are DTensors")
     if hasattr(model, "peft_config"):
         raise ConfigError(
             "this model has adapters of peft: cut the base model first, then call get_peft_model, which cuts adapters as layers are"
         )
-    ties = _ties(model)
     if is_own:
-        known = {
-            name: plan[general(name)] for name, _ in model.named_modules() if plan.get(general(name)) in ("colwise", "rowwise")
-        }
-        check_divisible(model, known, mesh.size())
+        check_own_plan(model, mesh, plan)
     else:
         styles = expand(model, plan)
         check_divisible(model, styles, mesh.size())
-        _check_ties(model, styles, ties)
-    if not quiet and mesh.get_rank() == 0:
-        print(describe_plan(plan, model), flush=True)
-    if mesh.size() == 1:
-        return model
-    if is_own:
-        apply_own_plan(model, mesh, plan)
-    else:
-        _apply(model, mesh, styles)
-        count_heads_here(model, styles, mesh.size())
+        _check_ties(model, styles, _ties(model))
+
+
+def _cut(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
+    styles, ties = expand(model, plan), _ties(model)
+    _apply(model, mesh, styles)
+    count_heads_here(model, styles, mesh.size())
+    _finish(model, mesh, plan, ties)
+
+
+def _finish(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str], ties: list[list[str]]) -> None:
+    """Does what is left where layers have been cut, whoever has done that."""
     _tie_again(model, ties)
     install_regions(model, plan, mesh)
     _tell_adapters(model, plan, mesh)
-    return model
 
 
 def _tell_adapters(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) -> None:
@@ -112,21 +137,78 @@ class _SharedInput:
         self._given = None
 
 
-def apply_own_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
-    """Has transformers apply its own plan, whose styles are more than ours."""
-    theirs = importlib.import_module("transformers.distributed.tensor_parallel")
+def check_own_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
+    """Raises ConfigError, with ``model`` as it was, where its own ``plan`` does not fit the ranks or leaves parts that cannot be trained: each
+    parameter is cut on meta first."""
+    styles, modules = _own_styles(model, plan), dict(model.named_modules())
+    known = {name: style for name, style in styles.items() if name in modules and style in ("colwise", "rowwise")}
+    check_divisible(model, known, mesh.size())
+    if mesh.size() == 1:
+        return
+    placements: dict[str, Any] = {}
+    for owner, key, style in _own_cuts(model, styles):
+        module, name = model.get_submodule(owner), f"{owner}.{key}".lstrip(".")
+        trial = copy.copy(module)
+        trial.__dict__["_parameters"] = {key: nn.Parameter(module._parameters[key].detach().to("meta"), requires_grad=False)}
+        try:
+            style.validate_param(trial, key, mesh, parameter_name=name)
+            style.shard_param(trial, key, mesh)
+        except ValueError as error:
+            raise ConfigError(f"{name} cannot be cut into {mesh.size()} parts by the model's plan: {error}") from error
+        try:
+            check_placements(name, trial._parameters[key])
+        except ConfigError as error:
+            styled = next(each for each in (name, owner) if each in styles)
+            raise ConfigError(
+                f"the model's plan cuts {name} as {styles[styled]!r}, in stripes that cannot be trained. {_another_way(model)}"
+            ) from error
+        placements[name] = getattr(trial._parameters[key], "placements", None)
+    for names in _ties(model):
+        if len(cuts := {name: placements.get(name) for name in _used(model, names)}) > 1 and len(set(cuts.values())) > 1:
+            told = ", ".join(f"{name}: {cut or 'whole'}" for name, cut in cuts.items())
+            raise ConfigError(
+                f"one parameter would be cut in different ways by the model's plan ({told}): give tensor_parallel a plan"
+            )
+
+
+def _another_way(model: nn.Module) -> str:
+    if getattr(model, "ep_plan", None):
+        return "Give each rank whole experts instead: infinity.parallel.expert_parallel(model, mesh, cut_rest=True)."
+    return "Give tensor_parallel a plan that leaves that layer whole."
+
+
+def _own_styles(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
+    """Applies a plan of transformers to the modules and parameters of ``model``: full name -> style."""
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
-    styles = {name: plan[general(name)] for name in names if general(name) in plan}
+    return {name: plan[general(name)] for name in names if general(name) in plan}
+
+
+def _own_cuts(model: nn.Module, styles: dict[str, str]) -> Iterator[tuple[str, str, Any]]:
+    """Lists what transformers' ``styles`` cut: the module's name, the parameter's key in it, and the style that does it."""
+    theirs = importlib.import_module("transformers.distributed.tensor_parallel").ALL_PARALLEL_STYLES
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for name in styles.keys() - params:  # whose parameters transformers cuts as it loads them; these are there already
-        module, style = model.get_submodule(name), theirs.ALL_PARALLEL_STYLES[styles[name]]
-        for key, _ in list(module.named_parameters(recurse=False)):
-            style.validate_param(module, key, mesh, parameter_name=f"{name}.{key}")
-            style.shard_param(module, key, mesh)
+    for name, style in styles.items():
+        owner, _, key = name.rpartition(".")
+        keys = [key] if name in params else [key for key, _ in model.get_submodule(name).named_parameters(recurse=False)]
+        yield from ((owner if name in params else name, key, theirs[style]) for key in keys)
+
+
+def cut_by_own_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
+    """Has transformers apply its own plan, which :func:`check_own_plan` has passed and whose styles are more than ours. Tied parameters stay
+    tied, and dropout inside a region draws another mask on every rank."""
+    theirs = importlib.import_module("transformers.distributed.tensor_parallel")
+    styles, ties = _own_styles(model, plan), _ties(model)
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    of_modules = {name: style for name, style in styles.items() if name not in params}
+    for owner, key, style in list(_own_cuts(model, of_modules)):  # transformers cuts them as it loads them; these are there already
+        module = model.get_submodule(owner)
+        style.validate_param(module, key, mesh, parameter_name=f"{owner}.{key}")
+        style.shard_param(module, key, mesh)
     theirs.apply_tensor_parallelism(model, mesh, styles)
     # As transformers leaves a model that it has cut itself: its save_pretrained puts the parts together then.
     configured = importlib.import_module("transformers.distributed.configuration_utils").DistributedConfig
     model.config.distributed_config, model._device_mesh = configured(tp_size=mesh.size(), tp_plan=plan), mesh
+    _finish(model, mesh, plan, ties)
 
 
 def _style(module: nn.Module, style: str, shared: _SharedInput) -> Any:
@@ -208,7 +290,7 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
     """
     for names in ties:
         owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
-        used = [n for n in names if shape_of(owners[n]) is not None or isinstance(owners[n], nn.Embedding)] or names
+        used = _used(model, names)
         first, param = used[0], model.get_parameter(used[0])
         for name in used[1:]:
             other = model.get_parameter(name)
@@ -219,3 +301,9 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
                 )
         for name in names:
             owners[name].register_parameter(name.rpartition(".")[2], param)
+
+
+def _used(model: nn.Module, names: list[str]) -> list[str]:
+    """Picks, of the names of one parameter, those of layers that compute with it; all, where there are none."""
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+    return [name for name in names if shape_of(owners[name]) is not None or isinstance(owners[name], nn.Embedding)] or names

@@ -39,6 +39,7 @@ from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from ..state.weight_storages import WeightStorages
 from .admission import admit
+from .in_common import InCommon
 from .joined_pass import JoinedPass
 from .older_weights import OlderWeights
 from .parking import Parking
@@ -132,6 +133,7 @@ class Engine(Refusals):
             device=self.device,
             journal=self.journal,
         )
+        self.in_common = InCommon(self)
         self.edits = ValueEdits(self.store, self.prefetcher, self.journal, self.collectives, self.steps)
 
     def attach(self, names: dict[torch.Tensor, list[str]]) -> None:
@@ -242,12 +244,10 @@ class Engine(Refusals):
             raise self.refusal(handle, operation)
         self.passes.hold_for_frame(handle.unit)
 
-    @staticmethod
-    def refusal(handle: ParamHandle, operation: str) -> UsageError:
+    def refusal(self, handle: ParamHandle, operation: str) -> UsageError:
         """Makes the error for touching a parameter at home."""
-        instead = mistakes.advice() or (
-            f"Read or change it inside `with infinity.full_params(model, [{handle.name!r}]) as params:`."
-        )
+        own_name = handle.name.removeprefix(self.ranks.stage_prefix)
+        instead = mistakes.advice() or f"Read or change it inside `with infinity.full_params(model, [{own_name!r}]) as params:`."
         return UsageError(f"{operation} on parameter {handle.name}, which is at home on {handle.shard.weight.tier}. {instead}")
 
     def saving_tensors(self) -> AbstractContextManager:

@@ -93,7 +93,7 @@ def install_hooks(engine: Running, roots: Sequence[torch.nn.Module], owners: dic
         units, is_root = owners.get(module, []), module in roots
 
         def before(module, args, kwargs, units=units, is_root=is_root):
-            engine.passes.enter(module, units, is_root=is_root)
+            engine.passes.enter(module, units, is_root=is_root, args=args, kwargs=kwargs)
 
         def after(module, args, kwargs, output):
             return engine.passes.leave(module, args, kwargs, output)

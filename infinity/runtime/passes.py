@@ -15,7 +15,6 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_map_only
 
 from ..forwards.lazy_logits import Logits
@@ -66,11 +65,14 @@ class Passes:
 
     # --- forward ---
 
-    def enter(self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool) -> None:
-        """Begins a forward of ``module``."""
+    def enter(
+        self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool, args: tuple = (), kwargs: dict | None = None
+    ) -> None:
+        """Begins a forward of ``module``, which is given ``args`` and ``kwargs``."""
         self.engine.store.check_process()
         in_backward = torch._C._current_graph_task_id() != -1
         if not self.frames and not in_backward and is_root:
+            self.engine.in_common.begin(module, args, kwargs or {})
             self._begin(training=torch.is_grad_enabled())
         # Before anything is held: a module of unknown tensors may raise here.
         keeping = self.engine.activations if torch.is_grad_enabled() and not self.frames and not in_backward else None
@@ -135,6 +137,7 @@ class Passes:
             self._watch_backward(frame, args, kwargs, output)
         self._unhold(frame)
         if not self.frames:
+            self.engine.in_common.end(module, (tensor for tensor in _tensors(output) if type(tensor) is not Logits))
             for hook in self.landing_hooks:
                 hook.come_last()
             if not torch.is_grad_enabled():
@@ -185,15 +188,18 @@ class Passes:
                 if type(tensor) is not Logits and tensor.requires_grad:
                     tensor.register_hook(arrive)
         frozen = [unit for unit in units if not any(p.requires_grad for shard in unit.shards for p in shard.params)]
-        inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad and handle_of(t) is None] if frozen else []
-        if inputs:
+        if frozen:
 
-            def depart(_grads: Any) -> None:
+            def depart(_grad: torch.Tensor) -> None:
                 if backward := me():
                     for unit in frozen:
                         backward.let_go(unit)
 
-            register_multi_grad_hook(inputs, depart, mode="all")
+            # One that is still needed after the first of several inputs got its gradient is held again when it is used. A leaf is left
+            # alone: the user keeps it, so hooks would add up on it, and its gradient comes last anyway.
+            for tensor in _tensors((args, kwargs)):
+                if type(tensor) is not Logits and tensor.grad_fn is not None:
+                    tensor.register_hook(depart)
 
     # --- what autograd saves ---
 

@@ -23,6 +23,7 @@ from ..state.unit import ParamUnit
 from ..state.weight_storages import WeightStorages
 from ..storage.store import ShardStore
 from .activation_store import ActivationStore
+from .in_common import InCommon
 from .prefetch import Prefetcher
 from .scoped_call import ScopeOpener
 
@@ -45,8 +46,10 @@ class Forwards(Protocol):
     def hook(self, param: torch.Tensor) -> None:
         """Hooks a parameter that is stepped from now on."""
 
-    def enter(self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool) -> None:
-        """Begins a forward of ``module``, which needs ``units``."""
+    def enter(
+        self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool, args: tuple = (), kwargs: dict | None = None
+    ) -> None:
+        """Begins a forward of ``module``, which needs ``units`` and is given ``args`` and ``kwargs``."""
 
     def leave(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Ends the forward of ``module``. Returns its output."""
@@ -110,6 +113,7 @@ class Running(ScopeOpener, Protocol):
     reducer: Reducer | None  # None: gradients are averaged with nobody
     prefetcher: Prefetcher
     trained: list[ParamHandle]  # the parameters that have optimizer state
+    in_common: InCommon  # with ranks that have other parts of the tensors
 
     storages: WeightStorages  # of the units' device buffers
 

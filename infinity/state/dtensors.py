@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def check_placements(name: str, param: torch.Tensor) -> None:
             kind = type(placement).__name__.lstrip("_")
             remedy = (
                 "reduce it first: param.redistribute(placements=[Replicate()])" if isinstance(placement, Partial)
-                else "give wrap_model the model before fully_shard: the engine shards it over the data ranks itself"
+                else "of fully_shard's, give wrap_model the model before it, for the engine shards over the data ranks itself; of a plan that cuts packed "
+                "weights in stripes (packed_colwise), cut the model by infinity.parallel.expert_parallel(model, mesh, cut_rest=True)"
             )  # fmt: skip
             raise ConfigError(
                 f"parameter {name} is a DTensor with placement {kind} on {param.device_mesh}: only Shard and Replicate can be "
@@ -195,6 +197,27 @@ def mesh_of_parameters(params: Iterable[torch.Tensor]) -> Any:
 def is_common(param: torch.Tensor) -> bool:
     """Tells whether every rank of the mesh has the whole of ``param``."""
     return not isinstance(param, DTensor) or all(isinstance(placement, Replicate) for placement in param.placements)
+
+
+def takes_parts(model: torch.nn.Module) -> bool:
+    """Tells whether ``model`` is given another part of its input on every rank of the mesh: the first of its layers that torch has cut takes a
+    Shard of what comes (sequence parallelism from the first layer on)."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if (layouts := _layouts_of(hook)) is not None:
+                return any(isinstance(layout, Shard) for layout in layouts if layout is not None)
+    return False
+
+
+def _layouts_of(hook: Any) -> tuple | None:
+    """Finds the placements of what a layer takes in the hook by which torch distributes that; None of another hook."""
+    found = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    found += [argument for each in found if isinstance(each, partial) for argument in each.args]
+    for each in found:
+        layouts = getattr(each, "input_layouts", each)  # torch's own hooks are given them, or the style that has them
+        if isinstance(layouts, (tuple, list)) and any(isinstance(layout, (Shard, Replicate)) for layout in layouts):
+            return tuple(layouts)
+    return None
 
 
 def describe_placements(param: torch.Tensor) -> str:

@@ -160,12 +160,6 @@ def test_values_are_exchanged_along_the_axes_that_are_asked_for(both, axis):
         assert own == [[[1.0]], [[2.0]]]
 
 
-def test_a_value_of_each_stage_is_exchanged(both):
-    found = both(lambda c: c.exchange_over_stages(torch.tensor(3.0 + c.ranks.stage), "norms").tolist(), axis="stages")
-    assert found == [[3.0, 4.0]] * 2
-    assert Collectives().exchange_over_stages(torch.tensor(3.0), "norms").tolist() == [3.0]
-
-
 def test_the_least_of_each_value_is_found(both):
     values = [[3, 5], [4, 2]]
     assert both(lambda c: c.least(values[c.ranks.rank], "values")) == [[3, 2]] * 2
@@ -257,7 +251,7 @@ def test_ranks_that_are_at_other_steps_are_told(both):
     def work(collectives: Collectives) -> str:
         collectives.note_progress(steps=2, backwards=collectives.ranks.channels[0].rank)
         try:
-            collectives.meet_for_step("step()", over_stages="a step", trace=[])
+            collectives.meet_for_step("step()", over_stages="a step", trace=[], in_common=SimpleNamespace())
         except UsageError as error:
             return str(error)
         return "met"

@@ -25,11 +25,12 @@ def chosen(config: dict, ranks: int = 2, *, layers: int = 16, schedule: str = "a
     return choose(chain(layers), Config.make(config), ranks, schedule=schedule, micro_batches=micro, **arguments)
 
 
-def test_the_schedule_follows_the_home_of_the_weights():
-    assert chosen({"params": "device"}).name == "Interleaved1F1B"
-    assert chosen({"params": "device"}, layers=3).name == "1F1B"
-    below = chosen({"params": "host"})
-    assert below.name == "LoopedBFS" and "at most twice a step" in below.describe(chain())
+@pytest.mark.parametrize("options", [{}, {"layers": 3}, {"chunks": 1}, {"costs": [1.0] * 15 + [5.0]}])
+def test_the_schedule_does_not_follow_the_home_of_the_weights(options):
+    """The same one, and the same chunks, wherever they are and whatever window there is room for in both places."""
+    room = {"device_memory": 32 * LAYER, "nvme_paths": ["."]}
+    found = [chosen(room | {"params": home}, **options) for home in ("device", "host", "nvme")]
+    assert len(set(found)) == 1 and found[0].name == "LoopedBFS" and "the same at every home" in found[0].why
 
 
 @pytest.mark.parametrize(

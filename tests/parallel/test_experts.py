@@ -52,6 +52,7 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
     jobs["divided:fault"] = {"name": "mixtral", "axes": AXES, "config": host, "fault": "divisor"}
     jobs["moved"] = {"name": "mixtral", "axes": AXES, "config": models.at_home("nvme", "host", swap), "folder": str(folder)}
     jobs["refused"] = {"config": host}
+    jobs["given_back"] = {"name": "mixtral", "axes": AXES, "config": host}
     return Jobs(standing_ranks(2), "expert_jobs", jobs, folder=folder)
 
 
@@ -133,6 +134,14 @@ def test_one_process_reads_the_checkpoint_and_transformers_the_folder(two):
     assert not models.differing(values_of(model, optimizer), saved)
     state = MixtralForCausalLM.from_pretrained(two["folder"] / "weights").state_dict()
     assert all(torch.equal(value, saved[f"weight/{key}"]) for key, value in state.items())
+
+
+def test_gradients_and_state_that_are_given_back_change_nothing(two):
+    """Each rank's experts are compared over those that share them. The failing twin: what all ranks have, with other values on one."""
+    for rank in two["given_back"]:
+        assert rank["same"] is True and rank["an expert's gradient"] == "was taken"
+        assert rank["a gradient that all have"].startswith("UsageError: rank ")
+        assert "loading the optimizer's state, to values of digest" in rank["state that all have"]
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -43,6 +43,11 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
     for name in FAMILIES:
         for schedule, home in RUNS.items() if name in ("llama", "qwen3") else (("auto", "nvme"), ("ZBVZeroBubble", "host")):
             jobs[f"piped:{name}-{schedule}"] = {"name": name, "schedule": schedule, "config": models.at_home(home, home, swap)}
+    for home in ("device", "host"):
+        jobs[f"piped:llama-auto-{home}"] = {"name": "llama", "schedule": "auto", "config": models.at_home(home, home, swap)}
+    jobs["piped:llama-one chunk"] = {
+        "name": "llama", "schedule": "auto", "chunks": 1, "config": models.at_home("host", "host", swap),
+    }  # fmt: skip
     jobs["piped:qwen3-saved"] = {"name": "qwen3", "schedule": "auto", "path": str(folder / "saved"),
                                  "config": models.at_home("host", "host", swap)}  # fmt: skip
     weights = folder / "model.safetensors"
@@ -77,6 +82,18 @@ def test_a_model_of_transformers_trains_as_in_one_process(two, name, schedule):
         assert off(rank["weights"], alone["weights"]) < 1e-3
     held = [set(rank["weights"]) for rank in ranks]
     assert held[0] | held[1] == set(alone["weights"])
+
+
+@pytest.mark.parametrize("other", ["auto-device", "auto-host", "one chunk"])
+def test_homes_and_cuts_change_no_bit(two, other):
+    """Of losses, norms and weights, with the schedule that is taken where nobody names one. The failing twin adds up in another order."""
+    merged = {}
+    for way in ("auto", other, "InterleavedZeroBubble"):
+        ranks = two[f"piped:llama-{way}"]
+        weights = {name: value for rank in ranks for name, value in rank["weights"].items()}
+        merged[way] = ranks[0]["losses"], ranks[0]["norms"], weights
+    assert merged[other][:2] == merged["auto"][:2] and not models.differing(merged[other][2], merged["auto"][2])
+    assert models.differing(merged["InterleavedZeroBubble"][2], merged["auto"][2])
 
 
 @pytest.mark.parametrize("schedule", ["auto", "1F1B", "InterleavedZeroBubble"])
@@ -126,7 +143,13 @@ def test_bad_input_is_refused_with_the_numbers(two, what):
         assert rank[what].startswith(REFUSED[what]), rank[what]
 
 
-@pytest.mark.parametrize("what", ["two steps of a tie", "positions in bf16", "a frozen first stage", "a frozen tie"])
+FROZEN = (
+    "a frozen first stage", "a frozen last stage", "a stage that begins frozen", "a frozen tie",
+    *(f"a frozen first stage of {schedule}" for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["two steps of a tie", "positions in bf16", *FROZEN])
 def test_norms_are_those_of_one_process_also_when(two, what):
     """Steps without an update between them, 16-bit tables of positions, stages and ties that are not trained."""
     for rank in two["reviewed"]:

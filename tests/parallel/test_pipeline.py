@@ -26,7 +26,6 @@ MESHES = ("pp2", "dp2", "tp2")
 REFUSED = {
     "not wrapped": "UsageError: this Chunk is not wrapped",
     "no schedule": "ConfigError: attach takes a schedule of torch.distributed.pipelining, not a Chunk",
-    "names": "ConfigError: mesh: ranks 0 and 1 of the pp axis both have a parameter 0.weight",
     "settings": "ConfigError: wrap_model: Config(max_grad_norm) is 1.0 on rank 0 and 2.0 on rank 1",
     "apart": "ConfigError: the 2 stages of this rank were wrapped apart",
     **{
@@ -51,6 +50,8 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
     jobs |= {f"saved:{what}": {"path": str(folder / what), "what": what, "config": config["nvme"]} for what in MESHES}
     jobs |= {f"loaded:{what} onto {onto}": {"path": str(folder / what), "what": onto, "config": config["host"]}
              for what in MESHES for onto in MESHES if "pp2" in (what, onto)}  # fmt: skip
+    jobs["alike"] = {"path": str(folder / "alike"), "config": config["nvme"]}
+    jobs["alike:fault"] = {"path": str(folder / "alike-fault"), "config": config["host"], "fault": True}
     jobs |= {"refused": {}, "forgotten": {"config": config["host"]}}
     jobs |= {f"executed:{kind}": {"kind": kind} for kind in SCHEDULES}
     return Jobs(standing_ranks(2), "pipeline_jobs", jobs, needs=what_was_saved)
@@ -124,6 +125,15 @@ def test_checkpoints_pass_between_stages_data_ranks_and_parts(two, what, onto):
         assert rank["extra"] == "two steps"
         assert not models.differing(rank["values"], saved["values"]) and len(saved["values"]) > 100
         assert what != onto or not models.differing(rank["after"], saved["after"])
+
+
+def test_stages_that_call_their_parameters_the_same_train_and_have_checkpoints(two):
+    """As torch's own stages do; weights, moments and buffers come back. The failing twin has names that mean two parameters each."""
+    for rank in two["alike"]:
+        assert rank["off"] < 1e-6 and rank["load"] == "was taken" and rank["loaded"] and rank["goes on"]
+        assert rank["named"][0] == "layers.0.bias" and "full_params(model, ['layers.0.weight'])" in rank["advice"]
+        assert rank["folder"].startswith("UsageError: save_pretrained: stages of this pipeline call parameters the same")
+    assert not all(rank["loaded"] for rank in two["alike:fault"])
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)

@@ -173,6 +173,40 @@ def loaded(name: str, axes: dict[str, int], config: dict, folder: str) -> dict[s
     return found
 
 
+def given_back(name: str, axes: dict[str, int], config: dict) -> dict[str, Any]:
+    """A step with gradients and state that were read and given back, beside one without; and what is said of values that differ."""
+    rank, (model, optimizer), (other, its_optimizer) = dist.get_rank(), build(name, axes, config), build(name, axes, config)
+    expert = next(key for key, _ in model.named_parameters() if key.endswith("experts.down_proj"))
+    for number in range(2):
+        for each in (model, other):
+            each(input_ids=batch(number, rank), labels=batch(number, rank)).loss.backward()
+        for param in other.parameters():
+            param.grad = plainly(param.grad).clone() if not isinstance(param.grad, DTensor) else param.grad.clone()
+        optimizer.step()
+        its_optimizer.step()
+        its_optimizer.load_state_dict(its_optimizer.state_dict())
+        optimizer.zero_grad()
+        its_optimizer.zero_grad()
+    found: dict[str, Any] = {"same": not models.differing(values_of(model, optimizer), values_of(other, its_optimizer))}
+    router = next(param for key, param in other.named_parameters() if key.endswith("gate.weight"))
+    state = its_optimizer.state_dict()
+    shared = next(index for index, key in enumerate(dict(other.named_parameters())) if key.endswith("gate.weight"))
+    found["a gradient that all have"] = told(lambda: setattr(router, "grad", torch.full(router.shape, float(rank))))
+    state["state"][shared]["exp_avg"] = state["state"][shared]["exp_avg"] + rank
+    found["state that all have"] = told(lambda: its_optimizer.load_state_dict(state))
+    own = other.get_parameter(expert)
+    found["an expert's gradient"] = told(lambda: setattr(own, "grad", own_part(own, 1.0 + rank)))
+    infinity.unwrap_model(model, optimizer)
+    infinity.unwrap_model(other, its_optimizer)
+    return found
+
+
+def own_part(param: torch.Tensor, value: float) -> torch.Tensor:
+    """A gradient of this rank's experts that differs from every other rank's."""
+    local = torch.full(param._local_tensor.shape, value)
+    return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False)
+
+
 def refused(config: dict) -> dict[str, str]:
     world = dist.get_world_size()
     mesh = mesh_of({"dp": 1, "ep": world})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import types
@@ -108,6 +109,7 @@ def piped(
     axes: dict[str, Any] | None = None,
     path: str | None = None,
     weights: str | None = None,
+    chunks: int | None = None,
 ) -> dict[str, Any]:
     """The same by parallel.pipeline over two stages; ``axes``: of :func:`mesh_with`. ``weights``: on meta, from this file."""
     mesh, exchange = mesh_with(**(axes or {})), (axes or {}).get("exchange", "outputs")
@@ -119,7 +121,9 @@ def piped(
         config = config | {"weights": weights}
     model = cut(model, mesh, exchange)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=not axes)
-    pipe, optimizer = infinity.parallel.pipeline(model, mesh, optimizer, config, schedule=schedule, micro_batches=4, quiet=True)
+    pipe, optimizer = infinity.parallel.pipeline(
+        model, mesh, optimizer, config, schedule=schedule, micro_batches=4, chunks=chunks, quiet=True
+    )
     del model
     told: dict[str, Any] = {"losses": [], "norms": [], "sent": set()}
     with sending(told["sent"]):
@@ -415,7 +419,7 @@ def reviewed(config: dict) -> dict[str, Any]:
         for pipelined in (True, False):
             model: nn.Module = causal(name).to(dtype)
             for key, param in model.named_parameters():
-                param.requires_grad_(trained in key)
+                param.requires_grad_(re.search(trained, key) is not None)
             optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
             if pipelined:
                 pipe, optimizer = infinity.parallel.pipeline(
@@ -436,6 +440,10 @@ def reviewed(config: dict) -> dict[str, Any]:
     found["two steps of a tie"] = norms("qwen3", 2)
     found["positions in bf16"] = norms("gpt2", 1, dtype=torch.bfloat16)
     found["a frozen first stage"] = norms("llama", 1, "1F1B", trained="layers.3")
+    found["a frozen last stage"] = norms("llama", 1, "1F1B", trained="layers.[01]")
+    found["a stage that begins frozen"] = norms("llama", 1, "1F1B", trained="layers.[013]")
+    for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):  # torch finds no weight where no input has a gradient
+        found[f"a frozen first stage of {schedule}"] = norms("llama", 1, schedule, trained="layers.[123]|norm|head")
     found["a frozen tie"] = norms("qwen3", 1, trained="self_attn")
 
     chunks, numbers, count = build("1F1B", mesh)

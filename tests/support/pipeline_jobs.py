@@ -29,6 +29,7 @@ from parallel_jobs import VOCABULARY, Decoder, adamw, whole
 from ranks import serve, told
 
 import infinity
+from infinity.api import agreement, wrap
 from infinity.distributed.channel import Channel
 from infinity.distributed.meeting import Meeting
 from infinity.runtime.engine import Engine
@@ -369,6 +370,67 @@ def loaded(path: str, what: str, config: dict) -> dict[str, Any]:
     return {"extra": extra, "values": values, "after": after}
 
 
+class Layers(nn.Module):
+    """A stage whose layers are counted from 0, as those of every other stage, with a buffer of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.register_buffer("seen", torch.full((1,), float(seed)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def alike(path: str, config: dict, *, fault: bool = False) -> dict[str, Any]:
+    """Stages that call their parameters the same, beside torch's own, and what a checkpoint brings back. ``fault``: names stay as they are."""
+    mesh, rank, found = mesh_of(2), dist.get_rank(), {}
+    made = agreement.prefix_of_stage
+    if fault:
+        wrap.prefix_of_stage = lambda *_: ""
+
+    def train(stage: Any, optimizer: Any, number: int, *, attached: bool) -> None:
+        pipe = PipelineStage(stage, rank, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+        schedule = schedules.Schedule1F1B(pipe, 4, loss_fn=F.mse_loss)
+        if attached:
+            infinity.parallel.attach(schedule)
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
+        schedule.step(x) if rank == 0 else schedule.step(target=x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    twin = Layers(rank)
+    twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    (stage,), optimizer = wrapped_stage(rank, config, mesh)
+    for number in range(2):
+        train(twin, twin_optimizer, number, attached=False)
+        train(stage, optimizer, number, attached=True)
+    found["off"] = parallel_jobs.off(twin.state_dict(), stage.state_dict())
+    infinity.save_checkpoint(path, [stage], optimizer)
+    found["named"] = sorted(name for name, _ in infinity.named_weights(stage))
+    found["advice"] = told(lambda: stage.layers[0].weight.add_(1))
+    found["folder"] = told(lambda: infinity.save_pretrained([stage], f"{path}-folder"))
+    (other,), other_optimizer = wrapped_stage(rank + 10, config, mesh)
+    found["load"] = told(lambda: infinity.load_checkpoint(path, [other], other_optimizer))
+    found["loaded"] = all(torch.equal(value, stage.state_dict()[name]) for name, value in other.state_dict().items())
+    for each, its in ((stage, optimizer), (other, other_optimizer)):
+        train(each, its, 2, attached=True)
+    found["goes on"] = all(torch.equal(value, stage.state_dict()[name]) for name, value in other.state_dict().items())
+    infinity.unwrap_model([stage], optimizer)
+    infinity.unwrap_model([other], other_optimizer)
+    wrap.prefix_of_stage = made
+    return found
+
+
+def wrapped_stage(seed: int, config: dict, mesh: Any) -> tuple:
+    stage = Layers(seed)
+    return infinity.wrap_model([stage], torch.optim.AdamW(stage.parameters(), lr=1e-2), config, mesh=mesh)
+
+
 # --- refusals and failures ---
 
 
@@ -379,8 +441,6 @@ def refused() -> dict[str, str]:
     params = [p for chunk in chunks for p in chunk.parameters()]
     found["not wrapped"] = told(lambda: infinity.parallel.attach(schedule_of("Interleaved1F1B", chunks, numbers, count, mesh)))
     found["no schedule"] = told(lambda: infinity.parallel.attach(chunks[0]))
-    alike = [nn.Sequential(nn.Linear(4, 4))]
-    found["names"] = told(lambda: infinity.wrap_model(alike, torch.optim.AdamW(alike[0].parameters()), host, mesh=mesh))
     settings = host | {"max_grad_norm": 1.0 + dist.get_rank()}
     found["settings"] = told(lambda: infinity.wrap_model(chunks, torch.optim.AdamW(params), settings, mesh=mesh))
     for field in ("micro_batch", "speculate", "recompute"):

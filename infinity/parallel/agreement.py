@@ -1,0 +1,84 @@
+"""Agreement: compares what ranks that cut one model together were given, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import ConfigError
+from ..state.dtensors import describe_placements
+
+T = TypeVar("T")
+LONGEST = 200  # characters of what a rank was given, in an error
+
+
+def collect(what: str, group: dist.ProcessGroup | None, make: Callable[[], T]) -> list[T]:
+    """Collects what each rank of ``group`` makes (None: of the job), in their order.
+
+    A rank whose ``make`` raises does so when it has told the others: these raise ConfigError, with its words.
+    """
+    mine: tuple[int, T | None, str] = dist.get_rank(), None, ""
+    failure: Exception | None = None
+    try:
+        mine = mine[0], make(), ""
+    except Exception as error:  # noqa: BLE001 - raised when the others have heard of it
+        failure, mine = error, (mine[0], None, f"{type(error).__name__}: {error}")
+    everyones: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, mine, group=group)
+    if failure is not None:
+        raise failure
+    for rank, _, why in everyones:
+        if why:
+            raise ConfigError(f"{what}: rank {rank} was given what does not fit: {why}")
+    return [made for _, made, _ in everyones]
+
+
+def agree(what: str, group: dist.ProcessGroup | None, describe: Callable[[], tuple[dict[str, str], T]]) -> T:
+    """Compares over ``group`` what the ranks describe. Returns what this rank's ``describe`` made beside its description.
+
+    Raises ConfigError on all of them, naming two ranks and the first difference, where they were not given the same.
+    """
+    made: list[T] = []
+
+    def describe_mine() -> tuple[int, dict[str, str]]:
+        description, value = describe()
+        made.append(value)
+        return dist.get_rank(), description
+
+    (first, firsts), *others = collect(what, group, describe_mine)
+    for rank, theirs in others:
+        for key in dict.fromkeys([*firsts, *theirs]):
+            if firsts.get(key) != theirs.get(key):
+                raise ConfigError(
+                    f"{what}: {key} is {_cut(firsts.get(key, 'absent'))} on rank {first} and {_cut(theirs.get(key, 'absent'))} on rank {rank}. "
+                    "Give all ranks the same; nothing was changed."
+                )
+    return made[0]
+
+
+def describe_model(model: nn.Module) -> dict[str, str]:
+    """Describes a model before it is cut: its parameters and which of them are one, its modules, what its configuration says."""
+    found = {"the model": type(model).__name__}
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+        kind = "trained" if param.requires_grad else "frozen"
+        found[f"parameter {name}"] = f"{tuple(param.shape)}{describe_placements(param)} {param.dtype} {kind}"
+    found["parameters that are one"] = "; ".join(" = ".join(each) for each in names.values() if len(each) > 1) or "none"
+    found |= {f"module {name}" if name else "the model": type(module).__name__ for name, module in model.named_modules()}
+    settings = getattr(getattr(model, "config", None), "to_dict", dict)()
+    own = "_name_or_path", "transformers_version"  # where this rank has it from
+    return found | {f"config.{key}": repr(value) for key, value in settings.items() if key not in own}
+
+
+def is_plain(value: Any) -> bool:
+    """Tells whether ``value`` reads the same on every rank that has the same."""
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _cut(told: str) -> str:
+    return told if len(told) <= LONGEST else f"{told[:LONGEST]}..."

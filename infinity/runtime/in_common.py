@@ -1,0 +1,301 @@
+"""InCommon: compares, where they meet anyway, what ranks with other parts of the same tensors must have in common.
+
+given     the tensors that a root forward gets: their digests are compared before anything is computed with them
+drawn     the state in which a generator was before a root forward drew from it: compared at the meeting that follows
+sample    a few elements of a tensor: of gradients of parameters that each of these ranks has whole, compared before a step within rounding
+sketch    a random projection of a gradient, with its norm: of what reaches an output. Where an output is the same on all ranks, this must be, too
+
+Reading what lies on an accelerator waits for it: there values are compared in the first steps, and in some of the later ones.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from .. import native
+from ..distributed.collectives import Collectives
+from ..errors import UsageError
+from ..gradients.bank import GradientBank
+from ..gradients.record import sample_of
+from ..machine.device import Device
+from ..state.dtensors import describe_placements, is_common, local_of, takes_parts
+from ..state.handle import ParamHandle
+from ..state.step_counter import StepCounter
+
+FIRST_STEPS, LATER_STEPS = 8, 32  # on an accelerator: the first so many are compared, and one of so many later
+FORWARDS = 4  # of such a step whose values are compared
+MOST_OUTPUTS = 256  # between two steps
+CACHES = ("past", "cache")  # in names of what holds other heads on every rank
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the norm, by which projections may differ
+OTHER_TOLERANCE = 3e-2
+SAME_BATCH = (
+    "Give all ranks of one coordinate of the data axes the same batch (a sampler by mesh.get_local_rank('dp'), not by the rank)."
+)
+SAME_SEED = (
+    "Seed these ranks alike, by the coordinate of the data axes (torch.manual_seed(seed + mesh.get_local_rank('dp'))): infinity.parallel.tensor_parallel "
+    "draws other masks where ranks have other heads."
+)
+SAME_LOSS = "Compute the same loss on all ranks of one coordinate of the data axes: from the same labels, in the same mode."
+
+
+class Owner(Protocol):
+    """What is asked of the engine."""
+
+    collectives: Collectives
+    device: Device
+    steps: StepCounter
+    gradients: GradientBank
+    group_of: dict[ParamHandle, int]
+
+
+class InCommon:
+    """Compares over the ranks of the tp axis, or of ep where they share a batch. Elsewhere it does nothing."""
+
+    def __init__(self, engine: Owner):
+        self._engine = weakref.ref(engine)  # the engine holds this object
+        self._channel = engine.collectives.ranks.tensor
+        self._before: dict[str, int] = {}  # states of the generators as the running forward began
+        self._drawn: dict[str, int] = {}  # of those that forwards have drawn from since the last meeting
+        self._step, self._forwards = -1, 0  # root forwards since that step
+        self._is_compared = False  # what forwards are given: as the batch that it is a part of
+        self._root: torch.nn.Module | None = None  # whose forward runs
+        # Of an output that a backward has reached, a sample, and the sketch of its gradient; of more than so many the last ones.
+        self._outputs: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=MOST_OUTPUTS)
+
+    # --- a root forward ---
+
+    def begin(self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Begins a root forward. Raises UsageError, on all of these ranks, where they were given other tensors."""
+        if self._channel is None:
+            return
+        engine = self._engine()
+        if self._step != engine.steps.index:
+            self._step, self._forwards = engine.steps.index, 0
+        self._forwards += 1
+        engine.gradients.takes_samples = self._is_due
+        if not self._is_compared:
+            self.compare("a forward", {"the mode": _mode_of(root), **self._described(root, args, kwargs)})
+        self._before, self._root = self._states(), root
+
+    def end(self, module: torch.nn.Module, outputs: Iterable[torch.Tensor]) -> None:
+        """Ends the forward of ``module``, if that is a root's, with its ``outputs``."""
+        if self._root is not module:
+            return
+        self._root = None
+        drawn = [name for name, state in self._states().items() if state != self._before.get(name, state)]
+        self._drawn |= {name: _digest((self._drawn.get(name, 0), self._before[name])) for name in drawn}
+        if self._engine().gradients.takes_samples and not self._is_compared:
+            for output in outputs:
+                if output.requires_grad and is_common(output) and output.numel():
+                    self._watch(output)
+
+    def _watch(self, output: torch.Tensor) -> None:
+        """Takes a sketch of the gradient that reaches ``output``."""
+        me, sample = weakref.ref(self), sample_of(local_of(output))
+
+        def note(grad: torch.Tensor) -> None:
+            if (alive := me()) is not None and is_common(grad):
+                alive._outputs.append((sample, _sketch_of(local_of(grad))))
+
+        output.register_hook(note)
+
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """Has forwards inside the block compare nothing: a schedule makes them, whose batch is compared. What passes between stages may be cut,
+        and what torch tries them out with is nobody's."""
+        self._is_compared = True
+        try:
+            yield
+        finally:
+            self._is_compared = False
+
+    def compare(self, what: str, given: dict[str, str]) -> None:
+        """Raises UsageError, on all of these ranks, where they do not come to ``what`` with the same, or have drawn other random numbers."""
+        if self._channel is None:
+            return
+        collectives = self._engine().collectives
+        spans = collectives.spans_over_tensors(what, [_digest(given), _digest(self._drawn)])
+        if any(least != most for least, most in spans):
+            self._refuse(what, given if spans[0][0] != spans[0][1] else {})
+        self._drawn = {}
+
+    def compare_batch(self, what: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Raises UsageError, on all of these ranks, where what they come to ``what`` with is not one batch."""
+        named = _tensors([*enumerate(args), *kwargs.items()], "")
+        self.compare(what, {name: self.describe(tensor) for name, tensor in named})
+
+    def _described(self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, str]:
+        are_parts = takes_parts(root)
+        named = _tensors([*enumerate(args), *kwargs.items()], "")
+        return {name or "the input": self.describe(tensor, with_values=not are_parts) for name, tensor in named}
+
+    def describe(self, tensor: torch.Tensor, *, with_values: bool = True) -> str:
+        """Describes what was given so that it compares: by its values, too, where they are the same on all ranks and can be read."""
+        told = f"{str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}{describe_placements(tensor)}"
+        local = local_of(tensor)
+        is_read = self._is_due or local.device.type == "cpu"
+        if not (with_values and is_read and is_common(tensor)) or local.is_meta or local.layout is not torch.strided:
+            return told
+        raw = local.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        return f"{told} with digest {native.crc32c(raw.view(-1).view(torch.uint8)):08x}" if raw.numel() else told
+
+    # --- a step ---
+
+    def values(self) -> list[int]:
+        """Makes what is said where the ranks meet for a step."""
+        if self._channel is None:
+            return []
+        grads = [sample for _, sample in self._samples()]
+        outputs, reached = [sample for sample, _ in self._outputs], [sketch for _, sketch in self._outputs]
+        self._outputs.clear()
+        said = [_ordered(number) for tensors in (grads, outputs, reached) for number in _projected(tensors)]
+        return [_digest(self._drawn), *said]
+
+    def check(self, spans: list[tuple[int, int]]) -> None:
+        """Raises UsageError, on all of these ranks, where the ``spans`` of what they have said show that they do not have the same."""
+        if self._channel is None:
+            return
+        drawn, *others = spans
+        if drawn[0] != drawn[1]:
+            self._refuse("a step", {})
+        grads, outputs, reached = (self._differ(*others[begin : begin + 2]) for begin in (0, 2, 4))
+        if reached and not outputs:
+            self._raise(
+                "a step: the gradient of what the model gives differs between ranks with parts of the same tensors, though the model gives the same on "
+                f"all of them. {SAME_LOSS}"
+            )
+        if grads:
+            self._refuse_gradients()
+        self._drawn = {}
+
+    def _differ(self, projection: tuple[int, int], norm: tuple[int, int]) -> bool:
+        """Tells whether tensors with these projections and norms differ by more than rounding."""
+        largest = _number(norm[1])
+        return largest < float("inf") and _number(projection[1]) - _number(projection[0]) > self._tolerance() * largest
+
+    def _samples(self) -> Iterator[tuple[ParamHandle, torch.Tensor]]:
+        engine = self._engine()
+        return ((handle, handle.grad.sample) for handle in engine.group_of if handle.grad.sample is not None)
+
+    def _tolerance(self) -> float:
+        dtypes = {handle.shard.spec.grad_dtype for handle, _ in self._samples()}
+        return max((TOLERANCES.get(dtype, OTHER_TOLERANCE) for dtype in dtypes), default=OTHER_TOLERANCE)
+
+    # --- where they differ ---
+
+    def _refuse(self, what: str, given: dict[str, str]) -> NoReturn:
+        drawn = {f"the state of {name} before what was drawn": f"digest {state:016x}" for name, state in self._drawn.items()}
+        self._drawn = {}
+        everyones = self._collect((given, drawn), what)
+        for part, remedy in ((0, SAME_BATCH), (1, SAME_SEED)):
+            (first, firsts), *others = [(rank, mine[part]) for rank, mine in everyones]
+            for rank, theirs in others:
+                for name in dict.fromkeys([*firsts, *theirs]):
+                    if firsts.get(name) != theirs.get(name):
+                        told = f"{name} is {firsts.get(name, 'absent')} on rank {first} and {theirs.get(name, 'absent')} on rank {rank}"
+                        self._raise(f"{what}: {told}, though they have parts of the same tensors. {remedy}")
+        self._raise(f"{what}: ranks with parts of the same tensors came there another way")
+
+    def _refuse_gradients(self) -> NoReturn:
+        mine = {handle.name: sample.double().cpu() for handle, sample in self._samples()}
+        (first, firsts), *others = self._collect(mine, "a step")
+        apart: dict[str, tuple[float, int]] = {}
+        for rank, theirs in others:
+            for name in firsts.keys() & theirs.keys():
+                off, norm = (firsts[name] - theirs[name]).norm(), firsts[name].norm()
+                apart[name] = max(apart.get(name, (0.0, rank)), (float(off / norm) if norm else float(off), rank))
+        name, (off, rank) = max(apart.items(), key=lambda item: item[1], default=("a parameter", (0.0, first)))
+        self._raise(
+            f"a step: the gradient of {name}, which ranks {first} and {rank} have whole, differs between them by {off:.3g} of its norm, though "
+            f"they have parts of the same tensors. {SAME_LOSS}"
+        )
+
+    def _collect(self, mine: Any, what: str) -> list[tuple[int, Any]]:
+        collectives = self._engine().collectives
+        return collectives.collect((collectives.ranks.world_rank, mine), f"what differs at {what}", [self._channel])
+
+    def _raise(self, text: str) -> NoReturn:
+        error = UsageError(text)
+        self._engine().collectives.fail_elsewhere(self._channel, error)
+        raise error
+
+    # --- what is read ---
+
+    @property
+    def _is_due(self) -> bool:
+        is_compared = self._step < FIRST_STEPS or self._step % LATER_STEPS == 0
+        return self._engine().device.is_host or (is_compared and self._forwards <= FORWARDS)
+
+    def _states(self) -> dict[str, int]:
+        """Digests of the generators that dropout draws from."""
+        found = {"torch's generator": native.crc32c(torch.get_rng_state())}
+        where = self._engine().device.where
+        if where.type != "cpu":
+            found[f"the generator of {where}"] = native.crc32c(torch.get_device_module(where).get_rng_state(where))
+        return found
+
+
+def _sketch_of(grad: torch.Tensor) -> torch.Tensor:
+    """Projects the rows of ``grad`` on signs, and these sums again: [the projection, the norm of the sums], fp32. Reads it once."""
+    with torch.no_grad():
+        rows = grad.detach().reshape(-1, grad.size(-1) if grad.dim() else 1)
+        sums = (rows @ _signs(rows.size(1), rows)).float()
+        return torch.stack([sums @ _signs(sums.numel(), sums), sums.norm()])
+
+
+def _signs(count: int, like: torch.Tensor) -> torch.Tensor:
+    """Makes so many signs, the same on every rank."""
+    numbers = torch.arange(1, count + 1, device=like.device)
+    return (1 - 2 * ((numbers * 2654435761 >> 15) & 1)).to(like.dtype)
+
+
+def _projected(tensors: list[torch.Tensor]) -> tuple[float, float]:
+    """Projects all elements of ``tensors`` on signs. Returns that, and their norm."""
+    if not tensors:
+        return 0.0, 0.0
+    flat = torch.cat([each.float() for each in tensors]).double().cpu()
+    return float(flat @ _signs(flat.numel(), flat)), float(flat.norm())
+
+
+def _mode_of(root: torch.nn.Module) -> str:
+    kind = "training" if root.training else "evaluation"
+    return f"{kind}, with{'' if torch.is_grad_enabled() else 'out'} gradients"
+
+
+def _tensors(items: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in ``items``, pairs of a key and a value, and in mappings and sequences among those; by their names."""
+    for key, value in items:
+        name = f"{prefix}{f'argument {key}' if isinstance(key, int) and not prefix else key}"
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif any(word in name for word in CACHES):
+            continue
+        elif isinstance(value, Mapping):
+            yield from _tensors(value.items(), f"{name}.")
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(enumerate(value), f"{name}.")
+
+
+def _digest(value: Any) -> int:
+    """Makes a number of what has the same repr where it is the same; zero of what is empty."""
+    raw = repr(value).encode()
+    return native.crc32c(torch.frombuffer(bytearray(raw), dtype=torch.uint8)) if value else 0
+
+
+def _ordered(number: float) -> int:
+    """Makes an int64 of a number so that larger ones have larger ones; of what is none, that of infinity."""
+    bits = struct.unpack("<q", struct.pack("<d", number if number == number else float("inf")))[0]
+    return bits if bits >= 0 else -(bits & 0x7FFF_FFFF_FFFF_FFFF)
+
+
+def _number(ordered: int) -> float:
+    """Makes the number again."""
+    found = struct.unpack("<d", struct.pack("<q", abs(ordered)))[0]
+    return found if ordered >= 0 else -found
