@@ -182,7 +182,7 @@ class InCommon:
 
     def _samples(self) -> Iterator[tuple[ParamHandle, torch.Tensor]]:
         engine = self._engine()
-        return ((handle, handle.grad.sample) for handle in engine.group_of if handle.grad.sample is not None)
+        return ((handle, handle.grad.sample) for handle in engine.trained if handle.grad.sample is not None)
 
     def _tolerance(self) -> float:
         dtypes = {handle.shard.spec.grad_dtype for handle, _ in self._samples()}
