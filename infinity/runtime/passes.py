@@ -15,7 +15,6 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_map_only
 
 from ..forwards.lazy_logits import Logits
@@ -185,15 +184,18 @@ class Passes:
                 if type(tensor) is not Logits and tensor.requires_grad:
                     tensor.register_hook(arrive)
         frozen = [unit for unit in units if not any(p.requires_grad for shard in unit.shards for p in shard.params)]
-        inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad and handle_of(t) is None] if frozen else []
-        if inputs:
+        if frozen:
 
-            def depart(_grads: Any) -> None:
+            def depart(_grad: torch.Tensor) -> None:
                 if backward := me():
                     for unit in frozen:
                         backward.let_go(unit)
 
-            register_multi_grad_hook(inputs, depart, mode="all")
+            # One that is still needed after the first of several inputs got its gradient is held again when it is used. A leaf is left
+            # alone: the user keeps it, so hooks would add up on it, and its gradient comes last anyway.
+            for tensor in _tensors((args, kwargs)):
+                if type(tensor) is not Logits and tensor.grad_fn is not None:
+                    tensor.register_hook(depart)
 
     # --- what autograd saves ---
 
