@@ -58,7 +58,7 @@ class Backward:
 
     def hold(self, unit: ParamUnit) -> None:
         """Holds ``unit``, which the running backward needs."""
-        self.engine.check_open()
+        self.engine.check_open("this backward")
         self.join()
         if unit in self._awaited:
             self._awaited[unit] = self._awaited.pop(unit)  # the last one used

@@ -68,6 +68,7 @@ class Passes:
     def enter(self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool) -> None:
         """Begins a forward of ``module``."""
         self.engine.store.check_process()
+        self.engine.check_open(f"this forward of {type(module).__name__}")
         in_backward = torch._C._current_graph_task_id() != -1
         if not self.frames and not in_backward and is_root:
             self._begin(training=torch.is_grad_enabled())
