@@ -36,6 +36,7 @@ def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | os.Pat
     chunks are given as a list) the first one of each stage, into one folder. Raises StorageError.
     """
     engine = engine_of(model)
+    engine.refuse("save_pretrained")
     with engine.using(), engine.collectives.together("save_pretrained"):
         _save_model(whole_of(model), parts_of(whole_of(model))[0], engine, Path(folder))
 

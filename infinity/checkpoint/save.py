@@ -29,7 +29,7 @@ from torch import nn
 from .. import native
 from ..distributed.collectives import Collectives
 from ..errors import PeerError, StorageError, UsageError
-from ..gradients.record import GradState
+from ..gradients.record import would_be_lost
 from ..machine.progress import progress
 from ..runtime.engine import Engine
 from ..runtime.registry import whole_of
@@ -67,16 +67,15 @@ def save_checkpoint(
     checkpoint as it was, UsageError while another process saves to that folder.
     """
     engine = engine_of_pair(model, optimizer)
-    engine.refuse_unflushed("save_checkpoint")
+    engine.refuse("save_checkpoint")
     with engine.using(), engine.collectives.together("save_checkpoint"):
         _save_all(Path(path), engine, whole_of(model), optimizer, extra)
 
 
 def _save_all(root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> None:
     collectives = engine.collectives
-    engine.refuse_averaged("save_checkpoint")
     engine.wait_idle()
-    if landed := [handle.name for handle in engine.group_of if handle.grad.state is GradState.LANDED]:
+    if landed := [handle.name for handle in engine.group_of if would_be_lost(handle)]:
         raise UsageError(
             f"save_checkpoint between backward and step: the gradients of {len(landed)} parameters ({landed[0]}, ...) "
             "would be lost. Save after step(), or call zero_grad() first."
