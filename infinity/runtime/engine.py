@@ -37,8 +37,8 @@ from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from .admission import admit
 from .joined_pass import JoinedPass
-from .one_thread import wait_for_others
 from .older_weights import OlderWeights
+from .one_thread import wait_for_others
 from .parking import Parking
 from .passes import Passes
 from .prefetch import Prefetcher

@@ -76,7 +76,7 @@ def refuse_transforms(engine: ScopeOpener) -> None:
     if torch._C._get_tracing_state() is not None or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         raise UsageError("a wrapped model cannot be traced or exported: its weights are not in memory. " + mistakes.UNWRAP)
     dynamo = sys.modules.get("torch._dynamo.config")
-    if dynamo is not None and dynamo.compiled_autograd and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and getattr(dynamo, "compiled_autograd", False):
         raise UsageError(
             "compiled autograd would trace what moves weights in the backward, for minutes: set torch._dynamo.config.compiled_autograd = False. "
             "torch.compile of the model, without it, works"

@@ -110,15 +110,13 @@ def test_a_compiled_step_is_the_step():
     assert differing(*found) == []
 
 
-def test_a_whole_graph_and_compiled_autograd_are_refused_with_the_way_that_works(monkeypatch):
+def test_a_whole_graph_and_compiled_autograd_are_refused_with_the_way_that_works():
     """fullgraph=True is torch's own error, with our reason in it. Twin: without either the same model trains."""
     torch._dynamo.reset()
     model, optimizer = infinity.wrap_model(*small(), {"params": "host", "optimizer": "host"})
     with pytest.raises(Exception, match="Leave out fullgraph=True"):
         torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 8))
-    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", True)
-    with pytest.raises(infinity.UsageError, match="compiled_autograd = False"):
+    with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(infinity.UsageError, match="compiled_autograd = False"):
         model(torch.ones(2, 8))
-    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", False)
     torch.compile(model, backend="eager")(torch.ones(2, 8)).sum().backward()
     optimizer.step()
