@@ -90,6 +90,18 @@ def _export(
     return written | {"parameters": sum(_numel(entry) for entry in manifest["parameters"].values())}
 
 
+def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Reads the weights and buffers of what save_checkpoint wrote into memory: in fp32 those that have masters, each tied one under its first
+    name. Raises as :func:`export` does."""
+    with checkpoint_of(checkpoint, Collectives()) as (manifest, data):
+        check_files(data, manifest["files"])
+        other = read_tensors(data / OF_READERS)
+        has_master = {name for name, entry in manifest["parameters"].items() if entry["master"] in MASTERS}
+        with SavedTensors(data, manifest) as saved:
+            plain, in_fp32 = (_sources(saved, manifest, other, dtype) for dtype in (None, torch.float32))
+            return {name: (in_fp32 if name in has_master else plain)[name][1]() for name in plain}
+
+
 def _write(sources: dict[str, Source], folder: Path, model: Path | None, change: Change | None) -> dict[str, int]:
     if change is not None:
         sources = change(sources)
