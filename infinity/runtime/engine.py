@@ -317,19 +317,6 @@ class Engine(Refusals):
         """Sends ``units`` home: their bytes there are about to change."""
         self.prefetcher.release_all(units)
 
-    def check_alive(self) -> None:
-        """Raises UsageError after :func:`infinity.unwrap_model`, and in a forked child."""
-        self.store.check_process()
-        if not self._finalizer.alive:
-            raise UsageError("this optimizer's model was unwrapped: use the optimizer that unwrap_model returned")
-
-    def check_open(self, what: str) -> None:
-        """Raises UsageError when the homes are gone, that ``what`` needs."""
-        if not self._finalizer.alive:
-            raise UsageError(
-                f"{what} needs weights that went with the engine: run it before unwrap_model, or before the process ends"
-            )
-
     def begin_step(self) -> None:
         """Begins an optimizer step."""
         self.updates.begin_step()
