@@ -66,6 +66,7 @@ Rule = _C.Rule
 Run = _C.Run
 Scope = _C.Scope
 Scopes = _C.Scopes
+Task = _C.Task
 Ticket = _C.Ticket
 UnitUpdate = _C.UnitUpdate
 Updater = _C.Updater

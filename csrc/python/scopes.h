@@ -3,6 +3,9 @@
 // A scope is entered and left in one step each, which no signal handler can come between, and left however the block inside
 // ends. So whether something is running never has to be guessed from what an exception may have left behind. What was pushed
 // on torch's stack of saved-tensor hooks inside a scope is popped when it is left.
+//
+// task    a run of autograd, told by an object that only autograd holds. Scopes and tasks of two threads never overlap: what a
+//         thread begins first of all is counted only once no other thread has any.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -40,31 +43,75 @@ class Scopes {
     }
   }
 
+  // Scopes and tasks of one thread, or of all.
+  struct Count {
+    int scopes = 0, tasks = 0;
+  };
+
+  Count here() const {
+    const auto found = of_threads_.find(std::this_thread::get_id());
+    return found == of_threads_.end() ? Count{} : found->second;
+  }
+
+  bool is_used_elsewhere() const {
+    const Count mine = here();
+    return running > mine.scopes || tasks > mine.tasks;
+  }
+
+  void count(std::thread::id thread, int scopes, int tasks_too) {
+    Count& of = of_threads_[thread];
+    of.scopes += scopes, of.tasks += tasks_too;
+    running += scopes, tasks += tasks_too;
+    if (of.scopes == 0 && of.tasks == 0) of_threads_.erase(thread);
+    ++changes;
+  }
+
   int running = 0;           // scopes that are entered
-  bool interrupted = false;  // whether an exception left all of them, or struck inside
+  int tasks = 0;             // runs of autograd that were told of and are not over
+  long changes = 0;          // how often one of either began or ended
+  double waited = 0;         // when a thread last waited for the others; 0 once it has come in
+  bool interrupted = false;  // whether an exception left all scopes, or struck inside
 
  private:
+  std::unordered_map<std::thread::id, Count> of_threads_;
   const py::object push_, pop_;
   std::unordered_map<std::thread::id, int> hooks_;
 };
 
-// One use of a `with` statement, inside which a pair of hooks may be pushed from the start.
+// Counts a run of autograd for as long as autograd holds this object, which it calls when the run is over.
+class Task {
+ public:
+  explicit Task(std::shared_ptr<Scopes> scopes) : scopes_(std::move(scopes)), thread_(std::this_thread::get_id()) {
+    scopes_->count(thread_, 0, 1);
+  }
+
+  ~Task() { scopes_->count(thread_, 0, -1); }
+
+ private:
+  const std::shared_ptr<Scopes> scopes_;
+  const std::thread::id thread_;
+};
+
+// One use of a `with` statement, inside which a pair of hooks may be pushed from the start. `wait` is called on the way in
+// while another thread has scopes or tasks.
 class Scope {
  public:
-  explicit Scope(std::shared_ptr<Scopes> scopes, py::object pack = py::none(), py::object unpack = py::none())
-      : scopes_(std::move(scopes)), pack_(std::move(pack)), unpack_(std::move(unpack)) {}
+  explicit Scope(std::shared_ptr<Scopes> scopes, py::object pack, py::object unpack, py::object wait)
+      : scopes_(std::move(scopes)), pack_(std::move(pack)), unpack_(std::move(unpack)), wait_(std::move(wait)) {}
 
   void enter() {
+    while (!wait_.is_none() && scopes_->is_used_elsewhere()) wait_();
     hooks_ = scopes_->hooks();
     if (!pack_.is_none()) scopes_->push_hooks(pack_, unpack_);
-    ++scopes_->running;
+    thread_ = std::this_thread::get_id();
+    scopes_->count(thread_, 1, 0);
     entered_ = true;
   }
 
   void leave(const py::object& kind) {
     if (!entered_) return;
     entered_ = false;
-    --scopes_->running;
+    scopes_->count(thread_, -1, 0);
     if (!kind.is_none() && (scopes_->running == 0 || !may_be_handled(kind))) scopes_->interrupted = true;
     scopes_->pop_hooks(hooks_);
   }
@@ -75,12 +122,13 @@ class Scope {
   }
 
   ~Scope() {  // of a generator that was never finished, say
-    if (entered_) --scopes_->running;
+    if (entered_) scopes_->count(thread_, -1, 0);
   }
 
  private:
   const std::shared_ptr<Scopes> scopes_;
-  const py::object pack_, unpack_;
+  const py::object pack_, unpack_, wait_;
+  std::thread::id thread_;
   int hooks_ = 0;
   bool entered_ = false;
 };

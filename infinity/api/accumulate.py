@@ -24,6 +24,6 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     half done: call ``optimizer.zero_grad()`` and run the micro-batches again.
     """
     engine = engine_of(model)
-    engine.refuse_unflushed("infinity.accumulate")
+    engine.refuse("infinity.accumulate")
     with engine.joined.opened(engine):
         yield

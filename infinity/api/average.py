@@ -97,8 +97,7 @@ class Average:
     def _exchange(self, applied: bool) -> None:
         """Has the model the averages for its weights, or its weights again. Nothing is done where it has them."""
         engine = self._average.engine
-        engine.refuse_between("exchanging weights and averages")
-        engine.refuse_unflushed("exchanging weights and averages")
+        engine.refuse("exchanging weights and averages")
         with engine.using(), engine.store.guarding():
             if self._average.is_exchanged != applied:
                 self._average.exchange()

@@ -18,7 +18,7 @@ from ..distributed.data_ranks import DataRanks
 from ..errors import ConfigError, UsageError
 from ..machine.sizes import format_nbytes
 from ..optim.optimizer import InfinityOptimizer
-from ..optim.rules import check_expected
+from ..optim.rules import check_expected, refuse_wrapper
 from ..state.dtensors import check_placements, is_distributed, local_of, ranks_over
 from ..state.experts import divided_parameters
 from ..state.handle import handle_of
@@ -43,16 +43,24 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
         raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     if isinstance(optimizer, InfinityOptimizer):
         raise UsageError("this optimizer is wrapped already: give wrap_model the plain one, or unwrap_model first")
+    if optimizer is not None:
+        refuse_wrapper(optimizer)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     native.simd_unit()  # raises for an unknown INFINITY_SIMD
     _check_owners(model)
     names = parameter_names(model)
+    _check_lasting(model, names)
     for param, param_names in names.items():
         if handle_of(param) is not None:
             raise UsageError(f"this model is wrapped already (parameter {param_names[0]} is managed): unwrap_model it first")
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ConfigError(f"parameter {param_names[0]} is not initialised yet: run one forward before wrap_model")
+        if param.is_inference():
+            raise ConfigError(
+                f"parameter {param_names[0]} was made under torch.inference_mode(): torch lets nothing train or change it outside. Build or load the "
+                "model outside of that block (torch.no_grad() is enough)"
+            )
         check_placements(param_names[0], param)
         if hasattr(param, "ds_id"):
             raise ConfigError(
@@ -151,6 +159,23 @@ def _check_owners(model: nn.Module) -> None:
                 "in and out itself. Load the model without device_map, or take the hooks off: "
                 "accelerate.hooks.remove_hook_from_submodules(model)."
             )
+
+
+def _check_lasting(model: nn.Module, names: dict[torch.Tensor, list[str]]) -> None:
+    """Raises ConfigError for Parameters that are other objects the next time the model is asked for them."""
+    again = parameter_names(model)
+    made = [its[0] for param, its in names.items() if param not in again]
+    if not made:
+        return
+    around = [module for name, module in model.named_modules() if f"{made[0]}.".startswith(f"{name}." if name else "")]
+    walks = "named_modules", "named_parameters", "parameters", "named_children", "children", "_named_members"
+    own = [module for module in around if any(getattr(type(module), walk) is not getattr(nn.Module, walk) for walk in walks)]
+    kind = type((own or around)[-1])
+    raise ConfigError(
+        f"{len(made)} of the model's {len(names)} parameters ({', '.join(made[:3])}{', ...' if len(made) > 3 else ''}) are other Parameters each time "
+        f"the model is asked for them: {kind.__module__}.{kind.__name__} makes them anew, and what is at home would not be theirs. Leave such modules "
+        "out (with peft: out of LoraConfig(target_modules=...), or in exclude_modules), or keep this model unwrapped."
+    )
 
 
 def _check_storages(names: dict[torch.Tensor, list[str]]) -> None:

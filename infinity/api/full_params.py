@@ -38,7 +38,7 @@ def full_params(
     when the block raises. Raises CapacityError when the parameters exceed a given ``device_memory``.
     """
     engine = engine_of(model)
-    engine.refuse_unflushed("full_params")
+    engine.refuse("full_params(writeback=True)" if writeback else "full_params")
     with engine.using():
         selected = _select(whole_of(model), names)
         nbytes = sum(local_of(param).numel() * param.itemsize for param in set(selected.values()))

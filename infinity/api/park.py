@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, UsageError
-from ..gradients.record import GradState
+from ..gradients.record import would_be_lost
 from ..runtime.engine import Engine
 from ..runtime.parking import arrays_in_memory, give_back_heap
 from ..runtime.registry import engine_of
@@ -28,12 +28,11 @@ def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
     where the disk has no room, StorageError where no file can be made there; the model goes on after each of them.
     """
     engine = engine_of(model)
-    engine.refuse_between("park")
-    engine.refuse_unflushed("park")
+    engine.refuse("park")
     if folder is None and not engine.config.nvme_paths:
         raise ConfigError("park needs a folder on a disk: infinity.park(model, '/path/on/the/disk'), or Config(nvme_paths=[...])")
     with engine.using():
-        if landed := [handle.name for handle in engine.trained if handle.grad.state is GradState.LANDED]:
+        if landed := [handle.name for handle in engine.trained if would_be_lost(handle)]:
             raise UsageError(
                 f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait for it. Park after step()"
             )

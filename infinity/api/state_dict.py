@@ -19,7 +19,7 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
     removers = []
 
     def fill(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
-        engine.refuse_unflushed("state_dict()")
+        engine.refuse("state_dict()")
         with engine.using():
             for name, param in module._parameters.items():
                 value = state.get(prefix + name)
@@ -28,15 +28,15 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
                     state[prefix + name] = _full_value(engine, handle, state)
 
     def before_load(module, state, prefix, metadata, strict, missing, unexpected, errors) -> None:
-        engine.refuse_unflushed("load_state_dict()")
-        with engine.using():
-            pass  # what an exception left of the last use is put right
+        engine.refuse("load_state_dict()")
         if metadata.get("assign_to_params_buffers"):
             raise UsageError("load_state_dict(assign=True) would replace managed parameters: load without assign")
 
     for module in dict.fromkeys(module for part in parts_of(model) for module in part.modules()):
-        if any(handle_of(param) is not None for param in module.parameters(recurse=False)):
+        is_owner = any(handle_of(param) is not None for param in module.parameters(recurse=False))
+        if is_owner:
             removers.append(module._register_state_dict_hook(fill))
+        if is_owner or module in parts_of(model):  # first of all, before a buffer is loaded
             removers.append(module.register_load_state_dict_pre_hook(before_load))
     return removers
 

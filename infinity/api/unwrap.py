@@ -36,9 +36,8 @@ def unwrap_model(
         raise UsageError("this optimizer is not the one that wrap_model returned with this model")
     plain = managed.wrapped if managed is not None else None
     if record.unwrapping is None:
-        engine.refuse_unflushed("unwrap_model")
+        engine.refuse("unwrap_model")  # averages, say: the weights are where those were, and would go with them
         with engine.using():
-            engine.refuse_averaged("unwrap_model")  # the weights are where the averages were, and would go with them
             change = _plan_unwrap(record, managed)
         engine.refuse_all("unwrap_model was cut short by an exception: call it again, with the same model")
         record.unwrapping = change

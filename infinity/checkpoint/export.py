@@ -180,6 +180,19 @@ def _export(manifest: dict[str, Any], data: Path, target: _Target) -> dict[str, 
     return written | {"parameters": sum(_numel(entry) for entry in manifest["parameters"].values())}
 
 
+def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Reads the weights and buffers of what save_checkpoint wrote into memory: in fp32 those that have masters, each tied one under its first
+    name. Raises as :func:`export` does."""
+    with checkpoint_of(checkpoint, Collectives()) as (manifest, data):
+        check_files(data, manifest["files"])
+        other = read_tensors(data / OF_READERS)
+        has_master = {name for name, entry in manifest["parameters"].items() if entry["master"] in MASTERS}
+        with SavedTensors(data, manifest) as saved:
+            targets = [_Target(data, dtype, None, None, None) for dtype in (None, torch.float32)]
+            plain, in_fp32 = (_sources(saved, manifest, other, target) for target in targets)
+            return {name: (in_fp32 if name in has_master else plain)[name].read() for name in plain}
+
+
 def _sources(saved: SavedTensors, manifest: dict[str, Any], other: dict[str, torch.Tensor], target: _Target) -> dict[str, Source]:
     sources: dict[str, Source] = {}
     dtype_of = target.dtypes()

@@ -65,8 +65,7 @@ def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.
     parameters when the checkpoint is of another model.
     """
     engine = engine_of_pair(model, optimizer)
-    engine.refuse_averaged("load_checkpoint")
-    engine.refuse_unflushed("load_checkpoint")
+    engine.refuse("load_checkpoint")
     with engine.using(repairing=True), engine.collectives.together("load_checkpoint"):
         with checkpoint_of(Path(path), engine.collectives) as (manifest, data):
             return _load(manifest, data, engine, whole_of(model), optimizer)

@@ -63,6 +63,7 @@ def save_pretrained(
     the folder as it was; StorageError.
     """
     engine = engine_of(model)
+    engine.refuse("save_pretrained")
     if engine.ranks.stage_prefix:
         raise UsageError(
             "save_pretrained: stages of this pipeline call parameters the same, which one folder cannot tell apart. Give them the names of the whole "

@@ -29,7 +29,7 @@ from torch import nn
 from .. import native
 from ..distributed.collectives import Collectives
 from ..errors import PeerError, StorageError, UsageError
-from ..gradients.record import GradState
+from ..gradients.record import would_be_lost
 from ..machine.progress import progress
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
@@ -80,7 +80,7 @@ def save_checkpoint(
     another model's checkpoint is there.
     """
     engine = engine_of_pair(model, optimizer)
-    engine.refuse_unflushed("save_checkpoint")
+    engine.refuse("save_checkpoint")
     with engine.using(), engine.collectives.together("save_checkpoint"):
         _save_all(Path(path), engine, whole_of(model), optimizer, extra, overwrite)
 
@@ -89,9 +89,8 @@ def _save_all(
     root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, overwrite: bool
 ) -> None:
     collectives = engine.collectives
-    engine.refuse_averaged("save_checkpoint")
     engine.wait_idle()
-    if landed := [handle.name for handle in engine.trained if handle.grad.state is GradState.LANDED]:
+    if landed := [handle.name for handle in engine.trained if would_be_lost(handle)]:
         raise UsageError(
             f"save_checkpoint between backward and step: the gradients of {len(landed)} parameters ({landed[0]}, ...) "
             "would be lost. Save after step(), or call zero_grad() first."

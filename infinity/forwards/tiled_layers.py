@@ -55,13 +55,13 @@ class TiledLinear(torch.autograd.Function):
         x_rows, dy_rows = x.reshape(-1, x.shape[-1]).to(dy.dtype), dy.reshape(-1, dy.shape[-1])
         # Sums over tiles are kept in fp32: each product is rounded already.
         dx = torch.zeros_like(x_rows, dtype=torch.promote_types(x_rows.dtype, torch.float32)) if ctx.needs_input_grad[0] else None
-        with tiles.engine.gradients.landing_rows(tiles.handle, wanted=tiles.wants_grad(ctx)) as land:
+        with tiles.taking_rows(ctx) as grads:
             for begin, end, weight in tiles.each() if dx is not None else ((*span, None) for span in tiles.spans()):
                 if dx is not None:
                     dx.add_(dy_rows[:, begin:end] @ weight.to(dy.dtype))
-                land(begin, end, lambda begin=begin, end=end: dy_rows[:, begin:end].T @ x_rows)
+                grads.land(begin, end, lambda begin=begin, end=end: dy_rows[:, begin:end].T @ x_rows)
         db = dy_rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[1] else None
-        return None if dx is None else dx.view(x.shape).to(x.dtype), db, None, None, None
+        return None if dx is None else dx.view(x.shape).to(x.dtype), db, grads.whole, None, None
 
 
 class TiledCrossEntropy(torch.autograd.Function):
@@ -97,7 +97,7 @@ class TiledCrossEntropy(torch.autograd.Function):
         dy = dy.masked_fill(target == ctx.ignore_index, 0)
         dx = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if ctx.needs_input_grad[0] else None
         db = torch.empty_like(bias) if ctx.needs_input_grad[1] else None
-        with tiles.engine.gradients.landing_rows(tiles.handle, wanted=tiles.wants_grad(ctx)) as land:
+        with tiles.taking_rows(ctx) as grads:
             for begin, end, weight in tiles.each():
                 weight = weight.to(ctx.dtype)
                 dw = torch.zeros_like(weight, dtype=torch.float32)
@@ -113,10 +113,10 @@ class TiledCrossEntropy(torch.autograd.Function):
                         dx[rows] += dlogits @ weight
                     dw += dlogits.T @ part
                     db_tile += dlogits.sum(0)
-                land(begin, end, lambda dw=dw: dw.to(tiles.param.dtype))
+                grads.land(begin, end, lambda dw=dw: dw.to(tiles.param.dtype))
                 if db is not None:
                     db[begin:end] = db_tile
-        return None if dx is None else dx.to(x.dtype), db, None, None, None, None
+        return None if dx is None else dx.to(x.dtype), db, None, grads.whole, None, None
 
     @staticmethod
     def _parts(x: torch.Tensor, width: int) -> Iterator[slice]:
@@ -156,13 +156,13 @@ class TiledConv1D(torch.autograd.Function):
         tiles.check(ctx.handle, ctx.version)
         x_rows, dy_rows = x.reshape(-1, x.shape[-1]).to(dy.dtype), dy.reshape(-1, dy.shape[-1])
         dx = torch.empty_like(x_rows) if ctx.needs_input_grad[0] else None
-        with tiles.engine.gradients.landing_rows(tiles.handle, wanted=tiles.wants_grad(ctx)) as land:
+        with tiles.taking_rows(ctx) as grads:
             for begin, end, weight in tiles.each() if dx is not None else ((*span, None) for span in tiles.spans()):
                 if dx is not None:
                     torch.mm(dy_rows, weight.T.to(dy.dtype), out=dx[:, begin:end])
-                land(begin, end, lambda begin=begin, end=end: x_rows[:, begin:end].T @ dy_rows)
+                grads.land(begin, end, lambda begin=begin, end=end: x_rows[:, begin:end].T @ dy_rows)
         db = dy_rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[1] else None
-        return None if dx is None else dx.view(x.shape).to(x.dtype), db, None, None
+        return None if dx is None else dx.view(x.shape).to(x.dtype), db, grads.whole, None
 
 
 class TiledEmbedding(torch.autograd.Function):
@@ -187,10 +187,10 @@ class TiledEmbedding(torch.autograd.Function):
         tiles: Tiles = ctx.tiles
         tiles.check(ctx.handle, None)
         dy_rows = dy.reshape(-1, dy.shape[-1])
-        with tiles.engine.gradients.landing_rows(tiles.handle, wanted=tiles.wants_grad(ctx)) as land:
+        with tiles.taking_rows(ctx) as grads:
             for begin, end in tiles.spans():
-                land(begin, end, lambda begin=begin, end=end: TiledEmbedding._grad(ids, dy_rows, begin, end, ctx.padding_idx))
-        return None, None, None, None
+                grads.land(begin, end, lambda begin=begin, end=end: TiledEmbedding._grad(ids, dy_rows, begin, end, ctx.padding_idx))
+        return None, None, grads.whole, None
 
     @staticmethod
     def _grad(ids: torch.Tensor, dy: torch.Tensor, begin: int, end: int, padding_idx: int | None) -> torch.Tensor:

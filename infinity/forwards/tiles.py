@@ -6,7 +6,10 @@ rows    of a Linear: its outputs; of an Embedding: its vocabulary; of a transfor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,6 +59,33 @@ def candidates(model: nn.Module, limit_nbytes: int, dtype_of: Callable[[torch.Te
     return found
 
 
+class GradUse(Enum):
+    """What the running backward does with a parameter's gradient."""
+
+    NONE = auto()
+    ACCUMULATED = auto()  # into ``p.grad``
+    RETURNED = auto()  # by ``torch.autograd.grad``
+
+    @classmethod
+    def of(cls, accumulator: Any) -> GradUse:
+        """Tells it of a parameter's ``AccumulateGrad`` node, None for a parameter that has none."""
+        if accumulator is None:
+            return cls.NONE
+        try:
+            return cls.ACCUMULATED if torch._C._will_engine_execute_node(accumulator) else cls.NONE
+        except RuntimeError:  # torch answers for every node but a leaf whose gradient is returned
+            return cls.RETURNED
+
+
+@dataclass(frozen=True)
+class RowGrads:
+    """Where rows of a gradient go: ``land(begin, end, compute)`` puts what ``compute()`` returns where rows ``begin`` to ``end`` are.
+    ``whole``: what autograd is given; None where it is given nothing."""
+
+    land: Callable[[int, int, Callable[[], torch.Tensor]], Any]
+    whole: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Tiles:
     """One tiled weight: where it is, and how many rows a tile has."""
@@ -93,10 +123,20 @@ class Tiles:
             finally:
                 charge.release()
 
-    def wants_grad(self, ctx) -> bool:
-        """Tells whether the running backward accumulates the weight's gradient: ``autograd.grad`` does not."""
-        accumulate = ctx.next_functions[-1][0]  # the weight is the last tensor among the arguments
-        return self.handle.grad is not None and accumulate is not None and torch._C._will_engine_execute_node(accumulate)
+    @contextmanager
+    def taking_rows(self, ctx) -> Iterator[RowGrads]:
+        """Takes the rows of the weight's gradient as the running backward computes them: home, or into the whole gradient that autograd is
+        given where it goes elsewhere."""
+        accumulator = ctx.next_functions[-1][0]  # the weight is the last tensor among the arguments
+        use = GradUse.of(accumulator)
+        if use is GradUse.ACCUMULATED and self.handle.grad is not None:
+            with self.engine.gradients.landing_rows(self.handle) as land:
+                yield RowGrads(land)
+        elif use is GradUse.NONE:
+            yield RowGrads(lambda begin, end, compute: None)
+        else:  # returned by torch.autograd.grad, or accumulated for a weight that is not stepped
+            whole = torch.empty(self.param.shape, dtype=self.param.dtype, device=self.engine.device.where)
+            yield RowGrads(lambda begin, end, compute: whole[begin:end].copy_(compute()), whole)
 
     def check(self, handle: ParamHandle, version: int | None) -> None:
         """Checks a backward that comes to the layer. Raises UsageError when it cannot be right. ``handle``: the weight's in its

@@ -232,13 +232,10 @@ class GradientBank(GradValues):
             )
 
     @contextmanager
-    def landing_rows(self, handle: ParamHandle, *, wanted: bool) -> Iterator[Callable]:
+    def landing_rows(self, handle: ParamHandle) -> Iterator[Callable]:
         """Lands a gradient in parts: yields ``land(begin, end, compute)``, which puts what ``compute()`` returns where
         rows ``begin`` to ``end`` are. Raises UsageError as :meth:`land` does."""
         record, shard = handle.grad, handle.shard  # never with other ranks: a plan with tiles is refused there
-        if not wanted:
-            yield lambda begin, end, compute: None
-            return
         self._reopen(handle)
         if record.state is GradState.TORN:
             yield lambda begin, end, compute: None

@@ -13,6 +13,7 @@ average    with other ranks, the mean of what all of them landed; each has its s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -86,6 +87,17 @@ def has_landed(handle: ParamHandle) -> bool:
     return handle.grad is not None and handle.grad.state is GradState.LANDED
 
 
+def would_be_lost(handle: ParamHandle) -> bool:
+    """Tells whether a gradient waits for its step that is more than the zeros of ``zero_grad(set_to_none=False)``. Every change of a gradient
+    forgets the norm that is known of it; of the largest element no smaller one is rounded away."""
+    if not has_landed(handle):
+        return False
+    record = handle.grad
+    record.landing.precede()
+    known_zero = record.norm is not None and record.norm[0] == math.inf and record.norm[1].item() == 0
+    return not known_zero or record.viewed or bool(record.factors)
+
+
 def refuse_torn(handle: ParamHandle) -> None:
     """Raises UsageError for a gradient that a failed backward left half done."""
     if handle.grad.state is GradState.TORN:
@@ -100,7 +112,7 @@ def writable(handle: ParamHandle) -> ParamHandle:
     refuse_torn(handle)
     if handle.grad.state is GradState.CONSUMED:
         raise UsageError(
-            f"{handle.name}.grad was consumed by optimizer.step(): it can be read (a view of it: of .clone()), but "
+            f"{handle.name}.grad was consumed by optimizer.step(): it can be read, but "
             "changing it has no effect. Change gradients before step(), or call zero_grad() first."
         )
     return handle

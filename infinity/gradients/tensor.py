@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,30 +12,19 @@ from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..state import mistakes
 from ..state.handle import ParamHandle
-from .record import refuse_torn, writable
+from .record import GradState, refuse_torn, writable
 from .values import GradValues
 
 aten = torch.ops.aten
 
 
-class LandedGrad(torch.Tensor):
-    """Stands for a landed gradient as ``p.grad``: it has shape, dtype and device, and operations run on the bytes at home.
+class _AtHome(torch.Tensor):
+    """What LandedGrad and GradView have in common: values are copies."""
 
-    Reads, in-place writes, norms, clipping and ``GradScaler.unscale_`` act exactly as on a plain gradient. After the
-    step has consumed it, writes other than zeroing raise UsageError.
-    """
-
-    @staticmethod
-    def __new__(cls, handle: ParamHandle):
-        place = handle.shard.layout.placements[handle.index]
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls, place.shape, strides=place.stride, dtype=handle.shard.spec.grad_dtype, device=handle.engine.device.where
-        )
-        tensor._infinity_grad = handle
-        return tensor
+    _infinity_grad: ParamHandle
 
     def __repr__(self, *, tensor_contents=None):
-        return f"LandedGrad({self._infinity_grad.name}, {self.detach().clone()!r})"
+        return f"{type(self).__name__}({self._infinity_grad.name}, {self.detach().clone()!r})"
 
     def __deepcopy__(self, memo):
         return self.clone()
@@ -49,6 +39,24 @@ class LandedGrad(torch.Tensor):
 
     def __array__(self, *args, **kwargs):
         return self.numpy()
+
+
+class LandedGrad(_AtHome):
+    """Stands for a landed gradient as ``p.grad``: it has shape, dtype and device, and operations run on the bytes at home.
+
+    Reads, in-place writes, norms, clipping and ``GradScaler.unscale_`` act exactly as on a plain gradient. After the
+    step has consumed it, writes other than zeroing raise UsageError. A view is one of the bytes at home where those lie in memory that the
+    device computes with and a write has an effect, else a :class:`GradView`.
+    """
+
+    @staticmethod
+    def __new__(cls, handle: ParamHandle):
+        place = handle.shard.layout.placements[handle.index]
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, place.shape, strides=place.stride, dtype=handle.shard.spec.grad_dtype, device=handle.engine.device.where
+        )
+        tensor._infinity_grad = handle
+        return tensor
 
     @property
     def _values(self) -> GradValues:
@@ -80,19 +88,24 @@ class LandedGrad(torch.Tensor):
                     "infinity.clip_grad_norm_(optimizer, max_norm), or Config(max_grad_norm=...)."
                 )
             return subject._values.norm(subject._infinity_grad, float(args[1]) if len(args) > 1 else 2.0)
+        if func is aten._foreach_zero_.default:
+            for grad in args[0]:
+                grad.zero_()
+            return None
         grads = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, LandedGrad)]
         mutated = _mutated_arguments(func, args, kwargs)
         for grad in grads:
             grad._values  # noqa: B018 - raises for a stale one
             refuse_torn(grad._infinity_grad)
-            if func.is_view:
-                writable(grad._infinity_grad).grad.viewed = True  # nobody hears of a write through the view
-                grad._infinity_grad.shard.drop_shadow()
         copied = {id(grad) for grad in grads if grad._values.lends_copies(grad._infinity_grad)}
         # One from disk is lent in its staging slot. Several may not fit there at once: copies are lent then.
         from_disk = [grad for grad in grads if grad._infinity_grad.shard.arrays["grad"].tier is Tier.NVME]
-        if func.is_view:
-            _refuse_view(func, grads, copied, from_disk)
+        if func.is_view and subject is not None:
+            is_consumed = subject._infinity_grad.grad.state is GradState.CONSUMED
+            if copied or from_disk or is_consumed or func is aten.as_strided.default:
+                return views_of(subject, func, args, kwargs)
+            subject._infinity_grad.grad.viewed = True  # nobody hears of a write through the view
+            subject._infinity_grad.shard.drop_shadow()
         lent: dict[int, torch.Tensor] = {}
 
         def lend(grad: LandedGrad) -> torch.Tensor:
@@ -126,18 +139,56 @@ def _unscale(func, args: tuple) -> None:
         )
 
 
-def _refuse_view(func, grads: list[LandedGrad], copied: set[int], from_disk: list[LandedGrad]) -> None:
-    """Raises UsageError where a view would be of a copy, or outlive its memory."""
-    if copied:
-        raise UsageError(
-            f"{func} of {grads[0]._infinity_grad.name}.grad, which is at home elsewhere (on the host, or on several "
-            "ranks): a view would be of a copy. Take .clone() first."
+class GradView(_AtHome):
+    """A view of a gradient whose bytes cannot be lent: it reads what is at home whenever it is used, and cannot be changed."""
+
+    @staticmethod
+    def __new__(cls, source: LandedGrad, take: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor):
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype, device=source.device
         )
-    if from_disk:
-        raise UsageError(
-            f"{func} of {from_disk[0]._infinity_grad.name}.grad, which is at home on nvme: a view would outlive its "
-            "staging memory. Take .clone() first."
-        )
+        tensor._source, tensor._take, tensor._infinity_grad = source, take, source._infinity_grad
+        return tensor
+
+    def value(self) -> torch.Tensor:
+        """Returns the view as a plain tensor, valid until other gradients are read."""
+        self._source._values  # noqa: B018 - raises for a stale one
+        refuse_torn(self._infinity_grad)
+        return self._take(self._source._values.value(self._infinity_grad, write=False))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        views = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GradView)]
+        name = views[0]._infinity_grad.name
+        if any(isinstance(each, GradView) for each in _mutated_arguments(func, args, kwargs)):
+            raise UsageError(
+                f"{func} of a view of {name}.grad: that gradient is consumed, or at home elsewhere (on another device, a disk, or several ranks), "
+                f"where a view can be read only. Change {name}.grad itself, before step(), or a .clone()."
+            )
+        if func in (aten.detach.default, aten.alias.default):
+            return views[0]
+        if func.is_view and isinstance(args[0], GradView):
+            return views_of(args[0], func, args, kwargs)
+        with views[0]._infinity_grad.engine.using():
+            # Several may not fit into staging memory at once, and a result may share the bytes.
+            args, kwargs = tree_map_only(GradView, lambda view: view.value().clone(), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def views_of(source: LandedGrad | GradView, func, args: tuple, kwargs: dict) -> Any:
+    """Makes what ``func``, a view of ``source``, returns: one GradView or several."""
+    landed, before = (source, None) if isinstance(source, LandedGrad) else (source._source, source._take)
+
+    def take(whole: torch.Tensor) -> Any:
+        if func is aten.as_strided.default:
+            whole = whole.clone()  # alone in its storage: the offset counts from there
+        return func(whole if before is None else before(whole), *args[1:], **kwargs)
+
+    likes = func(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), *args[1:], **kwargs)
+    if isinstance(likes, torch.Tensor):
+        return GradView(landed, take, likes)
+    return [GradView(landed, lambda whole, i=i: take(whole)[i], like) for i, like in enumerate(likes)]
 
 
 def _shortcut(func, subject: LandedGrad, args: tuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 
@@ -225,7 +226,7 @@ class GradValues:
         whole = self.ranks.size == 1 or self.ranks.keeps_gradients
         (self.homes.view(handle, write=True) if whole else self.homes.slice(handle, write=True)).zero_()
         record.factors.clear()
-        record.norm = None
+        record.norm, record.stand_in_norm = (math.inf, torch.zeros((), device=self.device.where)), None
         record.averaged = False
         record.move(GradState.LANDED)
 

@@ -3,11 +3,13 @@
     trainer = lightning.Trainer(strategy=InfinityStrategy({"params": "nvme", "optimizer": "nvme", "nvme_paths": ["."]}), ...)
 
 A checkpoint is a folder: Lightning's own state without weights, and beside it, in ``infinity``, everything that is at home, streamed.
+``load_from_checkpoint`` reads such folders, too, once this module is imported.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,15 @@ import torch
 
 from ..api.unwrap import unwrap_model
 from ..api.wrap import wrap_model
+from ..checkpoint.export import read_weights
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.pretrained import save_pretrained
 from ..checkpoint.save import save_checkpoint
+from ..checkpoint.weight_files import WeightFiles
 from ..config.config import Config
 from ..errors import ConfigError
 from ..runtime.registry import is_wrapped, wrapped
+from ..state.partition import parameter_names
 from .accelerate import AT_HOME, Given
 from .versions import require
 from .weights import load_weights
@@ -28,12 +33,50 @@ from .weights import load_weights
 lightning = require("lightning")
 
 from lightning.fabric.utilities import distributed  # noqa: E402 - once the library is known to be there
+from lightning.pytorch.core import saving  # noqa: E402
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher  # noqa: E402
 from lightning.pytorch.strategies.parallel import ParallelStrategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
 OWN = "lightning.ckpt"  # Lightning's part of a checkpoint
 HOME_OF = "_infinity_folder"  # a loaded checkpoint's entry: where its other part is
+TIED = "_infinity_tied"  # a saved checkpoint's entry: further names of tied parameters -> the first one
+
+# Lightning's callbacks that read or change weights outside of a step -> what does it instead.
+CALLBACKS = {
+    "StochasticWeightAveraging": "average = infinity.swa(module) in on_train_start, and average.update() at the end of each epoch that counts",
+    "WeightAveraging": "average = infinity.ema(module, decay) in on_train_start, and average.update() in on_train_batch_end",
+    "ModelPruning": "prune before the training, or after infinity.unwrap_model(module)",
+}
+plain_load = saving.pl_load
+
+
+def load_folder(path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    """Reads a checkpoint as Lightning's ``load_from_checkpoint`` does; of a folder that InfinityStrategy wrote, with the weights beside it."""
+    folder = Path(path) if isinstance(path, (str, os.PathLike)) else None
+    if folder is None or not (folder / OWN).is_file():
+        return plain_load(path, map_location=map_location, weights_only=weights_only)
+    checkpoint = plain_load(folder / OWN, map_location=map_location, weights_only=weights_only)
+    if (folder / AT_HOME).is_dir():
+        state = read_weights(folder / AT_HOME)
+    else:
+        files = WeightFiles(folder)
+        state = {name: files.read(name) for name in files.tensors}
+    tied = {name: state[first] for name, first in checkpoint.pop(TIED, {}).items()}
+    return checkpoint | {"state_dict": state | tied}
+
+
+saving.pl_load = load_folder
+
+
+def refuse_callbacks(callbacks: list[Any]) -> None:
+    """Raises ConfigError for a callback of Lightning's that would need weights that are at home."""
+    for callback in callbacks:
+        for kind in type(callback).__mro__:
+            if kind.__module__.startswith(("lightning.", "pytorch_lightning.")) and (instead := CALLBACKS.get(kind.__name__)):
+                raise ConfigError(
+                    f"callback {type(callback).__name__} reads or changes weights between steps, which are at home: leave it out. Instead: {instead}."
+                )
 
 
 class InfinityStrategy(ParallelStrategy):
@@ -120,6 +163,8 @@ class InfinityStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
         module = self.lightning_module
+        if fits:
+            refuse_callbacks(trainer.callbacks)
         if fits and is_wrapped(module):
             unwrap_model(module)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -191,6 +236,8 @@ class InfinityStrategy(ParallelStrategy):
         else:
             save_pretrained(module, folder, overwrite=True)  # Lightning has chosen the name
         if self.is_global_zero:
+            names = parameter_names(module).values()
+            checkpoint = checkpoint | {TIED: {name: its[0] for its in names for name in its[1:]}}
             self.checkpoint_io.save_checkpoint(checkpoint, folder / OWN, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -73,6 +73,7 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool 
     engine = engine_of(model)
     if not is_adapted(model) or not hasattr(base := model.get_base_model(), "config"):
         raise UsageError(f"{type(model).__name__}: give a PEFT model of a transformers model")
+    engine.refuse("save_merged")
     with engine.using(), engine.collectives.together("save_merged"), own_place(model, engine, Path(folder), overwrite):
         engine.wait_idle()
         tensors = adapter_tensors(model)

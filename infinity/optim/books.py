@@ -322,7 +322,7 @@ class OptimizerBooks(_Shown, defaultdict):
     def _using(self) -> Any:
         engine = self._engine
         engine.check_alive()
-        engine.refuse_unflushed("optimizer.state")
+        engine.refuse("optimizer.state")
         return engine.using()
 
 

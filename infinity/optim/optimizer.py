@@ -161,6 +161,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     # --- the step ---
 
+    @partial(torch.compiler.disable, reason="the engine's step runs in kernels of its own: call it outside of what is compiled")
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Applies what has landed, as torch's step does, and returns while the updates are still under way.
@@ -310,6 +311,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def _shards(self) -> Iterator[ParamShard]:
         return (shard for unit in self._engine.units for shard in unit.shards)
 
+    @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Makes gradients None, or zeros which the next step applies, as torch does."""
         self._engine.refuse_between("zero_grad()")
@@ -326,7 +328,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns a state dict that plain torch loads, too. Moments are full tensors, in fp32 or their dtype at rest. The entry of a
         16-bit parameter with an fp32 master has that too, as ``master``: the model's state dict shows its upper half only."""
-        self._engine.refuse_unflushed("optimizer.state_dict()")
+        self._engine.refuse("optimizer.state_dict()")
         with self._engine.using():
             self.read_groups()
             self._state.refuse_outside()
@@ -347,7 +349,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state dict of this or of the plain optimizer. Raises UsageError before anything is changed."""
-        self._engine.refuse_unflushed("optimizer.load_state_dict()")
+        self._engine.refuse("optimizer.load_state_dict()")
         with self._engine.using():
             self.read_groups()
             groups = self._state.check(state_dict)

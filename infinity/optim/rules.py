@@ -33,21 +33,20 @@ COMPUTED = {
 }
 NEEDED = ("lr", "betas", "momentum", "dampening", "nesterov")  # of these, the ones without a default
 HOW = ("foreach", "fused")
+# What the name of a class says -> the optimizer that is supported.
+NEAREST = {"adamw": "torch.optim.AdamW", "adafactor": "torch.optim.AdamW", "lamb": "torch.optim.AdamW", "adam": "torch.optim.Adam",
+           "sgd": "torch.optim.SGD", "lion": "a class Lion (lr, betas, weight_decay)"}  # fmt: skip
 NOT_HONOURED = ("amsgrad", "differentiable", "capturable", "caution", "cautious")  # flags of a group
 
 
 def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
     """Recognises the rule of ``optimizer``. Raises ConfigError for one whose step is not exactly a known one."""
+    refuse_wrapper(optimizer)
     kind = type(optimizer)
-    name = kind.__name__
-    if isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        raise ConfigError(
-            f"{name} is a wrapper around {type(inner).__name__}: give wrap_model the {type(inner).__name__} itself, and put the "
-            "wrapper around what wrap_model returns (with Accelerate: wrap_model first, then accelerator.prepare)"
-        )
+    name = f"{kind.__module__}.{kind.__qualname__}"
     base = next((torchs for torchs in TORCHS if isinstance(optimizer, torchs)), None)
-    if base is None and name != "Lion":
-        raise ConfigError(f"optimizer {name} is not supported. Supported are {SUPPORTED}.")
+    if base is None and kind.__name__ != "Lion":
+        raise ConfigError(f"optimizer {name} is not supported. {_instead(kind)}Supported are {SUPPORTED}.")
     own = _plain_step(vars(optimizer)["step"]) if "step" in vars(optimizer) else None
     runs = _plain_step(kind.step)
     if own is not None and own is not runs:
@@ -95,6 +94,21 @@ def check_expected(optimizer: torch.optim.Optimizer, expected: Iterable[tuple[st
             f"the optimizer is {own}({has}), and the configuration expects {kind}({said}), as its DeepSpeed JSON says. Give that one, or "
             "leave it to the loop: dataclasses.replace(config, expects_optimizer=None)."
         )
+
+
+def refuse_wrapper(optimizer: Any) -> None:
+    """Raises ConfigError for what stands around an optimizer, and may not even have its attributes."""
+    if any(type(optimizer) is torchs for torchs in TORCHS):
+        return
+    inner = next((each for each in getattr(optimizer, "__dict__", {}).values() if isinstance(each, torch.optim.Optimizer)), None)
+    if inner is not None and inner is not optimizer:
+        kind, of = type(optimizer), type(inner).__name__
+        raise ConfigError(
+            f"{kind.__module__}.{kind.__qualname__} is a wrapper around {of}: give wrap_model the {of} itself, and put the "
+            "wrapper around what wrap_model returns (with Accelerate: wrap_model first, then accelerator.prepare)"
+        )
+    if isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "param_groups"):
+        raise ConfigError(f"{type(optimizer).__qualname__} has no param_groups: its __init__ did not call torch.optim.Optimizer's")
 
 
 def check_groups(rule: native.Rule, groups: Iterable[Mapping[str, Any]], *, moments: int, settings: Iterable[str] = ()) -> None:
@@ -178,6 +192,17 @@ def _other_step(name: str, how: str, step: Callable) -> ConfigError:
         f"optimizer {name}: its step(){place} {how}, and would not run: the update runs in the engine's kernels. Supported are "
         f"{SUPPORTED}. For more at each step use optimizer.register_step_pre_hook() and register_step_post_hook()."
     )
+
+
+def _instead(kind: type) -> str:
+    """Says which supported optimizer does what one of class ``kind`` is used for; empty where its name does not tell."""
+    name = kind.__name__.lower()
+    nearest = next((each for key, each in NEAREST.items() if key in name), None)
+    if nearest is None:
+        return ""
+    if any(bits in name for bits in ("8bit", "4bit", "fp8")):
+        return f'Use {nearest} with Config(moments="int8"), which keeps moments in 8 bits; homes do what paging and offload do. '
+    return f"Use {nearest}: its update runs in the engine's kernels, at any home. "
 
 
 def _adams(groups: Iterable[Mapping[str, Any]], base: type) -> native.Rule:

@@ -56,6 +56,9 @@ class StepTarget(Protocol):
     def mark_interrupted(self) -> None:
         """Has the next use of the engine recover."""
 
+    def refuse(self, what: str) -> None:
+        """Raises UsageError where ``what`` is refused in something that goes on."""
+
     def refuse_averaged(self, what: str) -> None:
         """Raises UsageError while the model has its averages for weights."""
 

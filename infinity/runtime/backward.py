@@ -60,7 +60,7 @@ class Backward:
 
     def hold(self, unit: ParamUnit) -> None:
         """Holds ``unit``, which the running backward needs."""
-        self.engine.check_open()
+        self.engine.check_open("this backward")
         refuse_without_bytes("a backward")
         self.join()
         if unit in self._awaited:

@@ -42,6 +42,7 @@ from .admission import admit
 from .in_common import InCommon
 from .joined_pass import JoinedPass
 from .older_weights import OlderWeights
+from .one_thread import wait_for_others
 from .parking import Parking
 from .passes import Passes
 from .prefetch import Prefetcher
@@ -91,7 +92,7 @@ class Engine(Refusals):
         self.lent = LentState(self.store, self.steps, self.journal)
         self.parking = Parking(self.store)
         shards = [shard for unit in units for shard in unit.shards]
-        given_back = self.store, shards, self.updates.recorded, self.updates.names, self.collectives, device
+        given_back = self.scopes, self.store, shards, self.updates.recorded, self.updates.names, self.collectives, device
         # To its end, though Ctrl-C comes between: nobody would call it again.
         self._finalizer = weakref.finalize(self, native.insist, partial(shut_down, *given_back))
         try:
@@ -163,19 +164,23 @@ class Engine(Refusals):
         """Opens the scope that every use of the engine runs in. When it is not part of another use, what an exception left of the
         last one is put right first. ``repairing``: it sets all state anew.
 
-        Raises UsageError when that state is lost, for every use but a repairing one, and where tensors have no bytes.
+        Raises UsageError when that state is lost, for every use but a repairing one, where tensors have no bytes, and where another thread
+        uses the engine and does not come further.
         """
         if not is_compiling():  # which looks at what parameters are, under FakeTensorMode
             refuse_without_bytes("a use")
         self.store.check_process()
-        if not self.scopes.running and torch._C._current_graph_task_id() == -1:
-            self.parking.resume()
-            self.recover(finishing=not repairing)
-            if self._halted is not None and not repairing:
-                error = self._halted()
-                self.store.on_failure(error)  # other ranks are not to wait for this one
-                raise error
-        return self.scopes.scope()
+        if self.scopes.running_here or torch._C._current_graph_task_id() != -1:
+            return self.scopes.scope()
+        wait = partial(wait_for_others, self.scopes)
+        wait()
+        self.parking.resume()
+        self.recover(finishing=not repairing)
+        if self._halted is not None and not repairing:
+            error = self._halted()
+            self.store.on_failure(error)  # other ranks are not to wait for this one
+            raise error
+        return self.scopes.scope(wait=wait)
 
     @property
     def is_open(self) -> bool:
@@ -259,6 +264,11 @@ class Engine(Refusals):
         with self.using():
             self.edits.write_value(handle, value)
 
+    def read_value(self, handle: ParamHandle) -> torch.Tensor:
+        """Reads the value at home, outside a forward."""
+        with self.using():
+            return handle.shard.read_value(self.store, handle.index)
+
     # --- what blocks ask that run another way ---
 
     @property
@@ -312,17 +322,6 @@ class Engine(Refusals):
     def release(self, units: Iterable[ParamUnit]) -> None:
         """Sends ``units`` home: their bytes there are about to change."""
         self.prefetcher.release_all(units)
-
-    def check_alive(self) -> None:
-        """Raises UsageError after :func:`infinity.unwrap_model`, and in a forked child."""
-        self.store.check_process()
-        if not self._finalizer.alive:
-            raise UsageError("this optimizer's model was unwrapped: use the optimizer that unwrap_model returned")
-
-    def check_open(self) -> None:
-        """Raises UsageError when the homes are gone."""
-        if not self._finalizer.alive:
-            raise UsageError("this backward needs weights that went with the engine: run it before unwrap_model")
 
     def begin_step(self) -> None:
         """Begins an optimizer step."""

@@ -12,30 +12,34 @@ from ..state import mistakes
 from ..state.unit import ParamUnit
 from .fixed_form import fix_forms
 from .running import Running
-from .scoped_call import ScopedCall
+from .scoped_call import UNCOMPILED, ScopedCall
 
 
 class RefusedCopy:
-    """Has pickling or copying ``module`` raise a UsageError, until :meth:`remove`: what torch would meet first is a hook of ours."""
+    """Has pickling, copying or scripting ``module`` raise a UsageError, until :meth:`remove`: what torch would meet first is a hook of
+    ours."""
 
-    NAME = "__reduce_ex__"  # what pickle and copy look up on the object itself
+    NAMES = ("__reduce_ex__", "__prepare_scriptable__")  # what pickle and copy, and torch.jit.script, look up on the object itself
 
     def __init__(self, module: torch.nn.Module):
         self._module, kind = weakref.ref(module), type(module).__name__
 
-        def refuse(protocol: int) -> None:
+        def refuse(*_: int) -> None:
             instead = mistakes.advice() or (
                 "Save model.state_dict(), or infinity.save_checkpoint(path, model, optimizer); for a plain model call "
                 "infinity.unwrap_model(model, optimizer) first."
             )
-            raise UsageError(f"this {kind} is wrapped: its weights are at home, and cannot be pickled or copied with it. {instead}")
+            raise UsageError(
+                f"this {kind} is wrapped: its weights are at home, and cannot be pickled, copied or scripted with it. {instead}"
+            )
 
-        module.__dict__[self.NAME] = refuse
+        module.__dict__ |= dict.fromkeys(self.NAMES, refuse)
 
     def remove(self) -> None:
         """Lets the module be pickled and copied again. A second call does nothing."""
         if (module := self._module()) is not None:
-            module.__dict__.pop(self.NAME, None)
+            for name in self.NAMES:
+                module.__dict__.pop(name, None)
 
 
 class LandingHook:
@@ -99,7 +103,7 @@ def install_hooks(engine: Running, roots: Sequence[torch.nn.Module], owners: dic
             return engine.passes.leave(module, args, kwargs, output)
 
         # A compiled model breaks its graph here: what moves weights is nothing to be compiled.
-        before, after = torch.compiler.disable(before), torch.compiler.disable(after)
+        before, after = (torch.compiler.disable(hook, reason=UNCOMPILED) for hook in (before, after))
         before.is_infinity = after.is_infinity = True
         removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))

@@ -70,6 +70,7 @@ class Passes:
     ) -> None:
         """Begins a forward of ``module``, which is given ``args`` and ``kwargs``."""
         self.engine.store.check_process()
+        self.engine.check_open(f"this forward of {type(module).__name__}")
         in_backward = torch._C._current_graph_task_id() != -1
         if not self.frames and not in_backward and is_root:
             self.engine.in_common.begin(module, args, kwargs or {})

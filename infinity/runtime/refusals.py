@@ -2,22 +2,95 @@
 
 from __future__ import annotations
 
+from enum import Flag, auto
+
 from .. import native
 from ..errors import UsageError
+from ..state.step_counter import StepCounter
+from ..storage.store import ShardStore
 from .joined_pass import JoinedPass
 from .older_weights import OlderWeights
 from .passes import Passes
 from .weight_average import WeightAverage
 
 
+class While(Flag):
+    """What else can be going on."""
+
+    JOINED = auto()  # gradients of several micro-batches wait for the end of their pass
+    UNFLUSHED = auto()  # a pipeline runs without flush
+    AVERAGED = auto()  # the model has its average for weights
+    BEGUN = auto()  # part of the units are stepped: between step_in_backward and its step()
+
+
+# The uses of a model that are more than a pass, and what they are refused in. Values alone may be read while gradients wait; what sets
+# values, or takes gradients along, may not.
+REFUSED = {
+    "state_dict()": While.UNFLUSHED,
+    "optimizer.state_dict()": While.UNFLUSHED,
+    "optimizer.state": While.UNFLUSHED,
+    "full_params": While.UNFLUSHED,
+    "save_pretrained": While.UNFLUSHED,
+    "save_merged": While.UNFLUSHED,
+    "infinity.accumulate": While.UNFLUSHED,
+    "load_state_dict()": While.JOINED | While.UNFLUSHED,
+    "optimizer.load_state_dict()": While.JOINED | While.UNFLUSHED,
+    "full_params(writeback=True)": While.JOINED | While.UNFLUSHED,
+    "park": While.JOINED | While.UNFLUSHED,
+    "exchanging weights and averages": While.JOINED | While.UNFLUSHED,
+    "save_checkpoint": While.JOINED | While.UNFLUSHED | While.AVERAGED | While.BEGUN,
+    "load_checkpoint": While.JOINED | While.UNFLUSHED | While.AVERAGED,
+    "unwrap_model": While.JOINED | While.UNFLUSHED | While.AVERAGED | While.BEGUN,
+}
+
+
 class Refusals:
     """The engine, as far as it refuses. Asked before a use of the engine: nothing is changed, so that what goes on does."""
 
     scopes: native.Scopes
+    store: ShardStore
+    steps: StepCounter
     passes: Passes
     joined: JoinedPass
     average: WeightAverage | None
     older: OlderWeights | None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the homes are there."""
+        raise NotImplementedError
+
+    def using(self, *, repairing: bool = False) -> native.Scope:
+        """Opens the scope that every use of the engine runs in."""
+        raise NotImplementedError
+
+    def check_alive(self) -> None:
+        """Raises UsageError after :func:`infinity.unwrap_model`, and in a forked child."""
+        self.store.check_process()
+        if not self.is_open:
+            raise UsageError("this optimizer's model was unwrapped: use the optimizer that unwrap_model returned")
+
+    def check_open(self, what: str) -> None:
+        """Raises UsageError when the homes are gone, that ``what`` needs."""
+        if not self.is_open:
+            raise UsageError(
+                f"{what} needs weights that went with the engine: run it before unwrap_model, or before the process ends"
+            )
+
+    def refuse(self, what: str) -> None:
+        """Raises UsageError where ``what`` is refused in something that goes on, by the table. What an exception left is put right first."""
+        self.using(repairing=what == "load_checkpoint")  # not entered: an exception in a scope would end what goes on
+        refused = REFUSED[what]
+        if While.JOINED in refused:
+            self.refuse_between(what)
+        if While.UNFLUSHED in refused:
+            self.refuse_unflushed(what)
+        if While.AVERAGED in refused:
+            self.refuse_averaged(what)
+        if While.BEGUN in refused and self.steps.begun:
+            raise UsageError(
+                f"{what} between step_in_backward and its step(): part of the units are stepped. Call optimizer.step() first"
+            )
 
     def refuse_between(self, what: str) -> None:
         """Raises UsageError between the backwards of a joined pass, where gradients are not whole."""

@@ -144,8 +144,8 @@ class Running(ScopeOpener, Protocol):
     def check_alive(self) -> None:
         """Raises UsageError where the engine is gone, or its process forked."""
 
-    def check_open(self) -> None:
-        """Raises UsageError where the homes are gone."""
+    def check_open(self, what: str) -> None:
+        """Raises UsageError where the homes are gone, that ``what`` needs."""
 
     def refuse_between(self, what: str) -> None:
         """Raises UsageError between the backwards of a joined pass."""

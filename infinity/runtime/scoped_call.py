@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from .. import native
+from ..errors import UsageError
+from ..state import mistakes
 from ..state.apart import refuse_without_bytes
+
+UNCOMPILED = (
+    "a wrapped model fetches and sends weights between its layers, which is nothing to be compiled: each block is a graph of its own. Leave out "
+    "fullgraph=True"
+)
 
 
 class ScopeOpener(Protocol):
@@ -56,16 +65,36 @@ class ScopedCall:
                     module.__dict__[name] = self._own[name]
 
 
+def refuse_transforms(engine: ScopeOpener) -> None:
+    """Raises UsageError inside a transform or trace of torch, which would have the moves of weights for a part of the function."""
+    if not engine.is_open:
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UsageError(
+            "a wrapped model was called inside a transform of torch.func (grad, vmap, jvp, vjp, jacrev, hessian, ...), whose tensors cannot be "
+            "moved home. Use backward() or torch.autograd.grad around the model, or the transform on a plain model: infinity.unwrap_model first."
+        )
+    if torch._C._get_tracing_state() is not None or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        raise UsageError("a wrapped model cannot be traced or exported: its weights are not in memory. " + mistakes.UNWRAP)
+    dynamo = sys.modules.get("torch._dynamo.config")
+    if torch.is_grad_enabled() and getattr(dynamo, "compiled_autograd", False):
+        raise UsageError(
+            "compiled autograd would trace what moves weights in the backward, for minutes: set torch._dynamo.config.compiled_autograd = False. "
+            "torch.compile of the model, without it, works"
+        )
+
+
 def _scoped(engine: ScopeOpener, call: Callable) -> Callable:
-    @torch.compiler.disable
+    @partial(torch.compiler.disable, reason=UNCOMPILED)
     def scope() -> AbstractContextManager:
         if not engine.is_open:  # what was compiled meanwhile calls this after an unwrap too
             return nullcontext()
         refuse_without_bytes("a forward")
+        refuse_transforms(engine)
         return engine.using()
 
     def scoped(*args: Any, **kwargs: Any) -> Any:
         with scope():
             return call(*args, **kwargs)
 
-    return torch.compiler.disable(scoped, recursive=False)  # what it calls may well be compiled
+    return torch.compiler.disable(scoped, recursive=False, reason=UNCOMPILED)  # what it calls may well be compiled

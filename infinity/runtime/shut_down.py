@@ -7,13 +7,16 @@ import threading
 
 from .. import native
 from ..distributed.collectives import Collectives
+from ..errors import UsageError
 from ..machine.device import Device
 from ..optim.updates import draw_updates
 from ..state.shard import ParamShard
 from ..storage.store import ShardStore
+from .one_thread import wait_for_others
 
 
 def shut_down(
+    scopes: native.Scopes,
     store: ShardStore,
     shards: list[ParamShard],
     updaters: list[native.Updater],
@@ -25,8 +28,12 @@ def shut_down(
     if store.pid != os.getpid():
         return  # a forked child ends (a data loader's worker): everything is the parent's
     if device.is_own_thread:  # where the garbage collector came by: what follows waits for this very thread
-        threading.Thread(target=shut_down, args=(store, shards, updaters, names, collectives, device)).start()
+        threading.Thread(target=shut_down, args=(scopes, store, shards, updaters, names, collectives, device)).start()
         return
+    try:
+        wait_for_others(scopes)  # a daemon thread may be in a forward as the process ends: its next one is refused
+    except UsageError:
+        pass  # it does not come further
     for shard in shards:
         for wait in (shard.drop_shadow, shard.wait):
             try:

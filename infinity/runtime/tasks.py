@@ -8,12 +8,12 @@ outermost   the task inside which the others run
 from __future__ import annotations
 
 import weakref
-from functools import partial
 from typing import Protocol
 
 import torch
 
 from .. import native
+from .one_thread import begin_task
 
 
 class TaskListener(Protocol):
@@ -38,11 +38,15 @@ class AutogradTasks:
         return bool(self._tokens)
 
     def join(self, listener: TaskListener) -> None:
-        """Has autograd call ``listener`` when the task that is running ends; once. Outside of tasks it does nothing."""
+        """Has autograd call ``listener`` when the task that is running ends; once. Outside of tasks it does nothing.
+
+        Raises UsageError where another thread uses the engine and does not come further.
+        """
         task = torch._C._current_graph_task_id()
         if task == -1 or task in self._tokens:
             return
-        if not self._scopes.running and all(token() is None for token in self._tokens.values()):
+        token = begin_task(self._scopes)
+        if not self._scopes.running and all(other() is None for other in self._tokens.values()):
             listener.begin_task()  # this is the outermost one
         me, told = weakref.ref(self), weakref.ref(listener)
 
@@ -50,7 +54,6 @@ class AutogradTasks:
             if (tasks := me()) is not None and (alive := told()) is not None:
                 tasks._leave(task, alive)
 
-        token = partial(int)  # of C, so that no frame of a traceback refers to it
         self._tokens[task] = weakref.ref(token)
         for callback in (token, end):
             torch.autograd.Variable._execution_engine.queue_callback(callback)

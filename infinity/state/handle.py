@@ -56,6 +56,9 @@ class Owner(Protocol):
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Sends ``value`` home."""
 
+    def read_value(self, handle: ParamHandle) -> torch.Tensor:
+        """Returns the value at home."""
+
     def saving_tensors(self) -> AbstractContextManager[Any]:
         """Has weights that autograd saves inside saved as references."""
 

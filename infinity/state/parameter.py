@@ -120,6 +120,9 @@ _TO = {torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.cpu, torch.Tensor.
        torch.Tensor.half, torch.Tensor.type}  # fmt: skip
 
 
+_EQUAL = {torch.equal, torch.Tensor.equal}
+
+
 class _Stored:
     """The rules of tensors whose bytes are at home."""
 
@@ -145,6 +148,8 @@ class _Stored:
             if func == torch.Tensor.type and len(args) == 1 and not kwargs:
                 place = "" if subject.device.type == "cpu" else f"{subject.device.type}."
                 return f"torch.{place}{_TYPE_NAMES[subject.dtype]}"
+            if func in _EQUAL and (answer := _equal(*args)) is not None:
+                return answer
             if func in _TO and _converts_to_itself(func, subject, args, kwargs):
                 return subject
             if func == torch.Tensor.data.__set__:  # a new object at every look-up, so never `is`
@@ -297,6 +302,18 @@ def _on_lent(func, args: tuple, kwargs: dict) -> Any:
         return None
     result = func(*(new := tree_map_only(STORED, replaced, (args, kwargs)))[0], **new[1])
     return args[0] if args and args[0].__class__ in STORED and result is new[0][0] else result  # in place
+
+
+def _equal(one: Any, other: Any) -> bool | None:
+    """``torch.equal`` of a parameter at rest: libraries look for one among others by it. None where that takes a forward's gather."""
+    if not isinstance(other, torch.Tensor) or handle_of(one).engine.computing:
+        return None
+    if handle_of(one) is handle_of(other):
+        return True
+    if one.shape != other.shape:
+        return False
+    values = (each if (handle := handle_of(each)) is None else handle.engine.read_value(handle) for each in (one, other))
+    return torch.equal(*values)
 
 
 _TYPE_NAMES = {dtype: torch.empty(0, dtype=dtype).type().removeprefix("torch.") for dtype in (

@@ -123,18 +123,27 @@ USES = {
     "step": lambda model, optimizer: optimizer.step(),
     "zero_grad": lambda model, optimizer: optimizer.zero_grad(),
     "clip": lambda model, optimizer: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "save_checkpoint": lambda model, optimizer: infinity.save_checkpoint("nowhere", model, optimizer),
+    "load_checkpoint": lambda model, optimizer: infinity.load_checkpoint("nowhere", model, optimizer),
+    "load_state_dict": lambda model, optimizer: model.load_state_dict(build()[0].state_dict()),
+    "optimizer.load_state_dict": lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "full_params": lambda model, optimizer: infinity.full_params(model, writeback=True).__enter__(),
+    "park": lambda model, optimizer: infinity.park(model, "nowhere"),
+    "unwrap_model": lambda model, optimizer: infinity.unwrap_model(model, optimizer),
 }
 
 
 @pytest.mark.parametrize("use", USES)
 def test_gradients_are_not_to_be_had_between_micro_batches(use):
-    """A typed error that says when; caught inside the block it leaves the sums as they are."""
+    """Nor is what sets values, or takes gradients along. A typed error that says when; caught inside the block it leaves the sums as they are."""
     model, optimizer = infinity.wrap_model(*build(), {"params": "host", "optimizer": "host"})
     plain, plain_optimizer = build()
     with infinity.accumulate(model):
         loss_of(model, 0, 0).backward()
         with pytest.raises(infinity.UsageError, match="is not to be had here"):
             USES[use](model, optimizer)
+        with infinity.full_params(model) as params:  # the twin: values alone are read
+            assert not models.differing(params, model.state_dict())
         loss_of(model, 0, 1).backward()
     optimizer.step()
     for part in range(2):

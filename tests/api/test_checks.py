@@ -47,12 +47,41 @@ def filled_by_deepspeed(folder: Path) -> nn.Module:
     return model
 
 
+class Renews(nn.Linear):
+    """A layer whose weight is another Parameter whenever its modules are listed."""
+
+    def named_modules(self, *args, **kwargs):
+        self.weight = nn.Parameter(self.weight.data, requires_grad=False)
+        return super().named_modules(*args, **kwargs)
+
+
+def under_inference_mode(folder: Path) -> nn.Module:
+    with torch.inference_mode():
+        return make()
+
+
+def with_renewed_weights(folder: Path) -> nn.Module:
+    return nn.Sequential(make(), Renews(8, 8))
+
+
+def with_lora_in_attention(folder: Path) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "out": nn.Linear(8, 8)})
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["attention", "out"]))
+
+
 REFUSED = {
     "cpu_offload": (with_cpu_offload, "AlignDevicesHook"),
     "disk_offload": (with_disk_offload, "AlignDevicesHook"),
     "device_map": (with_device_map, "AlignDevicesHook"),
     "DataParallel": (in_data_parallel, "DataParallel"),
     "a placeholder": (filled_by_deepspeed, "zero.Init"),
+    "made under inference_mode": (under_inference_mode, "0.weight was made under torch.inference_mode"),
+    "weights made anew": (
+        with_renewed_weights,
+        "1 of the model's 6 parameters .1.weight. are other Parameters each time.*test_checks.Renews",
+    ),
+    "LoRA in attention": (with_lora_in_attention, "base_layer.in_proj_weight.*peft.tuners.lora.layer.MultiheadAttention"),
 }
 
 

@@ -243,6 +243,40 @@ def test_changing_a_gradient_after_the_step_raises(write, pair):
     assert not grad.any()
 
 
+VIEWED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "row": lambda g: g[0] + 0,
+    "item": lambda g: g[0, 1].item(),
+    "flat": lambda g: g.view(-1).norm(),
+    "T": lambda g: g.T @ g,
+    "view of a view": lambda g: g.flatten()[3:5] * 2,
+    "rows": lambda g: torch.stack([row.sum() for row in g]),
+    "strided": lambda g: g.as_strided((3, 2), (2, 1), 5).clone(),
+    "two views": lambda g: torch.dot(g.view(-1), g.flatten()),
+    "values": lambda g: g[0].tolist(),
+    "numbers": lambda g: (g.T.shape, g.T.stride(), g.view(-1).numel(), g[0].dtype),
+}
+
+
+@pytest.mark.parametrize("steps", [True, False], ids=["after the step", "before it"])
+@both_ends
+def test_a_view_of_a_gradient_reads_as_torchs(steps, pair):
+    """Method: what logs take of gradients, on both models. Twin: once the gradient is zeroed a kept view reads zeros; gone, it raises."""
+    plain, model, optimizer = pair
+    if steps:
+        optimizer.step()
+    grad, expected = (each.blocks[0].feed[0].weight.grad for each in (model, plain))
+    for name, read in VIEWED.items():
+        found, right = read(grad), read(expected)
+        assert torch.equal(found, right) if isinstance(right, torch.Tensor) else found == right, name
+    optimizer.step() if not steps else None
+    kept = grad.view(-1)[2:]
+    optimizer.zero_grad(set_to_none=False)
+    assert not (kept + 0).any()
+    optimizer.zero_grad()
+    with pytest.raises(infinity.UsageError, match="from before zero_grad"):
+        kept + 0
+
+
 @pytest.mark.parametrize("how", ["zero_grad", "assigned None", "assigned another", "model gone"])
 @both_ends
 def test_a_stale_gradient_raises(how, pair):

@@ -5,6 +5,7 @@ Words used here: **plain** and **wrapped** as in `runs.py`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,38 @@ def test_what_cannot_be_parked_is_refused(tmp_path):
     with pytest.raises(infinity.CapacityError):
         infinity.park(small, tmp_path)
     small(tokens(SEED))
+
+
+CHANGES = {
+    "nobody": (lambda grad: None, False),
+    "added to": (lambda grad: grad.add_(1e-30), True),
+    "by a view": (lambda grad: grad.view(-1).add_(1e-30), True),
+    "to not a number": (lambda grad: grad.mul_(float("nan")), True),
+    "zeroed again": (lambda grad: grad.add_(1).zero_(), False),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("what", ["save", "park"])
+def test_zeros_behind_a_step_are_nothing_to_lose(what, how, tmp_path):
+    """Method: zero_grad(set_to_none=False), a change of one gradient, then a save or a park. Twin: what was changed is refused, and a step
+    behind it applies it."""
+    model = nn.Linear(4, 4)
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"}
+    )
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    change, is_refused = CHANGES[how]
+    change(model.weight.grad)
+    with pytest.raises(infinity.UsageError, match="between backward and step") if is_refused else contextlib.nullcontext():
+        if what == "save":
+            infinity.save_checkpoint(tmp_path / "saved", model, optimizer)
+        else:
+            infinity.park(model, tmp_path)
+    assert model.weight.grad is not None
+    optimizer.step()
 
 
 def test_a_folder_that_takes_no_file_ends_nothing(tmp_path, monkeypatch):

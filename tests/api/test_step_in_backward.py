@@ -119,3 +119,33 @@ def test_an_exception_inside_ends_the_job(tmp_path):
             optimizer.zero_grad()
             model(torch.ones(2, 64)).sum().backward()
             optimizer.step()
+
+
+@pytest.mark.parametrize("use", ["save_checkpoint", "unwrap_model"])
+@pytest.mark.parametrize("where", ["inside", "behind"])
+def test_half_a_step_is_neither_saved_nor_unwrapped(use, where, tmp_path):
+    """Method: a save or an unwrap when the backward has stepped its units, in the block or behind it. Twin: after step() both are done, and
+    the weights are those of a run without the attempt."""
+    found = []
+    for tries in (True, False):
+        model = transformer(SEED)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = infinity.wrap_model(model, optimizer, at_home("host", "host", tmp_path))
+
+        def attempt(model=model, optimizer=optimizer) -> None:
+            infinity.save_checkpoint(tmp_path / "half", model, optimizer) if use == "save_checkpoint" else infinity.unwrap_model(
+                model
+            )
+
+        with optimizer.step_in_backward():
+            loss_of(model, tokens(SEED)).backward()
+            if tries and where == "inside":
+                with pytest.raises(infinity.UsageError, match="part of the units are stepped"):
+                    attempt()
+        if tries and where == "behind":
+            with pytest.raises(infinity.UsageError, match="part of the units are stepped"):
+                attempt()
+        optimizer.step()
+        found.append(model.state_dict())
+        attempt()
+    assert differing(*found) == []

@@ -436,6 +436,43 @@ def test_autograd_grad_accumulates_nothing(name):
     assert (after_grad, after_inputs) == ([], [])
 
 
+@pytest.mark.parametrize("by", ["parameters", "edges"])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_autograd_grad_returns_the_gradient_of_a_weight(name, by):
+    """A pair: autograd.grad of all parameters, or of their edges in the graph as zero-bubble schedules ask. Nothing is accumulated.
+    Twin: a backward behind it accumulates the same."""
+    model, plain = build(name), build(name)
+    model, _ = wrap(model)
+    assert tiled_units(model)
+    x, asked = batch_for(plain, SEED), list(model.parameters())
+    if by == "edges":
+        with torch._C.DisableTorchFunctionSubclass():
+            asked = [torch.autograd.graph.get_gradient_edge(param) for param in asked]
+    found = torch.autograd.grad(model(x).square().mean(), asked)
+    expected = torch.autograd.grad(plain(x).square().mean(), list(plain.parameters()))
+    for ours, theirs in zip(found, expected):
+        check_close(ours, theirs)
+    assert all(param.grad is None for param in model.parameters())
+    for each in (model, plain):
+        each(x).square().mean().backward()
+    check_grads(model, plain)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_tiled_weight_that_is_not_stepped_accumulates_as_torch_does(name):
+    """A pair without an optimizer, two backwards. Twin: once frozen, the layer's weight gets no gradient."""
+    model, plain = build(name), build(name)
+    model, _ = infinity.wrap_model(model, None, config())
+    assert tiled_units(model)
+    for frozen in (False, True):
+        for each in (model, plain):
+            each.zero_grad()
+            each.get_parameter(tiled_units(model)[0]).requires_grad_(not frozen)
+            for step in range(2):
+                each(batch_for(plain, SEED + step)).square().mean().backward()
+        check_grads(model, plain)
+
+
 @pytest.mark.parametrize("name", ["linear", "conv1d"])
 def test_second_order_gradients_are_right_or_refused(name):
     """A gradient penalty needs create_graph=True. Untiled units refuse it (UsageError); a tiled one may compute it, but

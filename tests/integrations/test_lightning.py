@@ -133,3 +133,41 @@ def test_several_optimizers_are_refused(tmp_path):
     module.optimizers_count, module.automatic_optimization = 2, False
     with pytest.raises(infinity.ConfigError, match="gives 2 optimizers"):
         trainer(tmp_path, ours=True, gradient_clip_val=None, accumulate_grad_batches=1).fit(module, loader())
+
+
+def test_a_backbone_is_thawed_as_it_is_without_the_engine(tmp_path):
+    """Method: BackboneFinetuning compares parameters by value and adds a group in the second epoch. Twin: the backbone has moved."""
+    found = []
+    for ours in (True, False):
+        module = seeded(SEED, lightning_cases.Finetuned)
+        before = module.backbone[0].weight.detach().clone()
+        thaw = lightning.pytorch.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-3)
+        trainer(tmp_path / str(ours), ours=ours, callbacks=[thaw], max_epochs=3).fit(module, loader(shuffle=False))
+        found.append({name: value.clone() for name, value in module.state_dict().items()})
+        assert not torch.equal(found[-1]["backbone.0.weight"], before)
+    assert differing(*found) == []
+
+
+@pytest.mark.parametrize("weights_only", [True, False], ids=["weights", "all"])
+def test_the_best_checkpoint_loads_as_a_plain_module(weights_only, tmp_path):
+    """Method: ModelCheckpoint's best_model_path, a folder, given to load_from_checkpoint. Twin: a plain run's file loads by the same call."""
+    for ours in (True, False):
+        folder, module = tmp_path / str(ours), seeded(SEED, lightning_cases.Finetuned)
+        keep = lightning.pytorch.callbacks.ModelCheckpoint(dirpath=folder, save_weights_only=weights_only)
+        trainer(folder, ours=ours, callbacks=[keep], enable_checkpointing=True).fit(module, loader(shuffle=False))
+        assert Path(keep.best_model_path).is_dir() == ours
+        loaded = lightning_cases.Finetuned.load_from_checkpoint(keep.best_model_path)
+        assert loaded.hparams["width"] == 32 and type(loaded.head.weight) is torch.nn.Parameter
+        assert differing(loaded.state_dict(), {name: value.clone() for name, value in module.state_dict().items()}) == []
+
+
+@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"])
+def test_a_callback_that_touches_weights_is_refused_before_the_wrap(name, tmp_path):
+    """By its name, with the way that works. Twin: the module is a plain one still, and trains without the callback."""
+    made = {"StochasticWeightAveraging": {"swa_lrs": 1e-2}, "ModelPruning": {"pruning_fn": "l1_unstructured", "amount": 0.5}}
+    callback = getattr(lightning.pytorch.callbacks, name)(**made.get(name, {}))
+    module = seeded(SEED, lightning_cases.Finetuned)
+    with pytest.raises(infinity.ConfigError, match=f"callback {name} .*(infinity.swa|infinity.ema|prune before)"):
+        trainer(tmp_path, ours=True, callbacks=[callback]).fit(module, loader())
+    assert type(module.head.weight) is torch.nn.Parameter
+    trainer(tmp_path, ours=True).fit(module, loader())

@@ -264,3 +264,63 @@ def test_accelerates_wrapper_says_the_order():
     optimizer = accelerate.Accelerator(cpu=True).prepare(torch.optim.AdamW(model.parameters()))
     with pytest.raises(ConfigError, match="accelerator.prepare"):
         infinity.wrap_model(model, optimizer, CPU)
+
+
+def of_module(module: str, name: str) -> type:
+    """A class of another library, as far as its name goes."""
+    return type(
+        name,
+        (torch.optim.Optimizer,),
+        {"__module__": module, "__init__": lambda self, params: torch.optim.Optimizer.__init__(self, params, {})},
+    )
+
+
+INSTEAD = {
+    ("bitsandbytes.optim.adamw", "AdamW8bit"): 'Use torch.optim.AdamW with Config(moments="int8")',
+    ("bitsandbytes.optim.adamw", "PagedAdamW32bit"): "Use torch.optim.AdamW: its update runs in the engine's kernels, at any home",
+    ("torchao.optim.adam", "Adam8bit"): 'Use torch.optim.Adam with Config(moments="int8")',
+    ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"): "Use torch.optim.Adam: its update runs in the engine's kernels",
+    ("mine.optimizers", "AdamW"): "Use torch.optim.AdamW: its update",
+    ("mine.optimizers", "Shampoo"): "Supported are torch.optim.AdamW",
+}
+
+
+@pytest.mark.parametrize(("module", "name"), INSTEAD)
+def test_a_refusal_names_the_classs_module_and_the_way_that_works(module, name):
+    """Twin: torch's own class of that name is taken."""
+    model = make()
+    with pytest.raises(ConfigError) as error:
+        infinity.wrap_model(model, of_module(module, name)(model.parameters()), CPU)
+    assert f"optimizer {module}.{name} is not supported. {INSTEAD[module, name]}" in str(error.value)
+    infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), CPU)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Stands around another one, and has none of an optimizer's attributes."""
+
+    def __init__(self, base: torch.optim.Optimizer):
+        self.base = base
+
+
+class Averaging:
+    """The same, of a class of its own."""
+
+    def __init__(self, base: torch.optim.Optimizer):
+        self._inner = base
+
+
+class Unfinished(torch.optim.Optimizer):
+    def __init__(self, base: torch.optim.Optimizer):
+        self.rate = 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [(Lookahead, "wrapper around SGD"), (Averaging, "wrapper around SGD"), (Unfinished, "no param_groups")]
+)
+def test_what_stands_around_an_optimizer_is_refused_by_name(kind, said):
+    """Twin: the one inside is taken."""
+    model = make()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=said):
+        infinity.wrap_model(model, kind(inner), CPU)
+    infinity.wrap_model(model, inner, CPU)

@@ -102,3 +102,16 @@ def test_the_end_of_a_joined_pass_tells_which_units_got_gradients():
     model(torch.ones(2, 8)).sum().backward()
     assert told == [3, 1, 0] * 2
     forget()
+
+
+def test_a_frozen_models_input_gets_its_gradient_by_autograd_grad():
+    """A leaf, as a saliency map or an attack takes it, and what was computed from one, twice through the same tensors; torch's bits.
+    No hook stays on the user's leaf. Twin: a non-leaf input has the hook that lets units go."""
+    plain, model = (seeded(3, Stack).requires_grad_(False) for _ in range(2))
+    infinity.wrap_model(model, None, CONFIG)
+    leaf = torch.randn(2, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    for x in (leaf, leaf * 2, leaf):
+        found, expected = (torch.autograd.grad(each(x).square().sum(), x)[0] for each in (model, plain))
+        assert torch.equal(found, expected)
+        assert bool(x._backward_hooks) == (not x.is_leaf)
+    assert not any(map(wrapped(model).engine.prefetcher.is_held, wrapped(model).engine.units))

@@ -81,3 +81,42 @@ def test_where_state_lives_changes_no_bit_of_a_compiled_model(tmp_path):
     for losses, state in runs[1:]:
         assert torch.equal(torch.stack(losses), torch.stack(runs[0][0]))
         assert differing(state, runs[0][1]) == []
+
+
+def small() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def test_a_compiled_step_is_the_step():
+    """Method: torch.compile around optimizer.step and zero_grad, which guard nothing of the engine. Twin: plain torch's, uncompiled."""
+    torch._dynamo.reset()
+    found = []
+    for wrapped in (True, False):
+        model, optimizer = small()
+        if wrapped:
+            model, optimizer = infinity.wrap_model(model, optimizer, {"params": "host", "optimizer": "host"})
+
+        def update(optimizer=optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        update = torch.compile(update, backend="eager") if wrapped else update
+        for _ in range(STEPS):
+            model(torch.ones(2, 8)).square().sum().backward()
+            update()
+        found.append(model.state_dict())
+    assert differing(*found) == []
+
+
+def test_a_whole_graph_and_compiled_autograd_are_refused_with_the_way_that_works():
+    """fullgraph=True is torch's own error, with our reason in it. Twin: without either the same model trains."""
+    torch._dynamo.reset()
+    model, optimizer = infinity.wrap_model(*small(), {"params": "host", "optimizer": "host"})
+    with pytest.raises(Exception, match="Leave out fullgraph=True"):
+        torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 8))
+    with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(infinity.UsageError, match="compiled_autograd = False"):
+        model(torch.ones(2, 8))
+    torch.compile(model, backend="eager")(torch.ones(2, 8)).sum().backward()
+    optimizer.step()

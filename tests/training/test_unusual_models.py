@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from models import (
 )
 from runs import adamw
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from training_cases import LR, SEED, a_model, assert_trains_alike, both_ends, hardest, simple_step, well_conditioned
 
 import infinity
@@ -375,3 +376,38 @@ def test_functional_call_with_other_tensors(home, tmp_path):
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
     assert differing(dict(model.state_dict()), before) == []
     simple_step(model, optimizer, 0)
+
+
+TRANSFORMS: dict[str, Callable] = {
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
+    "vmap": lambda model, x: torch.func.vmap(model)(x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
+    "hessian": lambda model, x: torch.func.hessian(lambda x: model(x).sum())(x),
+    "linearize": lambda model, x: torch.func.linearize(model, x),
+    "functionalize": lambda model, x: torch.func.functionalize(model)(x),
+    "of parameters": lambda model, x: torch.func.grad(lambda given: torch.func.functional_call(model, given, (x,)).sum())(
+        {name: torch.zeros(param.shape) for name, param in model.named_parameters()}
+    ),
+    "trace": lambda model, x: torch.jit.trace(model, x),
+    "script": lambda model, x: torch.jit.script(model),
+    "make_fx": lambda model, x: make_fx(model)(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@both_ends
+def test_a_transform_of_torch_is_refused_before_anything_changed(transform, home, tmp_path):
+    """Method: torch.func, torch.jit and fx over a wrapped model that has landed gradients; the step behind applies them. Twin: the same
+    on the plain model runs."""
+    plain, model = (seeded(SEED, lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))) for _ in range(2))
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), at_home(home, home, tmp_path))
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(SEED))
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    TRANSFORMS[transform](plain, x)
+    with pytest.raises(infinity.UsageError, match="transform of torch.func|cannot be traced"):
+        TRANSFORMS[transform](model, x)
+    for each in (plain_optimizer, optimizer):
+        each.step()
+    assert differing(model.state_dict(), plain.state_dict()) == []

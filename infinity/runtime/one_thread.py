@@ -1,0 +1,48 @@
+"""One thread: keeps the uses of an engine by several threads apart.
+
+use    a scope of the engine, or a run of autograd that reached it
+
+What passes is one thing: frames, holds, units on the device. So one thread uses the engine at a time, and another waits at the
+beginning of its own use, a forward say, where nothing has changed yet.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from .. import native
+from ..errors import UsageError
+
+PATIENCE = 60.0  # seconds in which other threads neither begin nor end anything: they may be waiting for this one
+PAUSE = 0.0002  # seconds between two looks
+RECENT = 0.01  # seconds since another one's last look, in which it still waits: it is let in first
+
+
+def wait_for_others(scopes: native.Scopes) -> None:
+    """Waits until no other thread uses the engine of ``scopes``. Raises UsageError when those do not come further."""
+    if time.monotonic() - scopes.waited < RECENT:
+        time.sleep(5 * PAUSE)
+    changes, since = scopes.changes, time.monotonic()
+    while scopes.is_used_elsewhere:
+        scopes.waited = time.monotonic()
+        time.sleep(PAUSE)
+        if scopes.changes != changes:
+            changes, since = scopes.changes, time.monotonic()
+        elif time.monotonic() - since > PATIENCE:
+            raise UsageError(
+                f"thread {threading.current_thread().name} has waited {PATIENCE:g} s for another thread, which is in a forward, a backward or "
+                "another use of this model: one thread uses a wrapped model at a time. Call it from one thread, or from another one only when "
+                "the first has returned."
+            )
+    scopes.waited = 0.0
+
+
+def begin_task(scopes: native.Scopes) -> native.Task:
+    """Returns what counts a run of autograd for as long as autograd holds it, once no other thread uses the engine. Raises UsageError
+    as :func:`wait_for_others` does."""
+    # Autograd's own threads, one for each accelerator, work for whoever called backward, maybe inside a scope of theirs.
+    if threading.get_ident() in {thread.ident for thread in threading.enumerate()}:
+        while not scopes.running_here and not scopes.tasks_here and scopes.is_used_elsewhere:
+            wait_for_others(scopes)
+    return scopes.task()

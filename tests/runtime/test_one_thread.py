@@ -1,0 +1,132 @@
+"""One thread uses an engine at a time: another one waits at its forward, where nothing has changed yet."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import prepared
+import pytest
+import torch
+from models import TIERS, at_home, differing, seeded
+from runs import adamw
+from torch import nn
+
+import infinity
+from infinity.runtime import one_thread
+from infinity.runtime.registry import wrapped
+
+SEED = 7
+
+
+class Stack(nn.Sequential):
+    """Blocks; ``look`` is called in the middle of a forward."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+        self.look = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self.look()
+        return x
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 12) -> None:
+    for step in range(steps):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("home", TIERS)
+def test_an_evaluation_in_a_thread_beside_training_changes_no_bit(home, tmp_path):
+    """Twin: the same training alone. The thread evaluates from before the first step until behind the last one."""
+    found = []
+    for beside in (True, False):
+        model = seeded(SEED, Stack)
+        model, optimizer = infinity.wrap_model(model, adamw(model, 1e-2), at_home(home, home, tmp_path))
+        outputs: list[torch.Tensor] = []
+        begun, over = threading.Event(), threading.Event()
+
+        def evaluate(model=model, outputs=outputs, begun=begun, over=over) -> None:
+            while not over.is_set():
+                with torch.no_grad():
+                    outputs.append(model(batch(0)))
+                begun.set()
+
+        thread = threading.Thread(target=evaluate)
+        if beside:
+            thread.start()
+            assert begun.wait(60)
+        train(model, optimizer)
+        over.set()
+        if beside:
+            thread.join(60)
+            assert not thread.is_alive() and all(output.isfinite().all() for output in outputs)
+        found.append(infinity.unwrap_model(model, optimizer)[0].state_dict())
+    assert differing(*found) == []
+
+
+def test_threads_that_would_wait_for_each_other_get_an_error(monkeypatch):
+    """Method: a forward waits for a thread that calls the same model; that one is refused, the forward goes on. Twin: the same call when the
+    forward has returned."""
+    monkeypatch.setattr(one_thread, "PATIENCE", 0.1)
+    model, plain = seeded(SEED, Stack), seeded(SEED, Stack)
+    model, optimizer = infinity.wrap_model(model, adamw(model, 1e-2), {"params": "host", "optimizer": "host"})
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            with torch.no_grad():
+                model(batch(1))
+        except infinity.UsageError as error:
+            errors.append(error)
+
+    def in_a_thread() -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join(60)
+
+    model.look = in_a_thread
+    out = model(batch(0))
+    assert len(errors) == 1 and "one thread uses a wrapped model at a time" in str(errors[0])
+    model.look = lambda: None
+    in_a_thread()
+    assert len(errors) == 1
+    assert torch.equal(out, plain(batch(0)))
+    out.sum().backward()
+    optimizer.step()
+    assert not wrapped(model).engine.scopes.is_used_elsewhere
+
+
+AT_THE_END = """
+import sys, threading, torch, infinity
+from torch import nn
+
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+config = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [sys.argv[1]]}
+model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+begun = threading.Event()
+
+def evaluate():
+    while True:
+        with torch.no_grad():
+            model(torch.ones(2, 64))
+        begun.set()
+
+threading.Thread(target=evaluate, daemon=True).start()
+assert begun.wait(60)
+"""
+
+
+def test_a_thread_that_evaluates_as_the_process_ends_does_not_abort_it(tmp_path: Path):
+    """In a child. The thread's next forward is refused, by name, and nothing is left in the folder."""
+    done = prepared.run("-c", AT_THE_END, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Fatal" not in done.stderr and "terminate" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
