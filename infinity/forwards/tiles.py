@@ -5,7 +5,7 @@ rows    of a Linear: its outputs; of an Embedding: its vocabulary; of a transfor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -59,9 +59,14 @@ def candidates(model: nn.Module, limit_nbytes: int, dtype: torch.dtype | None) -
 class Tiles:
     """One tiled weight: where it is, and how many rows a tile has."""
 
-    engine: Weights
+    find_engine: Callable[[], Weights]
     param: nn.Parameter
     rows: int
+
+    @property
+    def engine(self) -> Weights:
+        """The engine. Raises UsageError where it is gone."""
+        return self.find_engine()
 
     @property
     def handle(self) -> ParamHandle:

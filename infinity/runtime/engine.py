@@ -18,6 +18,7 @@ from ..config.config import Config
 from ..distributed.collectives import Collectives
 from ..errors import InfinityError, UsageError
 from ..forwards.recompute import ActivationPlanner
+from ..forwards.weights import too_late
 from ..gradients.bank import GradientBank
 from ..gradients.reducer import Reducer
 from ..machine.device import Device
@@ -85,8 +86,8 @@ class Engine(Refusals):
         self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives)
         self.updates = Updates(units, self.traffic)
         self.parking = Parking(self.store)
-        shards = [shard for unit in units for shard in unit.shards]
-        given_back = self.store, shards, self.updates.recorded, self.updates.names, self.collectives, device
+        contents = [shard.contents for unit in units for shard in unit.shards]  # of which none leads back to this object
+        given_back = self.store, contents, self.updates.recorded, self.updates.names, self.collectives, device
         # To its end, though Ctrl-C comes between: nobody would call it again.
         self._finalizer = weakref.finalize(self, native.insist, partial(shut_down, *given_back))
         try:
@@ -316,7 +317,7 @@ class Engine(Refusals):
     def check_open(self) -> None:
         """Raises UsageError when the homes are gone."""
         if not self._finalizer.alive:
-            raise UsageError("this backward needs weights that went with the engine: run it before unwrap_model")
+            raise too_late()
 
     def begin_step(self) -> None:
         """Begins an optimizer step."""
