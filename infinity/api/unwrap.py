@@ -47,6 +47,7 @@ def unwrap_model(
         if managed is not None:
             managed.is_unwrapped = True
         raise
+    record.unwrapping = None  # it has the record, and with that the engine
     return _as_given(model), plain
 
 

@@ -11,16 +11,21 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import UsageError
+from ..state.journal import Journal
 from ..state.unit import ParamUnit
-from .weights import Weights
+from .weights import Weights, found_weakly
 
 
 class Checkpointed:
     """A block's forward of which only the input is kept."""
 
     def __init__(self, engine: Weights, units: Sequence[ParamUnit], forward: Any):
-        self._engine, self._units, self.forward = engine, units, forward
-        self.journal = engine.journal
+        self._engine, self._units, self.forward = found_weakly(engine), units, forward
+
+    @property
+    def journal(self) -> Journal:
+        """The changes of the engine that have begun."""
+        return self._engine().journal
 
     def run(self, leaves: list, spec: Any) -> Any:
         """Runs the forward, which is run again in the backward; where there will be none, just the forward."""
@@ -31,6 +36,7 @@ class Checkpointed:
 
     def compute(self, spec: Any, *leaves: Any, versions: list[int] | None = None) -> Any:
         """Computes the forward of arguments that were flattened. ``versions``: of its units' values, the first time."""
+        engine = self._engine()
         args, kwargs = tree_unflatten(list(leaves), spec)
         if torch._C._current_graph_task_id() != -1:  # recomputation: nobody else may have asked for the weights yet
             if versions is not None and versions != [unit.version for unit in self._units]:
@@ -39,8 +45,8 @@ class Checkpointed:
                     "load_state_dict()). Run backward before the step."
                 )
             for unit in self._units:
-                self._engine.hold_for_backward(unit)
-        with self._engine.saving_tensors():
+                engine.hold_for_backward(unit)
+        with engine.saving_tensors():
             return self.forward(*args, **kwargs)
 
 

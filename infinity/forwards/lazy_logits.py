@@ -44,6 +44,7 @@ class Head:
     compute: Make
     losses: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
     check: Callable[[], None]
+    engine: object  # has the weights: what is not computed yet keeps it
     is_fused: bool = False  # a loss has been computed without the logits
     nodes: list[weakref.ref[Logits]] = field(default_factory=list)
 

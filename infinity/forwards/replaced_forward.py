@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import UsageError
+
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """Returns the forward that ``module`` has now, as a function that does not keep the module."""
@@ -20,7 +22,9 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return forward(reference(), *args, **kwargs)
+        if (found := reference()) is None:
+            raise UsageError("this backward runs a block's forward again, but the model is gone: keep the model until then")
+        return forward(found, *args, **kwargs)
 
     return call
 

@@ -21,7 +21,7 @@ from ..errors import UsageError
 from .lazy_logits import Head, Logits, whole
 from .replaced_forward import ReplacedForward
 from .tiles import HEAD_RATIO, Tiles
-from .weights import Weights
+from .weights import Weights, found_weakly
 
 LOGITS_NBYTES = 32 * 1024 * 1024  # of a tile's logits at once, in fp32: more tokens are computed in parts
 
@@ -208,7 +208,7 @@ def install_tiles(engine: Weights, model: nn.Module, rows: dict[nn.Parameter, in
     for module in model.modules():
         param = module._parameters.get("weight")
         if param is not None and param in rows:
-            tiles = Tiles(engine, param, rows[param])
+            tiles = Tiles(found_weakly(engine), param, rows[param])
             removers.append(ReplacedForward(module, _forward(module, tiles, model)))
     return removers
 
@@ -260,7 +260,7 @@ class HeadForward:
             with torch.autocast(where, dtype, enabled=casts):
                 return TiledCrossEntropy.apply(rows, bias, target, tiles.param, ignore_index, tiles)
 
-        head = Head(tiles.param.shape[0], compute, losses, check)
+        head = Head(tiles.param.shape[0], compute, losses, check, tiles.engine)
         root = TiledLinear.apply(x, bias, tiles.param, tiles, lambda _: Logits(head, x, dtype, compute))
         root._is_tracked = root.requires_grad
         return root

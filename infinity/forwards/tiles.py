@@ -90,9 +90,14 @@ class RowGrads:
 class Tiles:
     """One tiled weight: where it is, and how many rows a tile has."""
 
-    engine: Weights
+    find_engine: Callable[[], Weights]
     param: nn.Parameter
     rows: int
+
+    @property
+    def engine(self) -> Weights:
+        """The engine. Raises UsageError where it is gone."""
+        return self.find_engine()
 
     @property
     def handle(self) -> ParamHandle:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import nn
 
+from ..errors import UsageError
 from ..gradients.bank import GradientBank
 from ..machine.device import Device
 from ..machine.ledger import Ledger
@@ -59,3 +62,26 @@ class Weights(Protocol):
 
     def join_backward(self) -> None:
         """Has the running backward end what it holds."""
+
+
+def found_weakly(engine: Weights) -> Callable[[], Weights]:
+    """Makes what finds the engine for whatever autograd's graph holds: a loss that somebody kept must not keep the homes.
+
+    It raises UsageError where the engine is gone.
+    """
+    reference = weakref.ref(engine)
+
+    def find() -> Weights:
+        if (found := reference()) is None:
+            raise too_late()
+        return found
+
+    return find
+
+
+def too_late() -> UsageError:
+    """Makes the error for a backward whose weights are gone."""
+    return UsageError(
+        "this backward needs weights that went with the engine: run it before unwrap_model, and before the model is dropped (a loss alone "
+        "does not keep them)"
+    )

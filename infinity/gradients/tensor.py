@@ -61,7 +61,7 @@ class LandedGrad(_AtHome):
     @property
     def _values(self) -> GradValues:
         handle = self._infinity_grad
-        if not handle.shard.arrays:
+        if not handle.is_alive or not handle.shard.arrays:
             raise UsageError(f"the gradient of {handle.name} went with its model")
         if handle.grad.stand_in is not self:
             raise UsageError(f"a gradient of {handle.name} from before zero_grad() was used: read {handle.name}.grad anew")

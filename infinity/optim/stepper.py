@@ -15,9 +15,9 @@ import torch
 
 from .. import native
 from ..gradients.record import GradState, has_landed
+from ..state.contents import Shadow, Update
 from ..state.handle import ParamHandle, handle_of
 from ..state.shard import ParamShard
-from ..state.shard_arrays import Shadow, Update
 from ..state.unit import ParamUnit
 from ..storage.arrays import StateArray
 from .device_step import DeviceUpdate, Span, steps_on_device

@@ -91,8 +91,8 @@ class Engine(Refusals):
         self.updates = Updates(units, self.traffic)
         self.lent = LentState(self.store, self.steps, self.journal)
         self.parking = Parking(self.store)
-        shards = [shard for unit in units for shard in unit.shards]
-        given_back = self.scopes, self.store, shards, self.updates.recorded, self.updates.names, self.collectives, device
+        contents = [shard.contents for unit in units for shard in unit.shards]  # of which none leads back to this object
+        given_back = self.scopes, self.store, contents, self.updates.recorded, self.updates.names, self.collectives, device
         # To its end, though Ctrl-C comes between: nobody would call it again.
         self._finalizer = weakref.finalize(self, native.insist, partial(shut_down, *given_back))
         try:

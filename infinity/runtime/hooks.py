@@ -43,24 +43,30 @@ class RefusedCopy:
 
 
 class LandingHook:
-    """Lands a parameter's gradient when autograd has accumulated it, until :meth:`remove`."""
+    """Calls ``landed`` with a parameter when autograd has accumulated its gradient, until :meth:`remove`.
+
+    Torch holds a parameter's hooks where the garbage collector does not look. So what is registered must not lead back to a parameter:
+    neither could ever go. ``landed`` refers to the engine weakly, and this object to its parameter.
+    """
 
     def __init__(self, param: torch.Tensor, landed: Callable[[torch.Tensor], None]):
-        self._param, self._landed = param, landed
-        self._register()
+        self._param, self._landed = weakref.ref(param), landed
+        self._register(param)
 
-    def _register(self) -> None:
-        wanted = self._param.requires_grad
-        self._param.requires_grad_(True)  # torch takes hooks of such parameters only; this one may be unfrozen later
-        self._registered = self._param.register_post_accumulate_grad_hook(self._landed)
-        self._param.requires_grad_(wanted)
+    def _register(self, param: torch.Tensor) -> None:
+        wanted = param.requires_grad
+        param.requires_grad_(True)  # torch takes hooks of such parameters only; this one may be unfrozen later
+        self._registered = param.register_post_accumulate_grad_hook(self._landed)
+        param.requires_grad_(wanted)
 
     def come_last(self) -> None:
         """Lets hooks that were registered since run before it: transformers adds partial gradients up over a mesh in one."""
-        hooks = self._param._post_accumulate_grad_hooks
+        if (param := self._param()) is None:
+            return
+        hooks = param._post_accumulate_grad_hooks
         if len(hooks) > 1 and next(reversed(hooks)) != self._registered.id:
             self._registered.remove()
-            self._register()
+            self._register(param)
 
     def remove(self) -> None:
         """Takes the hook off. A second call does nothing."""
@@ -73,16 +79,18 @@ class LandingHooks:
     def __init__(self, engine: Running):
         self._hooks: list[LandingHook] = []
         self._late = engine.passes.landing_hooks if engine.ranks.tensor is not None else []
-        self._backward = weakref.ref(engine.backward)
+        backward = weakref.ref(engine.backward)
+
+        def landed(param: torch.Tensor) -> None:
+            if (running := backward()) is not None:
+                running.landed(param)
+
+        self._landed = landed  # refers to nothing but the backward, weakly: see LandingHook
 
     def add(self, param: torch.Tensor) -> None:
         """Hooks a parameter that is stepped from now on."""
         self._hooks.append(LandingHook(param, self._landed))
         self._late.append(self._hooks[-1])
-
-    def _landed(self, param: torch.Tensor) -> None:
-        if running := self._backward():
-            running.landed(param)
 
     def remove(self) -> None:
         """Takes all of them off. A second call does nothing."""

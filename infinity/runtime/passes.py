@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..forwards.lazy_logits import Logits
+from ..forwards.weights import too_late
 from ..state.dtensors import local_of
 from ..state.handle import handle_of, set_raw_grad
 from ..state.unit import ParamUnit
@@ -173,9 +174,8 @@ class Passes:
                     backward.join()  # whose end takes the mark back, whether any gradient lands or not
                     backward.engine.gradients.add_to_consumed()
 
-            for tensor in _tensors(output):
-                if type(tensor) is not Logits and tensor.requires_grad:
-                    tensor.register_hook(come_from_another)
+            for tensor in _computed(output):
+                tensor.register_hook(come_from_another)
         if units and next(frame.module.children(), None) is not None:
             # Only for modules with children: a checkpoint inside this forward saves weights out of our sight. What
             # autograd saves of a leaf's own weights says itself when it is needed (an embedding's never is).
@@ -184,10 +184,8 @@ class Passes:
                     for unit in units:
                         backward.hold(unit)
 
-            for tensor in _tensors(output):
-                # The gradient of logits that nobody asked for reaches the hidden states they are made of.
-                if type(tensor) is not Logits and tensor.requires_grad:
-                    tensor.register_hook(arrive)
+            for tensor in _computed(output):
+                tensor.register_hook(arrive)
         frozen = [unit for unit in units if not any(p.requires_grad for shard in unit.shards for p in shard.params)]
         if frozen:
 
@@ -214,6 +212,8 @@ class Passes:
         def hold(unit: ParamUnit) -> None:
             if backward := me():
                 backward.hold(unit)
+            elif not unit.stays:
+                raise too_late()
 
         return saving_hooks(self.engine.storages, hold)
 
@@ -228,6 +228,15 @@ class Passes:
         """Forgets whatever an exception left of what was running. Only while nothing is running."""
         self.frames.clear()
         self.backward.rebuild()
+
+
+def _computed(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in ``value`` that a hook may be put on: those that go with the graph they are of. A leaf stays, a parameter or the
+    user's own, and so would its hooks, one more with each forward.
+
+    The gradient of logits that nobody asked for reaches the hidden states they are made of.
+    """
+    return (tensor for tensor in _tensors(value) if type(tensor) is not Logits and tensor.grad_fn is not None)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

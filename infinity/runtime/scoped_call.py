@@ -13,7 +13,6 @@ import torch
 
 from .. import native
 from ..errors import UsageError
-from ..state import mistakes
 from ..state.apart import refuse_without_bytes
 
 UNCOMPILED = (
@@ -65,17 +64,8 @@ class ScopedCall:
                     module.__dict__[name] = self._own[name]
 
 
-def refuse_transforms(engine: ScopeOpener) -> None:
-    """Raises UsageError inside a transform or trace of torch, which would have the moves of weights for a part of the function."""
-    if not engine.is_open:
-        return
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise UsageError(
-            "a wrapped model was called inside a transform of torch.func (grad, vmap, jvp, vjp, jacrev, hessian, ...), whose tensors cannot be "
-            "moved home. Use backward() or torch.autograd.grad around the model, or the transform on a plain model: infinity.unwrap_model first."
-        )
-    if torch._C._get_tracing_state() is not None or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
-        raise UsageError("a wrapped model cannot be traced or exported: its weights are not in memory. " + mistakes.UNWRAP)
+def refuse_compiled_autograd() -> None:
+    """Raises UsageError where torch would trace the engine's own hooks in the backward."""
     dynamo = sys.modules.get("torch._dynamo.config")
     if torch.is_grad_enabled() and getattr(dynamo, "compiled_autograd", False):
         raise UsageError(
@@ -90,7 +80,7 @@ def _scoped(engine: ScopeOpener, call: Callable) -> Callable:
         if not engine.is_open:  # what was compiled meanwhile calls this after an unwrap too
             return nullcontext()
         refuse_without_bytes("a forward")
-        refuse_transforms(engine)
+        refuse_compiled_autograd()
         return engine.using()
 
     def scoped(*args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from ..distributed.collectives import Collectives
 from ..errors import UsageError
 from ..machine.device import Device
 from ..optim.updates import draw_updates
-from ..state.shard import ParamShard
+from ..state.contents import Contents
 from ..storage.store import ShardStore
 from .one_thread import wait_for_others
 
@@ -18,7 +18,7 @@ from .one_thread import wait_for_others
 def shut_down(
     scopes: native.Scopes,
     store: ShardStore,
-    shards: list[ParamShard],
+    contents: list[Contents],
     updaters: list[native.Updater],
     names: list[str],
     collectives: Collectives,
@@ -28,19 +28,14 @@ def shut_down(
     if store.pid != os.getpid():
         return  # a forked child ends (a data loader's worker): everything is the parent's
     if device.is_own_thread:  # where the garbage collector came by: what follows waits for this very thread
-        threading.Thread(target=shut_down, args=(scopes, store, shards, updaters, names, collectives, device)).start()
+        threading.Thread(target=shut_down, args=(scopes, store, contents, updaters, names, collectives, device)).start()
         return
     try:
         wait_for_others(scopes)  # a daemon thread may be in a forward as the process ends: its next one is refused
     except UsageError:
         pass  # it does not come further
-    for shard in shards:
-        for wait in (shard.drop_shadow, shard.wait):
-            try:
-                wait()
-            except Exception:  # noqa: BLE001 - whoever needed these bytes was told; here they are thrown away
-                pass
-        shard.forget_update()
+    for of_shard in contents:
+        of_shard.settle()
     device.close()
     for updater in updaters:
         draw_updates(updater, store.traffic, names)
@@ -49,5 +44,5 @@ def shut_down(
     collectives.close()
     if store.traffic.timeline is not None:
         store.traffic.timeline.close()
-    for shard in shards:
-        shard.forget()
+    for of_shard in contents:
+        of_shard.clear()

@@ -13,6 +13,7 @@ import torch
 
 from ..distributed.collectives import Collectives
 from ..storage.arrays import ArrayIO, StateArray
+from .contents import Contents
 from .flat_layout import FlatLayout
 from .shard_spec import ShardSpec, elements_each
 
@@ -27,8 +28,13 @@ class ArrayParts:
         self.names = [f"parameter {i} of a shard" for i in range(len(params))]  # until they are known
         self.layout = FlatLayout.of(params, self.ranks.size)
         self.slice_numel = self.layout.numel // self.ranks.size
-        self.arrays: dict[str, StateArray] = {}
+        self.contents = Contents()
         self._assembled: dict[str, torch.Tensor] = {}  # whole arrays, while they are read part by part
+
+    @property
+    def arrays(self) -> dict[str, StateArray]:
+        """The arrays at home, by their names."""
+        return self.contents.arrays
 
     def own(self, name: str, rank: int | None = None) -> tuple[int, int]:
         """Returns the elements of the whole array ``name`` that this rank (or ``rank``) has at home: first and behind the last."""

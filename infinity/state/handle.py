@@ -81,12 +81,11 @@ class Loan(Protocol):
 
 
 class ParamHandle:
-    """Links a parameter to its unit, shard and engine. The engine is held weakly: parameters must not keep it alive."""
+    """Links a parameter to its unit, shard and engine. All three are held weakly: a parameter must not keep them alive, nor, through the
+    unit that has it, itself."""
 
     __slots__ = (
         "names",
-        "unit",
-        "shard",
         "index",
         "grad",
         "step",
@@ -95,11 +94,14 @@ class ParamHandle:
         "has_loaded_master",
         "lent",
         "is_counted",
+        "_unit",
+        "_shard",
         "_engine",
     )
 
     def __init__(self, names: list[str], unit: Unit, shard: ParamShard, index: int, engine: Owner):
-        self.names, self.unit, self.shard, self.index = names, unit, shard, index
+        self.names, self.index = names, index
+        self._unit, self._shard = weakref.ref(unit), weakref.ref(shard)
         self.grad: Any = None  # the GradientBank's record; None when the optimizer does not step this parameter
         self.step = 0  # optimizer steps applied
         self.keeps_moments = False  # though ``step`` is 0: the user set the count back
@@ -112,6 +114,16 @@ class ParamHandle:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def unit(self) -> Unit:
+        """The unit. Raises UsageError when the engine is gone."""
+        return self._there(self._unit)
+
+    @property
+    def shard(self) -> ParamShard:
+        """The shard. Raises UsageError when the engine is gone."""
+        return self._there(self._shard)
 
     @property
     def param(self) -> torch.nn.Parameter:
@@ -132,13 +144,20 @@ class ParamHandle:
     @property
     def engine(self) -> Owner:
         """The engine that has the bytes. Raises UsageError when it is gone."""
-        engine = self._engine()
-        if engine is None:
+        return self._there(self._engine)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine is there."""
+        return self._engine() is not None
+
+    def _there(self, reference: weakref.ref[Any]) -> Any:
+        if (found := reference()) is None:
             raise UsageError(
                 f"parameter {self.name}: its engine is gone, and with it the bytes at home. Keep the model that wrap_model returned for as "
                 "long as its parameters are used."
             )
-        return engine
+        return found
 
 
 def handle_of(param: torch.Tensor | None) -> ParamHandle | None:

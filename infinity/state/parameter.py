@@ -170,9 +170,8 @@ class _Stored:
 
     def __repr__(self, *, tensor_contents=None):
         handle = handle_of(self)
-        return (
-            f"{type(self).__name__}({handle.name}, shape={tuple(self.shape)}, dtype={self.dtype}, home={handle.shard.weight.tier})"
-        )
+        home = handle.shard.weight.tier if handle.is_alive else "gone"
+        return f"{type(self).__name__}({handle.name}, shape={tuple(self.shape)}, dtype={self.dtype}, home={home})"
 
     __str__ = __repr__
 

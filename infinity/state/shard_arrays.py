@@ -1,9 +1,5 @@
 """ShardArrays: keeps one shard's flat arrays at their homes, and follows them through the optimizer's updates.
 
-    AT_HOME    nothing is under way
-    STEPPING   an update is under way: the bytes at home are its once it is over
-    SHADOWED   the results of an update made ahead lie beside the state, or are on their way there
-
 shadow      room for the results of an update made ahead; when the step turns out to be that one, it and the state change places
 older       the weights as they were before the last update, where both are kept: it makes the new ones beside them, and they change places
 last read   when no copy to the device reads the weights at home any more
@@ -12,9 +8,6 @@ last read   when no copy to the device reads the weights at home any more
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Protocol
 
 import torch
 
@@ -26,46 +19,8 @@ from ..machine.tiers import Tier
 from ..storage.arrays import ArrayIO, StateArray
 from ..storage.store import ShardStore
 from .array_parts import ArrayParts
+from .contents import MOVES, Activity, Shadow, Update
 from .shard_spec import ShardSpec
-
-
-class Activity(Enum):
-    """What goes on in a shard's arrays."""
-
-    AT_HOME = auto()
-    STEPPING = auto()
-    SHADOWED = auto()
-
-
-MOVES = {
-    Activity.AT_HOME: {Activity.STEPPING, Activity.SHADOWED},
-    Activity.STEPPING: {Activity.AT_HOME},
-    Activity.SHADOWED: {Activity.AT_HOME, Activity.STEPPING},
-}
-
-
-class Update(Protocol):
-    """A submitted update."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it is over."""
-
-    def wait(self) -> None:
-        """Blocks until it is over. Raises what went wrong with it."""
-
-
-@dataclass(frozen=True, eq=False)
-class Shadow:
-    """An update made ahead, and all that it was made with: a step with other inputs is another one."""
-
-    update: native.UnitUpdate
-    inputs: object
-
-    @property
-    def ticket(self) -> native.Ticket | None:
-        """None before it is submitted."""
-        return self.update.ticket
 
 
 class ShardArrays(ArrayParts):
@@ -73,10 +28,6 @@ class ShardArrays(ArrayParts):
 
     def __init__(self, spec: ShardSpec, params: Sequence[torch.nn.Parameter], collectives: Collectives | None = None):
         super().__init__(spec, params, collectives)
-        self._reserved: list[StateArray] = []  # places on disk of what is cached on the host
-        self._update: Update | None = None  # the last one that was submitted
-        self._beside: dict[str, StateArray] = {}  # room for a shadow; empty where none are made
-        self._shadow: Shadow | None = None
         self._last_read: Event = PAST
 
     @property
@@ -104,11 +55,11 @@ class ShardArrays(ArrayParts):
             numel, make = end - begin, homes.make_region if homes is not None and name == "weight" else native.Region
             array = store.allocate(tiers[name], dtype, numel, f"{name} of {what}", make=make)
             if name in kept:
-                self._reserved.append(array)
+                self.contents.reserved.append(array)
                 array = store.allocate(Tier.HOST, dtype, numel, f"{name} of {what}, kept from NVMe", make=make)
             self.arrays[name] = array
             if shadowed and self.spec.stepped and name != "grad":
-                self._beside[name] = store.allocate(array.tier, dtype, numel, f"{name} of {what}, updated ahead", make=make)
+                self.spare_arrays[name] = store.allocate(array.tier, dtype, numel, f"{name} of {what}, updated ahead", make=make)
 
     @property
     def weight_regions(self) -> list[native.Region | None]:
@@ -131,34 +82,32 @@ class ShardArrays(ArrayParts):
 
     def grow(self, spec: ShardSpec, arrays: dict[str, StateArray]) -> None:
         """Makes this a shard of ``spec``, which has ``arrays`` besides (AT_HOME only). A second call does nothing."""
-        self.spec, self.arrays = spec, self.arrays | arrays
+        self.spec, self.contents.arrays = spec, self.arrays | arrays
 
     def keep_older(self, store: ShardStore, what: str) -> None:
         """Takes room for the weights as they were before the last update (AT_HOME only). Raises CapacityError where there is none."""
-        if self._beside:
+        if self.spare_arrays:
             raise InternalError(f"the shard of {self.names[0]} has room for a shadow, which cannot be an older version's")
         weight = self.weight
         array = store.allocate_later(weight.tier, weight.dtype, weight.numel, f"older weight of {what}")
-        self._beside = {"weight": array}
+        self.contents.beside = {"weight": array}
 
     def drop_older(self, store: ShardStore) -> None:
         """Gives the room of :meth:`keep_older` back, before any update has used it."""
-        if self._beside:
-            store.free_more(self._beside.pop("weight"))
+        if self.spare_arrays:
+            store.free_more(self.spare_arrays.pop("weight"))
 
     @property
     def older(self) -> StateArray:
         """The weights as they were before the last update; those of now where only they are kept."""
-        return self._beside.get("weight", self.weight)
+        return self.spare_arrays.get("weight", self.weight)
 
     # --- what is under way ---
 
     @property
     def activity(self) -> Activity:
-        """Read off what there is, so that an exception between two statements cannot leave it untrue."""
-        if self._shadow is not None:
-            return Activity.SHADOWED
-        return Activity.AT_HOME if self._update is None else Activity.STEPPING
+        """What goes on in the arrays."""
+        return self.contents.activity
 
     def _check_move(self, to: Activity) -> None:
         if to not in MOVES[self.activity]:
@@ -167,12 +116,12 @@ class ShardArrays(ArrayParts):
     @property
     def update(self) -> Update | None:
         """The last update that was submitted, until somebody has waited for it."""
-        return self._update
+        return self.contents.update
 
     @property
     def shadow(self) -> Shadow | None:
         """The update that was made ahead, if there is one."""
-        return self._shadow
+        return self.contents.shadow
 
     @property
     def last_read(self) -> Event:
@@ -182,12 +131,12 @@ class ShardArrays(ArrayParts):
     @property
     def spare_arrays(self) -> dict[str, StateArray]:
         """Room for an update made ahead; what is in it counts while there is a shadow only."""
-        return self._beside
+        return self.contents.beside
 
     @property
     def shadow_extents(self) -> dict[str, native.Extent]:
         """Where an update made ahead puts its results; empty where there is no room for one."""
-        return {name: array.extent for name, array in self._beside.items()}
+        return {name: array.extent for name, array in self.spare_arrays.items()}
 
     def lend(self, event: Event) -> None:
         """Lets a copy to the device read the weights at home until ``event``."""
@@ -195,24 +144,24 @@ class ShardArrays(ArrayParts):
 
     def submit(self, update: Update) -> None:
         """Records ``update``, which is under way (AT_HOME or SHADOWED -> STEPPING). A second call with it does nothing."""
-        if self._update is not update:
+        contents = self.contents
+        if contents.update is not update:
             self._check_move(Activity.STEPPING)
-            self._update, self._shadow = update, None
+            contents.update, contents.shadow = update, None
 
     def advance(self, update: Update, weight: StateArray) -> None:
         """Records ``update``, which is under way and makes new weights in the room beside the old ones (AT_HOME -> STEPPING): ``weight``, which
         are the weights from now on; those before are the older ones. A second call with it does nothing."""
+        contents = self.contents
         if self.weight is not weight:
             self._check_move(Activity.STEPPING)
             before = {"weight": self.weight}
             # In one statement, as in keep_shadow().
-            self.arrays, self._beside, self._update = self.arrays | {"weight": weight}, before, update
+            contents.arrays, contents.beside, contents.update = contents.arrays | {"weight": weight}, before, update
 
     def wait(self) -> None:
         """Waits until the last step's bytes are at home (STEPPING -> AT_HOME). Raises what went wrong with it."""
-        if self._update is not None:
-            self._update.wait()
-            self._update = None
+        self.contents.wait()
 
     def wait_idle(self) -> None:
         """Waits, and until nothing reads the arrays: they are about to be changed from the host."""
@@ -224,33 +173,20 @@ class ShardArrays(ArrayParts):
     def cast_shadow(self, shadow: Shadow) -> None:
         """Records ``shadow``, which is about to be submitted (AT_HOME -> SHADOWED)."""
         self._check_move(Activity.SHADOWED)
-        self._shadow = shadow
+        self.contents.shadow = shadow
 
     def drop_shadow(self) -> None:
         """Forgets the shadow once it is over (SHADOWED -> AT_HOME), for what it is made from is about to change."""
-        if self._shadow is not None and (ticket := self._shadow.ticket) is not None:
-            try:
-                ticket.wait()
-            finally:  # where the wait itself was interrupted the update is still under way, and not forgotten
-                self._shadow = self._shadow if not ticket.done else None
-        self._shadow = None
+        self.contents.drop_shadow()
 
     def keep_shadow(self) -> None:
         """Makes the shadow the state (SHADOWED -> STEPPING). What was the state is room for the next one."""
         self._check_move(Activity.STEPPING)
-        before = {name: self.arrays[name] for name in self._beside}
+        contents = self.contents
+        before = {name: contents.arrays[name] for name in contents.beside}
+        after, update = contents.arrays | contents.beside, contents.shadow.ticket
         # In one statement, which nothing interrupts: a state half of which is the shadow's would be no state at all.
-        self.arrays, self._beside, self._update, self._shadow = self.arrays | self._beside, before, self._shadow.ticket, None
-
-    def forget_update(self) -> None:
-        """Forgets the last update, whatever came of it (-> AT_HOME): the engine is being shut down."""
-        self._update = self._shadow = None
-
-    def forget(self) -> None:
-        """Drops the arrays. Units and their handles refer to each other: the memory must not wait for them."""
-        self.arrays.clear()
-        self._beside.clear()
-        self._reserved.clear()
+        contents.arrays, contents.beside, contents.update, contents.shadow = after, before, update, None
 
     def native_layout(self, rule: native.Rule) -> native.Layout:
         """Describes this shard to the kernel."""

@@ -8,6 +8,8 @@ second slice   of weights that were gathered, this rank's part among the ranks o
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from ..distributed.collectives import Collectives
@@ -55,7 +57,7 @@ class UnitBuffers:
         """Bytes on the device while resident, and in staging while staged."""
         return sum(shard.weight_nbytes for shard in self.shards)
 
-    @property
+    @cached_property  # which a late backward asks for when the homes are gone
     def stays(self) -> bool:
         """Whether the unit's home is the device, and whole: it is resident always."""
         return self._ranks.size == 1 and all(shard.weight.tier is Tier.DEVICE for shard in self.shards)

@@ -104,8 +104,8 @@ class ArrayAllocator:
         nbytes = numel * dtype.itemsize
         charge = self.ledger.reserve(tier, round_up(nbytes, native.BLOCK_NBYTES), what)  # memory comes in pages
         if tier is Tier.NVME:
-            extent = native.Extent.in_volume(self._first, self._nbytes, nbytes)
-            self._nbytes += nbytes
+            extent = native.Extent.in_volume(self._first, self._nbytes, _on_disk(nbytes))
+            self._nbytes += extent.nbytes
             return StateArray(tier, dtype, numel, extent, None, charge)
         region = None
         if tier is Tier.DEVICE and not self.device.is_host:
@@ -160,11 +160,12 @@ class ArrayAllocator:
             array = self.allocate(tier, torch.uint8, nbytes, what)
             self.ledger.accounts[tier].planned_nbytes += round_up(nbytes, native.BLOCK_NBYTES)
             return array
-        if (space := self._take_space(nbytes, folder)) is None:
-            self._grow(nbytes, what, folder)
-            space = self._take_space(nbytes, folder)
+        taken = _on_disk(nbytes)
+        if (space := self._take_space(taken, folder)) is None:
+            self._grow(taken, what, folder)
+            space = self._take_space(taken, folder)
         volume, offset, _ = space
-        array = StateArray(tier, torch.uint8, nbytes, native.Extent.in_volume(self._added[volume].volume, offset, nbytes))
+        array = StateArray(tier, torch.uint8, nbytes, native.Extent.in_volume(self._added[volume].volume, offset, taken))
         self._places[array] = space
         return array
 
@@ -249,6 +250,11 @@ class ArrayAllocator:
         for file in self.io.open_files:
             if file not in used:
                 self.io.drop_file(file)
+
+
+def _on_disk(nbytes: int) -> int:
+    """Counts the bytes that an array of ``nbytes`` takes of a disk, which transfers whole blocks: all spaces begin and end with one."""
+    return round_up(nbytes, native.BLOCK_NBYTES)
 
 
 def _joined(spaces: list[Space]) -> list[Space]:

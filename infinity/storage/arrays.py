@@ -17,7 +17,8 @@ from ..machine.tiers import Tier
 
 @dataclass(eq=False)
 class StateArray:
-    """One flat array at home. ``flat`` is a tensor over it where the home is memory, None on NVMe."""
+    """One flat array at home. ``flat`` is a tensor over it where the home is memory, None on NVMe, where ``extent`` has whole blocks: what
+    follows the array in the last one is nobody's."""
 
     tier: Tier
     dtype: torch.dtype

@@ -182,10 +182,12 @@ class ShardStore(ArrayAllocator):
             with self.guarding():
                 for offset, nbytes, inner, outer in self._blocks(array, begin, end, parts=AT_ONCE):
                     lease = self.take_lease(self._service, nbytes, finish_first)
-                    if inner.stop - inner.start < nbytes // array.dtype.itemsize:
+                    size = array.dtype.itemsize
+                    if inner.start > 0 or inner.stop * size < min(nbytes, array.nbytes - offset):
                         block = self.read_block(array, offset, lease, nbytes)
                     else:
                         block = bytes_of(self._service, lease, nbytes)
+                        block[inner.stop * size :].zero_()  # what follows the array
                     block.view(array.dtype)[inner] = source[outer]
                     tickets.append(self.start_write(array, offset, lease, nbytes))
                     del lease, block  # the disk has it now
@@ -267,7 +269,7 @@ class ShardStore(ArrayAllocator):
         offset = begin * size // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
         while offset < end * size:
             covered = min(step, -(-(end * size - offset) // native.CHECKSUM_NBYTES) * native.CHECKSUM_NBYTES)
-            nbytes = min(covered, array.nbytes - offset)
+            nbytes = min(covered, array.extent.nbytes - offset)
             first, last = offset // size, (offset + nbytes) // size
             low, high = max(begin, first), min(end, last)
             yield offset, nbytes, slice(low - first, high - first), slice(low - begin, high - begin)

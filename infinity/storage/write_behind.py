@@ -192,7 +192,7 @@ class WriteBehind:
 
     def _submit(self, part: OpenPart) -> None:
         """Sends an open part on its way."""
-        array, end = part.array, min(round_up(part.end, native.CHECKSUM_NBYTES), part.array.nbytes)
+        array, end = part.array, min(round_up(part.end, native.CHECKSUM_NBYTES), part.array.extent.nbytes)
         self._fill(part, part.end, end)
         part.end = end
         self._finish_those_with(array, part.start, end)  # the disk may put two writes of one place in either order
@@ -205,7 +205,7 @@ class WriteBehind:
         if begin == end:
             return
         array, offset = part.array, begin // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
-        nbytes = min(native.CHECKSUM_NBYTES, array.nbytes - offset)
+        nbytes = min(native.CHECKSUM_NBYTES, array.extent.nbytes - offset)
         self._finish_those_with(array, offset, offset + nbytes)
         with self._store.borrow(nbytes) as lease:
             block = self._store.read_block(array, offset, lease, nbytes)

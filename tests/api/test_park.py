@@ -65,6 +65,28 @@ def test_a_parked_run_is_the_same(home, tmp_path):
     assert differing(found[0][1], found[1][1]) == [] and differing(found[0][2], found[1][2]) == []
 
 
+@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+@pytest.mark.parametrize(
+    "more", [{"moments": "int8"}, {"moments": "bf16"}, {"moments": "int8", "master": "fp32"}], ids=["int8", "bf16", "fp32 master"]
+)
+def test_state_of_any_size_is_parked(home, more, tmp_path):
+    """Method: moments whose scales are a few bytes each, which no disk writes by themselves; parked twice between steps, the bits are those of a run
+    that was not, and the disk's space is taken once."""
+    found = []
+    for parks in (False, True):
+        model, optimizer = pair(home, tmp_path, **more)
+        for number in range(3):
+            step(model, optimizer, number)
+            if parks:
+                infinity.park(model, tmp_path)
+                planned = infinity.stats(model).tiers["nvme"].planned_nbytes
+                infinity.resume(model)
+                infinity.park(model, tmp_path)
+                assert infinity.stats(model).tiers["nvme"].planned_nbytes == planned
+        found.append(ends(model, optimizer))
+    assert differing(*found) == []
+
+
 def test_the_memory_is_given_back(tmp_path):
     """Method: 40 MiB of state on the host; the process shrinks by nearly all of it while parked, and the disk's space is taken again by
     the next park."""

@@ -10,9 +10,9 @@ import torch
 from infinity import native
 from infinity.errors import InternalError
 from infinity.gradients.record import MOVES, GradRecord, GradState
-from infinity.state import shard_arrays
+from infinity.state import contents
+from infinity.state.contents import Activity, Shadow
 from infinity.state.shard import ParamShard
-from infinity.state.shard_arrays import Activity, Shadow
 from infinity.state.shard_spec import ShardSpec
 
 
@@ -64,7 +64,7 @@ VERBS = {
 def test_a_shard_moves_along_its_table(start, verb):
     """Method: every verb in every state; what is not in the table raises, and changes nothing."""
     shard, (to, act) = in_state(start), VERBS[verb]
-    if to in shard_arrays.MOVES[start]:
+    if to in contents.MOVES[start]:
         act(shard)
         assert shard.activity is to
     else:

@@ -625,7 +625,7 @@ def test_what_was_enough_stays_enough_with_more_memory(home, tmp_path):
 def test_checksums_of_shadows_are_planned(tmp_path):
     """Method: add up 4 bytes for each block on disk that has a checksum; the plan has at least as many."""
     job = Job(tmp_path, True, home=("nvme", "nvme"), build=lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))))
-    arrays = [array for shard in job.shards for array in (*shard.arrays.values(), *shard._beside.values())]
+    arrays = [array for shard in job.shards for array in (*shard.arrays.values(), *shard.spare_arrays.values())]
     needed = sum(4 * -(-array.nbytes // native.CHECKSUM_NBYTES) for array in arrays if array.tier is Tier.NVME)
     assert len(job.engine.plan.shadowed) == 8 and needed <= job.engine.plan.terms[Tier.HOST]["checksums"]
 

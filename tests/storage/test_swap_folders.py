@@ -33,7 +33,7 @@ from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
 from infinity.runtime.registry import wrapped
-from infinity.storage import swap_folders
+from infinity.storage import allocator, swap_folders
 from infinity.storage.store import ShardStore
 from infinity.storage.swap_folders import Place, split
 
@@ -244,6 +244,47 @@ def test_what_is_added_later_lies_on_all_disks_too(make_disks):
         assert min(held(store, array.extent.offset, array.nbytes, added=True).values()) >= 3 * STRIPE
     store.rebuild()
     assert sum(size for _, _, size in store._spaces) == store._added[0].nbytes - 4 * MIB
+
+
+SIZES = [1, 63, 64, 4095, 4096, 4097, 65535, 65537, 2 * MIB + 1]
+
+
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_an_array_of_any_size_lies_on_disk(when, make_disks):
+    """Method: arrays of sizes that are no whole blocks, allocated before the store is opened or later, filled, changed in part, given back and taken
+    anew; each reads as it was written, and all spaces begin and end with a block."""
+    store = make_disks([1e9, 1e9]).store()
+    if when == "before":
+        arrays = [store.allocate(Tier.NVME, torch.uint8, size, "state") for size in SIZES]
+        store.open([])
+    else:
+        store.open([])
+        arrays = [store.allocate_more(Tier.NVME, size, "state") for size in SIZES]
+    values = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in SIZES]
+    for array, value in zip(arrays, values):
+        store.write(array, 0, value, version=1)
+    for array, value in zip(arrays, values):
+        value[value.numel() // 2 :] = 7
+        store.write(array, value.numel() // 2, value[value.numel() // 2 :], version=2)
+    assert all(torch.equal(store.read(array, 0, array.numel), value) for array, value in zip(arrays, values))
+    if when == "later":
+        for array in arrays[::2]:
+            store.free_more(array)
+        anew = [store.allocate_more(Tier.NVME, size, "state") for size in reversed(SIZES)]
+        for array in anew:
+            store.write(array, 0, torch.full((array.numel,), 9, dtype=torch.uint8), version=3)
+        assert all(store.read(array, 0, array.numel).unique().tolist() == [9] for array in anew)
+        assert all(torch.equal(store.read(array, 0, array.numel), value) for array, value in list(zip(arrays, values))[1::2])
+        assert all(at % native.BLOCK_NBYTES == 0 for space in store._spaces for at in space[1:])
+
+
+def test_a_space_that_is_no_whole_blocks_is_refused(make_disks, monkeypatch):
+    """The twin: sizes that are taken as they come meet the core's check."""
+    monkeypatch.setattr(allocator, "_on_disk", lambda nbytes: nbytes)
+    store = make_disks([1e9]).store()
+    store.open([])
+    with pytest.raises(Exception, match="must be multiples of 4096"):
+        store.allocate_more(Tier.NVME, 64, "state")
 
 
 def test_space_that_not_all_disks_have_is_given_back(make_disks, monkeypatch):

@@ -284,7 +284,7 @@ def _watch_updates(monkeypatch, detector_of) -> None:
         if told["after"] is not None:
             detector.join("updater", detector.tickets[told["after"]])
         first, last = spans[0][0], spans[-1][1]
-        written = (shard._beside if how.get("ahead") else shard.arrays) | {"grad": shard.arrays["grad"]}
+        written = (shard.spare_arrays if how.get("ahead") else shard.arrays) | {"grad": shard.arrays["grad"]}
         for name, array in written.items():
             if not array.extent.is_file:
                 each = native.MOMENT_BLOCK if name.endswith("_scale") else 1
