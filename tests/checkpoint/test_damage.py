@@ -607,11 +607,14 @@ def test_checkpoints_hold_no_pickle(saved):
 
 
 def test_a_file_that_cannot_be_written_is_a_storage_error_with_its_number(tmp_path):
-    """safetensors has an error of its own for what the system refuses; the twin writes."""
-    from infinity.checkpoint.weight_files import save_file
+    """Method: the folder's place is taken by a file; the twin writes."""
+    from infinity.checkpoint.pretrained import write_sources
+    from infinity.checkpoint.source import Source
 
+    sources = {"a": Source.of(torch.ones(4))}
+    (tmp_path / "taken").write_text("")
     with pytest.raises(infinity.StorageError) as caught:
-        save_file({"a": torch.ones(4)}, tmp_path / "gone" / "a.safetensors", metadata={"format": "pt"})
-    assert caught.value.errno == errno.ENOENT and "gone" in str(caught.value)
-    save_file({"a": torch.ones(4)}, tmp_path / "a.safetensors", metadata={"format": "pt"})
-    assert (tmp_path / "a.safetensors").exists()
+        write_sources(tmp_path / "taken" / "out", sources)
+    assert caught.value.errno == errno.ENOTDIR and "taken" in str(caught.value)
+    write_sources(tmp_path / "out", sources)
+    assert (tmp_path / "out" / "model.safetensors").exists()
