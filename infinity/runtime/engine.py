@@ -162,7 +162,7 @@ class Engine(Refusals):
         Raises UsageError when that state is lost, for every use but a repairing one, and where tensors have no bytes.
         """
         if not is_compiling():  # which looks at what parameters are, under FakeTensorMode
-            refuse_without_bytes("a use")
+            refuse_without_bytes("a use", transforms=False)
         self.store.check_process()
         if not self.scopes.running and torch._C._current_graph_task_id() == -1:
             self.parking.resume()
