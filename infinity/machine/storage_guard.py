@@ -21,6 +21,14 @@ def is_available() -> bool:
     return _flags() is not None
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Tells whether torch refused to look at a storage without bytes."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        said in text for said in ("data pointer of Storage that is invalid", "for storage of size 0")
+    )
+
+
 def close(storage: torch.UntypedStorage) -> None:
     """Makes every access to the bytes of ``storage`` raise RuntimeError, until :func:`open`."""
     _let_be_asked()

@@ -168,7 +168,7 @@ class Engine(Refusals):
         uses the engine and does not come further.
         """
         if not is_compiling():  # which looks at what parameters are, under FakeTensorMode
-            refuse_without_bytes("a use")
+            refuse_without_bytes("a use", transforms=False)
         self.store.check_process()
         if self.scopes.running_here or torch._C._current_graph_task_id() != -1:
             return self.scopes.scope()

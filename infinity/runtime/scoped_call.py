@@ -12,8 +12,11 @@ from typing import Any, Protocol
 import torch
 
 from .. import native
-from ..errors import UsageError
+from ..errors import InfinityError, UsageError
+from ..machine import storage_guard
 from ..state.apart import refuse_without_bytes
+from ..state.handle import managed
+from ..state.parameter import STORED
 
 UNCOMPILED = (
     "a wrapped model fetches and sends weights between its layers, which is nothing to be compiled: each block is a graph of its own. Leave out "
@@ -85,6 +88,28 @@ def _scoped(engine: ScopeOpener, call: Callable) -> Callable:
 
     def scoped(*args: Any, **kwargs: Any) -> Any:
         with scope():
-            return call(*args, **kwargs)
+            try:
+                return call(*args, **kwargs)
+            except RuntimeError as error:
+                if isinstance(error, InfinityError) or not storage_guard.is_refusal(error):
+                    raise
+                raise _named(error) from error
 
     return torch.compiler.disable(scoped, recursive=False, reason=UNCOMPILED)  # what it calls may well be compiled
+
+
+def _named(error: BaseException) -> UsageError:
+    """Makes the error for a forward in which a function looked at a weight without its bytes: by the parameters of the innermost frame that
+    has any."""
+    names: list[str] = []
+    frame = error.__traceback__
+    while frame is not None:
+        at_rest = (each for each in frame.tb_frame.f_locals.values() if isinstance(each, STORED))
+        names = list(dict.fromkeys(managed(each).name for each in at_rest)) or names
+        frame = frame.tb_next
+    which = f" ({', '.join(names[:5])})" if names else ""
+    return UsageError(
+        f"a weight at home{which} was used outside of its own module by a function that does not ask tensors how they are computed with "
+        "(torch.tensor, torch.sparse_coo_tensor, a scripted function), or a view of it was kept from another forward. Give such a function a "
+        f"result of an ordinary operation, as weight.clone() is: that brings the weight. Torch says: {str(error).strip().splitlines()[-1]}"
+    )

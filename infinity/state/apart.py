@@ -66,24 +66,24 @@ def has_bytes(tensor: torch.Tensor) -> bool:
     return not (local.is_meta or isinstance(local, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(local))
 
 
-def refuse_without_bytes(what: str) -> None:
-    """Raises UsageError where ``what`` would run on tensors without bytes, or be recorded to run without the engine."""
+def refuse_without_bytes(what: str, *, transforms: bool = True) -> None:
+    """Raises UsageError where ``what`` would run on tensors without bytes, or be recorded to run without the engine. ``transforms``: also where
+    a transform has to keep what its backward needs."""
     if _is_plain() and torch._C._get_tracing_state() is None:
         return
-    if (found := _without_bytes()) is not None:
+    if (found := _without_bytes(transforms)) is not None:
         instead = mistakes.advice() or (
             "Do it with the model before wrap_model, or with another one on torch.device('meta') that is not wrapped."
         )
         raise UsageError(f"{what} of a wrapped model under {found}: its weights come from home, which is not done there. {instead}")
 
 
-def _without_bytes() -> str | None:
+def _without_bytes(transforms: bool) -> str | None:
     for key, name in WITHOUT_BYTES.items():
         if torch._C._get_dispatch_mode(key) is not None:
             return name
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
-    levels = torch._C._functorch.get_interpreter_stack() or []
-    if torch.is_grad_enabled() and any(level.key() != TransformType.Functionalize for level in levels):
-        return "a transform of torch.func"  # what it saves for its backward is no tensor with a storage
-    return None
+    levels = torch._C._functorch.get_interpreter_stack() or [] if transforms and torch.is_grad_enabled() else []
+    # What these save for a backward is no tensor with a storage.
+    return "a transform of torch.func" if any(level.key() != TransformType.Functionalize for level in levels) else None

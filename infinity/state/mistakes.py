@@ -43,6 +43,8 @@ KNOWN: list[tuple[str, frozenset[str], str]] = [
         ("torch/ao/quantization/", "", f"Quantise a plain model. {UNWRAP}"),
         ("torch/nn/modules/module.py", "half float double bfloat16 to type cuda cpu to_empty share_memory", "The model's dtype and device are fixed while "
          "it is wrapped. Choose them before: infinity.Config(param_dtype='bf16', device='cuda'), or model.to(...) before wrap_model."),
+        ("torch/nn/parameter.py", "__new__", "A Parameter of its own is made of a copy: torch.nn.Parameter(weight.clone()) inside a forward, or of what "
+         "infinity.full_params(model, names) gives."),
         ("torch/nn/init.py", "", "Initialise before wrap_model, or inside `with infinity.full_params(model, writeback=True)`."),
     ]
 ]  # fmt: skip

@@ -12,6 +12,7 @@ StoredDTensor       a distributed parameter whose local part is at home; while t
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -222,6 +223,11 @@ class StoredDTensor(_Stored, DTensor):
 
 def _detached(subject: torch.Tensor) -> torch.Tensor:
     """Returns the detached counterpart of a parameter at rest, under the same rules."""
+    caller = sys._getframe(1).f_back
+    if (
+        caller is not None and caller.f_code is torch.nn.Parameter.__new__.__code__
+    ):  # which would be another Parameter over the weight's memory
+        raise handle_of(subject).engine.refusal(handle_of(subject), "torch.nn.Parameter")
     if not is_distributed(subject):
         return StoredAlias.of(subject)
     with DisableTorchFunction():
@@ -257,8 +263,13 @@ class StoredAlias(_Stored, torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         # Only what goes around __torch_function__ gets here: torch.tensor(alias), say. What goes around this too
         # (DLPack) meets the guard.
-        alias = next(leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, StoredAlias))
-        raise handle_of(alias).engine.refusal(handle_of(alias), str(func))
+        aliases = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, StoredAlias)]
+        engine = handle_of(aliases[0]).engine
+        with engine.using():
+            for alias in aliases:
+                engine.touch(handle_of(alias), str(func))
+            args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs or {}))
+            return func(*args, **kwargs)
 
 
 # Classes of a plain and of a distributed parameter.

@@ -172,3 +172,27 @@ def test_what_is_held_is_not_parked(tmp_path):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert infinity.park(model) > 0
     assert differing(dict(model.state_dict()), before) == []
+
+
+HOOKS: dict[str, Callable[[nn.Module, Callable[[], None]], object]] = {
+    "behind the engine's hook": lambda layer, look: layer.register_forward_hook(lambda *_: look()),
+    "before the forward": lambda layer, look: layer.register_forward_pre_hook(lambda *_: look()),
+    "in the backward": lambda layer, look: layer.register_full_backward_hook(lambda *_: look()),
+    "before the backward": lambda layer, look: layer.register_full_backward_pre_hook(lambda *_: look()),
+}
+
+
+@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+@pytest.mark.parametrize("where", HOOKS)
+def test_an_export_in_a_hook_changes_no_bit(where, home, tmp_path):
+    """Method: hooks that were registered behind the wrap keep arrays of weights, of their own layer and of another one."""
+
+    def run(home: str | None) -> tuple[list[float], nn.Module]:
+        model, optimizer = made(None, home, tmp_path)
+        HOOKS[where](model[0], lambda: KEPT.append(model[0].weight.detach().numpy()))
+        HOOKS[where](model[2], lambda: KEPT.append(torch.from_dlpack(model[4].weight.detach())))
+        return trained(model, optimizer), model
+
+    (expected, plain), (losses, model) = run(None), run(home)
+    assert losses == expected
+    assert differing(dict(model.state_dict()), dict(plain.state_dict())) == []
