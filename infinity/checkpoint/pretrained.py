@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import StorageError, UsageError
+from ..errors import StorageError
 from ..machine.progress import progress
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of, whole_of
@@ -36,11 +36,7 @@ def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | os.Pat
     chunks are given as a list) the first one of each stage, into one folder. Raises StorageError.
     """
     engine = engine_of(model)
-    if engine.ranks.stage_prefix:
-        raise UsageError(
-            "save_pretrained: stages of this pipeline call parameters the same, which one folder cannot tell apart. Give them the names of the whole "
-            "model (infinity.parallel.pipeline does), or use save_checkpoint, which puts the stage before the name."
-        )
+    engine.refuse_alike("save_pretrained")
     with engine.using(), engine.collectives.together("save_pretrained"):
         _save_model(whole_of(model), parts_of(whole_of(model))[0], engine, Path(folder))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .. import native
+from ..distributed.data_ranks import DataRanks
 from ..errors import UsageError
 from .joined_pass import JoinedPass
 from .older_weights import OlderWeights
@@ -18,6 +19,7 @@ class Refusals:
     joined: JoinedPass
     average: WeightAverage | None
     older: OlderWeights | None
+    ranks: DataRanks
 
     def refuse_between(self, what: str) -> None:
         """Raises UsageError between the backwards of a joined pass, where gradients are not whole."""
@@ -49,3 +51,11 @@ class Refusals:
         """Raises UsageError while the model has its averages for weights."""
         if self.average is not None and self.average.is_exchanged:
             raise UsageError(f"{what} is not to be had inside `with average.applied()`: the model has its average for weights")
+
+    def refuse_alike(self, what: str) -> None:
+        """Raises UsageError where stages of a pipeline call parameters the same, which one folder could not tell apart."""
+        if self.ranks.stage_prefix:
+            raise UsageError(
+                f"{what}: stages of this pipeline call parameters the same, which one folder cannot tell apart. Give them the names of the whole model "
+                "(infinity.parallel.pipeline does), or use save_checkpoint, which puts the stage before the name."
+            )
