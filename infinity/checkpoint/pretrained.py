@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..errors import ConfigError, StorageError, UsageError
+from ..errors import ConfigError, StorageError
 from ..machine.outputs import Identity, Output, check_free, identity_of, replacing
 from ..machine.progress import progress
 from ..machine.sizes import parse_nbytes
@@ -64,11 +64,7 @@ def save_pretrained(
     """
     engine = engine_of(model)
     engine.refuse("save_pretrained")
-    if engine.ranks.stage_prefix:
-        raise UsageError(
-            "save_pretrained: stages of this pipeline call parameters the same, which one folder cannot tell apart. Give them the names of the whole "
-            "model (infinity.parallel.pipeline does), or use save_checkpoint, which puts the stage before the name."
-        )
+    engine.refuse_alike("save_pretrained")
     with engine.using(), engine.collectives.together("save_pretrained"), own_place(model, engine, Path(folder), overwrite):
         _save_model(whole_of(model), parts_of(whole_of(model))[0], engine, Path(folder), max_shard_size)
 

@@ -14,20 +14,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from ..api.agreement import describe_config
 from ..api.unwrap import unwrap_model
 from ..api.wrap import wrap_model
 from ..config.config import Config
 from ..errors import ConfigError, UsageError
-from ..machine.rates import Rates
 from ..runtime.registry import engine_of, is_wrapped
 from ..state.tensors import digest_of
-from .agreement import agree, collect, describe_model, is_plain
+from .agreement import is_plain
 from .boundaries import Boundaries, axis_that_shares
-from .choice import Choice, choose
+from .choice import Choice
+from .choose_together import choose_together
 from .continuous import without_flush
 from .schedules import COMPARED, attach, empty
-from .stages import Chain, chain_of
+from .stages import Chain
 from .ties import Ties
 
 IGNORED = -100  # a label that no loss counts
@@ -76,24 +75,10 @@ def pipeline(
     device_memory that does not hold two chunks of an interleaved schedule, or where ranks were given different models or arguments.
     """
     asked = {"schedule": schedule, "micro_batches": micro_batches, "chunks": chunks}
-
-    def describe() -> tuple[dict[str, str], tuple[Chain, Config]]:
-        chain, checked = _check(model, mesh, config, loss_fn)
-        told = {key: str(value) for key, value in asked.items()} | {"loss_fn": "given" if loss_fn is not None else "none"}
-        told |= {"mesh": str(mesh), "the optimizer": type(optimizer).__name__} | describe_config(checked)
-        return told | {"the number of layers": str(len(chain.layers))} | describe_model(model), (chain, checked)
-
-    chain, config = agree("pipeline", None, describe)
-    costs, load_rate = _agree_on_costs(costs, config)
-
-    def choose_here() -> tuple[dict[str, str], Choice]:
-        choice = choose(chain, config, mesh["pp"].size(), **asked, costs=costs, load_rate=load_rate)
-        return {"the cut": choice.describe(chain)}, choice
-
-    choice = agree("pipeline", None, choose_here)
+    chain, checked, choice = choose_together(model, mesh, optimizer, config, loss_fn, costs=costs, **asked)
     if not quiet and dist.get_rank() == 0:
         print(choice.describe(chain), flush=True)
-    return _build(chain, choice, mesh, optimizer, config, loss_fn)
+    return _build(chain, choice, mesh, optimizer, checked, loss_fn)
 
 
 def _build(
@@ -120,27 +105,6 @@ def _build(
             unwrap_model(mine, managed)
         _give_back(optimizer, kept)
         raise
-
-
-def _check(model: nn.Module, mesh: Any, config: Any, loss_fn: Callable | None) -> tuple[Chain, Config]:
-    if not isinstance(mesh, DeviceMesh) or "pp" not in (mesh.mesh_dim_names or ()):
-        raise ConfigError(f"pipeline takes the mesh of the whole job, with an axis pp: this is {mesh!r}")
-    config, chain = Config.make(config), chain_of(model)
-    if loss_fn is None and not hasattr(model, "loss_function"):
-        raise ConfigError(f"{type(model).__name__} has no loss of its own: give pipeline a loss_fn of outputs and targets")
-    return chain, config
-
-
-def _agree_on_costs(costs: Sequence[float] | None, config: Config) -> tuple[list[float] | None, float | None]:
-    """Takes the first rank's costs, and the rate that it measures of the weights' home: cuts must not differ between ranks."""
-
-    def measure() -> tuple[list[float] | None, float | None]:
-        if dist.get_rank() or costs is None:
-            return None, None
-        rates = Rates.measure(config.nvme_paths if config.params == "nvme" else ())
-        return list(costs), min(rates.memory, rates.disk_read or rates.memory)
-
-    return collect("pipeline", None, measure)[0]
 
 
 def _keep_own(optimizer: torch.optim.Optimizer | None, chunks: Sequence[nn.Module]) -> tuple[list[list], dict]:

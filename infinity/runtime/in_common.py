@@ -26,7 +26,7 @@ from ..gradients.bank import GradientBank
 from ..gradients.record import sample_of
 from ..machine.device import Device
 from ..state.dtensors import describe_placements, is_common, local_of, takes_parts
-from ..state.handle import ParamHandle
+from ..state.handle import ParamHandle, handle_of
 from ..state.step_counter import StepCounter
 
 FIRST_STEPS, LATER_STEPS = 8, 32  # on an accelerator: the first so many are compared, and one of so many later
@@ -141,7 +141,7 @@ class InCommon:
         told = f"{str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}{describe_placements(tensor)}"
         local = local_of(tensor)
         is_read = self._is_due or local.device.type == "cpu"
-        if not (with_values and is_read and is_common(tensor)) or local.is_meta or local.layout is not torch.strided:
+        if not (with_values and is_read and is_common(tensor) and _has_bytes(local)):
             return told
         raw = local.detach().resolve_conj().resolve_neg().cpu().contiguous()
         return f"{told} with digest {native.crc32c(raw.view(-1).view(torch.uint8)):08x}" if raw.numel() else told
@@ -262,6 +262,12 @@ def _projected(tensors: list[torch.Tensor]) -> tuple[float, float]:
         return 0.0, 0.0
     flat = torch.cat([each.float() for each in tensors]).double().cpu()
     return float(flat @ _signs(flat.numel(), flat)), float(flat.norm())
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    """Tells whether ``tensor`` is a plain one whose elements lie somewhere: not on meta or at home, and no transform's or fake mode's stand-in."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return is_plain and not tensor.is_meta and tensor.layout is torch.strided and handle_of(tensor) is None
 
 
 def _mode_of(root: torch.nn.Module) -> str:

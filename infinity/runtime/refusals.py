@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Flag, auto
 
 from .. import native
+from ..distributed.data_ranks import DataRanks
 from ..errors import UsageError
 from ..state.step_counter import StepCounter
 from ..storage.store import ShardStore
@@ -54,6 +55,7 @@ class Refusals:
     joined: JoinedPass
     average: WeightAverage | None
     older: OlderWeights | None
+    ranks: DataRanks
 
     @property
     def is_open(self) -> bool:
@@ -122,3 +124,11 @@ class Refusals:
         """Raises UsageError while the model has its averages for weights."""
         if self.average is not None and self.average.is_exchanged:
             raise UsageError(f"{what} is not to be had inside `with average.applied()`: the model has its average for weights")
+
+    def refuse_alike(self, what: str) -> None:
+        """Raises UsageError where stages of a pipeline call parameters the same, which one folder could not tell apart."""
+        if self.ranks.stage_prefix:
+            raise UsageError(
+                f"{what}: stages of this pipeline call parameters the same, which one folder cannot tell apart. Give them the names of the whole model "
+                "(infinity.parallel.pipeline does), or use save_checkpoint, which puts the stage before the name."
+            )

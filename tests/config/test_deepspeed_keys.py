@@ -225,7 +225,7 @@ JSONS = [  # a JSON's optimizer, what is that one, what is not
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("source", "right", "wrong"), JSONS, ids=str)
+@pytest.mark.parametrize(("source", "right", "wrong"), JSONS, ids=[str(source) for source, _, _ in JSONS])
 def test_the_optimizer_of_a_json_is_the_one_that_steps(source, right, wrong):
     """Method: wrap_model is given the optimizer that DeepSpeed would make, and one that differs in
     one setting, which is refused."""
