@@ -20,6 +20,7 @@ GRADS_AT_ONCE = 3  # staged: one that lands, one that is written, one that is re
 ACTIVATION_SLOTS = 8  # four storages at once, each read or written while another is
 GRADS_IN_FLIGHT = 3  # of the largest gradient: still being read, as it is converted, and as it is added to what is at home
 CHECKSUM_ENTRY_NBYTES = 4
+FLOAT32_NBYTES = 4
 
 
 class MemoryTerms:
@@ -109,16 +110,20 @@ class MemoryTerms:
         shards = self._shards
         if node_size := max((shard.node_size for shard in shards), default=0):
             self._add(Tier.DEVICE, "second slices", sum(shard.whole_nbytes("weight") for shard in shards) // node_size)
-        if any(shard.slices > 1 for shard in self._stepped):
-            whole = max(shard.whole_nbytes("grad") for shard in self._stepped)
+        averaged = [shard for shard in self._stepped if shard.is_averaged]  # what the reducer takes whole
+        if averaged:
+            whole = max(shard.whole_nbytes("grad") for shard in averaged)
             if not any(shard.whole_grad for shard in shards):
                 # Filled while weights of the same units are held; one waits, and one more is on its way to the others.
-                ratio = max(shard.spec.grad_dtype.itemsize / shard.spec.dtype.itemsize for shard in self._stepped)
+                ratio = max(shard.spec.grad_dtype.itemsize / shard.spec.dtype.itemsize for shard in averaged)
                 filled = round_up(int(self._held * ratio), native.BLOCK_NBYTES)
                 self._add(Tier.DEVICE, "gradients to be averaged", 2 * whole + filled)
-            # As they come, and their sum in fp32; a whole gradient that is at home elsewhere.
+            # As they come, and their sum in fp32, also of each replica; a whole gradient that is at home elsewhere.
+            sums = max(FLOAT32_NBYTES * (shard.numel // shard.slices) for shard in averaged)
+            replicas = max(shard.replicas for shard in averaged)
+            of_replicas = (replicas + 1) * sums if replicas > 1 else 0
             own = whole * (not self._device.is_host) * any(shard.whole_grad for shard in shards)
-            self._add(Tier.DEVICE, "gradients of other ranks", 2 * whole + own)
+            self._add(Tier.DEVICE, "gradients of other ranks", 2 * whole + of_replicas + own)
 
     def _window(self) -> int:
         """Weights gathered at once: the most that is held, and one unit more, for in backward the next unit arrives while the last
