@@ -30,7 +30,7 @@ from ..state.dtensors import is_distributed
 from ..state.partition import Group, held_nbytes, is_managed, partition
 from ..state.shard import ParamShard
 from ..state.shard_spec import ShardSpec
-from .checks import check
+from .checks import buffers_nbytes, check
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,9 @@ def lay_out_groups(
         sizes = [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
         held = held_nbytes(model, groups, {id(group): size.weight_nbytes for group, size in zip(groups, sizes)})
         try:
-            plan = make_plan(sizes, config, held_nbytes=held, free=free, device=device, reuses=reuses)
+            plan = make_plan(
+                sizes, config, held_nbytes=held, free=free, device=device, reuses=reuses, buffers_nbytes=buffers_nbytes(model)
+            )
         except CapacityError as error:
             refused = error
             if any(size.is_averaged for size in sizes) or any(map(is_distributed, model.parameters())):

@@ -12,7 +12,7 @@ from ..machine.tiers import Tier
 from ..state.shard_spec import ARRAYS, home_of
 from ..storage.past_host import SLACK_NBYTES
 from .device_slots import DEVICE_SLOTS
-from .memory_plan import LADDER, MemoryPlan, Rung, term_of
+from .memory_plan import BUFFERS, LADDER, MemoryPlan, Rung, term_of
 from .slots import needed_device_slot_nbytes, optimizer_slot_nbytes
 from .unit_sizes import CHECKSUMMED, UnitSize
 
@@ -36,10 +36,11 @@ class MemoryTerms:
         device: Device,
         *,
         past_host: bool = False,
+        buffers_nbytes: int = 0,
     ):
         """``homes``: of weights, optimizer state and gradients. ``held_nbytes``: the most weight bytes that a forward holds at once.
-        ``past_host``: weights come from disk past the host's memory."""
-        self._past_host = past_host
+        ``past_host``: weights come from disk past the host's memory. ``buffers_nbytes``: of the model's buffers."""
+        self._past_host, self._buffers_nbytes = past_host, buffers_nbytes
         self._units, self._config, self._rung, self._held, self._device = units, config, rung, held_nbytes, device
         self._params, self._optimizer, self._grad = homes
         self._shards = [shard for unit in units for shard in unit.shards]
@@ -55,6 +56,7 @@ class MemoryTerms:
         staging, grads, activations = self._staging(), self._grad_staging(), self._activation_staging()
         past_host = self._add(Tier.DEVICE, "staged weights", staging + SLACK_NBYTES if staging and self._past_host else 0)
         slot, service = self._slot(), self._service()
+        self._add(self._tier_of_buffers, BUFFERS, self._buffers_nbytes)
         self._add_ranks()
         window = self._window()
         landing, device_slot = self._device_step()
@@ -73,6 +75,14 @@ class MemoryTerms:
             device_slot_nbytes=device_slot,
             terms=self.terms,
         )
+
+    @property
+    def _tier_of_buffers(self) -> Tier:
+        """The tier whose budget counts buffers, which stay with their modules where the model computes. Where the processor does, that is
+        the host's memory, unless only the device's budget was given."""
+        config = self._config
+        only_device = config.host_memory is None and config.device_memory is not None
+        return Tier.DEVICE if only_device or not self._device.is_host else Tier.HOST
 
     def _add(self, tier: Tier, what: str, nbytes: int) -> int:
         if nbytes:
