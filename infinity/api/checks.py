@@ -234,6 +234,23 @@ def rest_nbytes(param: torch.Tensor) -> int:
     return sum(rest_nbytes(getattr(param, name)) for name in names)
 
 
+def buffers_nbytes(model: nn.Module) -> int:
+    """Counts the bytes of a model's buffers, each storage once; of those on meta, what they will be. Views of parameters count with these."""
+    params = {local_of(param).untyped_storage()._cdata for param in model.parameters() if _is_there(param)}
+    found: dict[tuple[str, int], int] = {}
+    for buffer in model.buffers():
+        if _is_there(buffer):
+            storage = local_of(buffer).untyped_storage()
+            found["storage", storage._cdata] = 0 if storage._cdata in params else storage.nbytes()
+        else:
+            found["other", id(buffer)] = rest_nbytes(buffer)
+    return sum(found.values())
+
+
+def _is_there(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and not hasattr(tensor, "__tensor_flatten__")
+
+
 def tell_of_the_rest(model: nn.Module) -> None:
     """Says what of the model's weights no budget counts."""
     rest = [param for param in model.parameters() if not is_managed(param) and handle_of(param) is None]

@@ -31,7 +31,7 @@ from ..state.kept_dtypes import computing_dtypes
 from ..state.partition import Group, held_nbytes, is_managed, partition
 from ..state.shard import ParamShard
 from ..state.shard_spec import ShardSpec
-from .checks import check
+from .checks import buffers_nbytes, check
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +101,13 @@ def lay_out_groups(
         sizes = [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
         held = held_nbytes(model, groups, {id(group): size.weight_nbytes for group, size in zip(groups, sizes)})
         try:
-            plan = make_plan(sizes, config, held_nbytes=held, free=free, device=device, reuses=reuses)
+            plan = make_plan(
+                sizes, config, held_nbytes=held, free=free, device=device, reuses=reuses, buffers_nbytes=buffers_nbytes(model)
+            )
         except CapacityError as error:
             refused = error
-            if any(size.is_sliced for size in sizes) or any(map(is_distributed, model.parameters())):
-                break  # tiles would be gathered one by one
+            if any(size.is_averaged for size in sizes) or any(map(is_distributed, model.parameters())):
+                break  # tiles would be gathered, and their gradients averaged, one by one
             continue
         if tiled:
             _tell_of_tiles([group for group in groups if group.tile_rows], config)
@@ -140,8 +142,16 @@ def unit_size(group: Group, shards: list[ParamShard]) -> UnitSize:
 
 
 def _size_of_shard(shard: ParamShard) -> ShardSize:
-    node_size = shard.ranks.node.size if shard.ranks.node is not None else 0
-    return ShardSize(shard.spec, shard.layout.numel, shard.ranks.size, shard.ranks.keeps_gradients, node_size)
+    ranks = shard.ranks
+    return ShardSize(
+        shard.spec,
+        shard.layout.numel,
+        slices=ranks.size,
+        replicas=ranks.replicas.size if ranks.replicas is not None else 1,
+        data_size=ranks.data_size,
+        whole_grad=ranks.keeps_gradients,
+        node_size=ranks.node.size if ranks.node is not None else 0,
+    )
 
 
 def groups_of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, int]:

@@ -37,7 +37,8 @@ class Stats:
     memory. ``collectives``: "all-gather",
     "all-gather in node" and "reduce-scatter" with the bytes this rank received; empty without other ranks. ``tiers``:
     "device", "host", "nvme". ``shadows``: updates that were "made" ahead and "kept" (``Config(speculate=True)``). ``blocks``: how many have what they save for the backward "kept" on the device, "sent" home
-    and "recomputed", where that is chosen. ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence.
+    and "recomputed", where that is chosen. ``buffers_nbytes``: of the model's buffers, which stay with their modules and count in "device", or in "host" where the
+    processor computes. ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence.
     """
 
     edges: dict[str, EdgeTraffic]
@@ -49,6 +50,7 @@ class Stats:
     bottleneck: str
     shadows: dict[str, int]
     blocks: dict[str, int]
+    buffers_nbytes: int
 
     def as_dict(self) -> dict:
         """Returns plain dicts and numbers, ready for JSON."""
@@ -83,7 +85,18 @@ def stats(model: nn.Module) -> Stats:
     shadows = {"made": ahead.made, "kept": ahead.kept} if ahead is not None else {"made": 0, "kept": 0}
     planner = engine.activations.planner if engine.activations is not None else None
     blocks = planner.counts() if planner is not None else {}
-    return Stats(edges, collectives, tiers, engine.updates.clock.steps, step_seconds, bound, sentence, shadows, blocks)
+    return Stats(
+        edges,
+        collectives,
+        tiers,
+        engine.updates.clock.steps,
+        step_seconds,
+        bound,
+        sentence,
+        shadows,
+        blocks,
+        engine.plan.buffers_nbytes,
+    )
 
 
 def edges_of(engine: Engine) -> dict[str, EdgeTraffic]:

@@ -11,7 +11,7 @@ from ..machine.device import Device
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import BUDGETS, Tier
 from ..state.shard_spec import SCALES
-from .memory_plan import MemoryPlan
+from .memory_plan import BUFFERS, MemoryPlan
 from .unit_sizes import STATE, UnitSize
 
 SHARED = (Tier.DEVICE, Tier.HOST)  # one memory, where the processor computes
@@ -97,8 +97,11 @@ def budget_too_small(plan: MemoryPlan, tier: Tier, budgets: Budgets, config: Con
     terms = ", ".join(f"{what} {format_nbytes(nbytes)}" for what, nbytes in parts.items())
     name = BUDGETS[tier]
     given = f"{name} is" if getattr(config, name) is not None else f"{name} was not given and what may be used of what is free is"
+    remedy = (
+        REMEDIES[tier] if parts.get(BUFFERS, 0) <= budget else "or give the model smaller buffers: they stay with their modules"
+    )
     where = f" at {', '.join(config.nvme_paths)}" if tier is Tier.NVME else ""
     return CapacityError(
         f"{given} {format_nbytes(budget)} ({budget} bytes){where}, but the least that works here is {format_nbytes(needed)} "
-        f"({needed} bytes): {terms}. Raise {name} by {format_nbytes(needed - budget)}, {REMEDIES[tier]}."
+        f"({needed} bytes): {terms}. Raise {name} by {format_nbytes(needed - budget)}, {remedy}."
     )

@@ -13,6 +13,7 @@ from ..machine.tiers import Tier
 from .unit_sizes import MIN_CHUNK
 
 MIB = 1024 * 1024
+BUFFERS = "buffers"  # the term of the model's buffers
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ class MemoryPlan:
     def kept_of(self, unit: int) -> set[str]:
         """Returns the arrays of the unit with this index that are cached."""
         return {name for name, units in self.kept.items() if unit in units}
+
+    @property
+    def buffers_nbytes(self) -> int:
+        """Bytes of the model's buffers, on whatever tier they count."""
+        return sum(terms.get(BUFFERS, 0) for terms in self.terms.values())
 
     def planned_nbytes(self, tier: Tier) -> int:
         """Counts the most bytes that ``tier`` will be charged."""

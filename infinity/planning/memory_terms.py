@@ -12,7 +12,7 @@ from ..machine.tiers import Tier
 from ..state.shard_spec import ARRAYS, home_of
 from ..storage.past_host import SLACK_NBYTES
 from .device_slots import DEVICE_SLOTS
-from .memory_plan import LADDER, MemoryPlan, Rung, term_of
+from .memory_plan import BUFFERS, LADDER, MemoryPlan, Rung, term_of
 from .slots import needed_device_slot_nbytes, optimizer_slot_nbytes
 from .unit_sizes import CHECKSUMMED, UnitSize
 
@@ -20,6 +20,7 @@ GRADS_AT_ONCE = 3  # staged: one that lands, one that is written, one that is re
 ACTIVATION_SLOTS = 8  # four storages at once, each read or written while another is
 GRADS_IN_FLIGHT = 3  # of the largest gradient: still being read, as it is converted, and as it is added to what is at home
 CHECKSUM_ENTRY_NBYTES = 4
+FLOAT32_NBYTES = 4
 
 
 class MemoryTerms:
@@ -35,10 +36,11 @@ class MemoryTerms:
         device: Device,
         *,
         past_host: bool = False,
+        buffers_nbytes: int = 0,
     ):
         """``homes``: of weights, optimizer state and gradients. ``held_nbytes``: the most weight bytes that a forward holds at once.
-        ``past_host``: weights come from disk past the host's memory."""
-        self._past_host = past_host
+        ``past_host``: weights come from disk past the host's memory. ``buffers_nbytes``: of the model's buffers."""
+        self._past_host, self._buffers_nbytes = past_host, buffers_nbytes
         self._units, self._config, self._rung, self._held, self._device = units, config, rung, held_nbytes, device
         self._params, self._optimizer, self._grad = homes
         self._shards = [shard for unit in units for shard in unit.shards]
@@ -54,6 +56,7 @@ class MemoryTerms:
         staging, grads, activations = self._staging(), self._grad_staging(), self._activation_staging()
         past_host = self._add(Tier.DEVICE, "staged weights", staging + SLACK_NBYTES if staging and self._past_host else 0)
         slot, service = self._slot(), self._service()
+        self._add(self._tier_of_buffers, BUFFERS, self._buffers_nbytes)
         self._add_ranks()
         window = self._window()
         landing, device_slot = self._device_step()
@@ -72,6 +75,14 @@ class MemoryTerms:
             device_slot_nbytes=device_slot,
             terms=self.terms,
         )
+
+    @property
+    def _tier_of_buffers(self) -> Tier:
+        """The tier whose budget counts buffers, which stay with their modules where the model computes. Where the processor does, that is
+        the host's memory, unless only the device's budget was given."""
+        config = self._config
+        only_device = config.host_memory is None and config.device_memory is not None
+        return Tier.DEVICE if only_device or not self._device.is_host else Tier.HOST
 
     def _add(self, tier: Tier, what: str, nbytes: int) -> int:
         if nbytes:
@@ -109,16 +120,20 @@ class MemoryTerms:
         shards = self._shards
         if node_size := max((shard.node_size for shard in shards), default=0):
             self._add(Tier.DEVICE, "second slices", sum(shard.whole_nbytes("weight") for shard in shards) // node_size)
-        if any(shard.slices > 1 for shard in self._stepped):
-            whole = max(shard.whole_nbytes("grad") for shard in self._stepped)
+        averaged = [shard for shard in self._stepped if shard.is_averaged]  # what the reducer takes whole
+        if averaged:
+            whole = max(shard.whole_nbytes("grad") for shard in averaged)
             if not any(shard.whole_grad for shard in shards):
                 # Filled while weights of the same units are held; one waits, and one more is on its way to the others.
-                ratio = max(shard.spec.grad_dtype.itemsize / shard.spec.dtype.itemsize for shard in self._stepped)
+                ratio = max(shard.spec.grad_dtype.itemsize / shard.spec.dtype.itemsize for shard in averaged)
                 filled = round_up(int(self._held * ratio), native.BLOCK_NBYTES)
                 self._add(Tier.DEVICE, "gradients to be averaged", 2 * whole + filled)
-            # As they come, and their sum in fp32; a whole gradient that is at home elsewhere.
+            # As they come, and their sum in fp32, also of each replica; a whole gradient that is at home elsewhere.
+            sums = max(FLOAT32_NBYTES * (shard.numel // shard.slices) for shard in averaged)
+            replicas = max(shard.replicas for shard in averaged)
+            of_replicas = (replicas + 1) * sums if replicas > 1 else 0
             own = whole * (not self._device.is_host) * any(shard.whole_grad for shard in shards)
-            self._add(Tier.DEVICE, "gradients of other ranks", 2 * whole + own)
+            self._add(Tier.DEVICE, "gradients of other ranks", 2 * whole + of_replicas + own)
 
     def _window(self) -> int:
         """Weights gathered at once: the most that is held, and one unit more, for in backward the next unit arrives while the last

@@ -108,7 +108,7 @@ class Placement:
         homes = [self._plan.tiers_of(index)["grad"] for index in range(len(self._units))]
         nbytes = sum(
             shard.whole_nbytes("grad") for unit, home in zip(self._units, homes) for shard in unit.shards
-            if shard.spec.stepped and (shard.slices > 1 or home is Tier.NVME or (home is Tier.HOST and not device.is_host))
+            if shard.spec.stepped and (shard.is_averaged or home is Tier.NVME or (home is Tier.HOST and not device.is_host))
         )  # fmt: skip
         if 0 < nbytes <= self._spare[Tier.DEVICE]:
             self._terms[Tier.DEVICE]["gradients of several micro-batches"] = nbytes

@@ -33,10 +33,11 @@ def make_plan(
     free: Mapping[Tier, int] | None = None,
     device: Device | None = None,
     reuses: bool = False,
+    buffers_nbytes: int = 0,
 ) -> MemoryPlan:
     """Makes the fastest plan within the budgets. ``held_nbytes``: the most weight bytes held at once. ``free``: what a tier without
     a budget has (None: what is measured now). ``device``: what computes (None: the processor). ``reuses``: a pass uses the same weights
-    for several micro-batches, as the stages of a pipeline do.
+    for several micro-batches, as the stages of a pipeline do. ``buffers_nbytes``: of the model's buffers, which stay where it computes.
 
     Raises CapacityError with the least workable budget, ConfigError when a home has no folder.
     """
@@ -53,7 +54,7 @@ def make_plan(
     for params, optimizer in _homes(config, device, stepped=any(shard.spec.stepped for unit in units for shard in unit.shards)):
         for grad in _grad_homes(params, optimizer, units, config, device):
             for rung in LADDER:
-                plan = _plan_of(units, config, (params, optimizer, grad), rung, held_nbytes, device, budgets)
+                plan = _plan_of(units, config, (params, optimizer, grad), rung, (held_nbytes, buffers_nbytes), device, budgets)
                 if not budgets.over(plan):
                     fitting.append(use_what_is_left(plan, units, config, budgets, device, reuses=reuses))
                     if config.speculate and not fitting[-1].shadowed:
@@ -80,15 +81,15 @@ def _plan_of(
     config: Config,
     homes: tuple[Tier, Tier, Tier],
     rung: Rung,
-    held_nbytes: int,
+    held: tuple[int, int],
     device: Device,
     budgets: Budgets,
 ) -> MemoryPlan:
-    """Adds up one choice: with memory on the device for weights that come past the host's, where there is such a way and room."""
+    """Adds up one choice (``held``: bytes of weights at once, and of buffers): with memory on the device for weights that come past the host's, where there is such a way and room."""
     past_host = homes[0] is Tier.NVME and device.reads_disks(config.nvme_paths, config.checksums)
-    plan = MemoryTerms(units, config, homes, rung, held_nbytes, device, past_host=past_host).plan()
+    plan = MemoryTerms(units, config, homes, rung, held[0], device, past_host=past_host, buffers_nbytes=held[1]).plan()
     if past_host and budgets.over(plan):
-        plan = MemoryTerms(units, config, homes, rung, held_nbytes, device).plan()
+        plan = MemoryTerms(units, config, homes, rung, held[0], device, buffers_nbytes=held[1]).plan()
     return plan
 
 

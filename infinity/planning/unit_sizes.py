@@ -21,8 +21,15 @@ class ShardSize:
     spec: ShardSpec
     numel: int
     slices: int = 1  # ranks that have an equal part each
+    replicas: int = 1  # ranks that have the same part
+    data_size: int = 1  # ranks whose gradients are averaged, with those that have other experts where they are divided
     whole_grad: bool = False  # but every one its whole gradient (ZeRO-1)
     node_size: int = 0  # ranks of one machine, where they share out gathered weights; else 0
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether gradients are averaged with other ranks': a rank then adds up its whole ones first."""
+        return max(self.slices * self.replicas, self.data_size) > 1
 
     def nbytes(self, name: str) -> int:
         """Counts the bytes of array ``name`` at home on one rank; 0 when the shard has none."""
@@ -62,3 +69,7 @@ class UnitSize:
     @property
     def is_sliced(self) -> bool:
         return any(shard.slices > 1 for shard in self.shards)
+
+    @property
+    def is_averaged(self) -> bool:
+        return any(shard.is_averaged for shard in self.shards)

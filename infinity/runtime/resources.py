@@ -19,7 +19,7 @@ from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
-from ..planning.memory_plan import LADDER, MemoryPlan
+from ..planning.memory_plan import BUFFERS, LADDER, MemoryPlan
 from ..planning.memory_terms import GRADS_AT_ONCE
 from ..planning.slots import optimizer_slot_nbytes
 from ..planning.unit_sizes import UnitSize
@@ -74,6 +74,8 @@ class Resources:
         self._charge(Tier.HOST, plan.terms[Tier.HOST].get("checksums", 0), "checksums")
         for what in ("second slices", "gradients on their way", "optimizer slots", "staged weights"):
             self._charge(Tier.DEVICE, plan.terms[Tier.DEVICE].get(what, 0), what)
+        for tier in (Tier.DEVICE, Tier.HOST):
+            self._charge(tier, plan.terms[tier].get(BUFFERS, 0), BUFFERS)
         store.open(list(self._regions.values()), staging=weights, past_host=plan.past_host_nbytes > 0)
 
     def _charge(self, tier: Tier, nbytes: int, what: str) -> None:

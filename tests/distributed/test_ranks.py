@@ -73,6 +73,12 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
             "config": {"params": "host", "optimizer": "host", "shard": mode}, "path": str(folder / f"restless-{mode}"),
         }  # fmt: skip
     jobs["uneven:on-disk"] = {"shard": "parameters", "home": "nvme", "folder": str(folder / "swap")}
+    replicas = {"shape": (2, 1), "names": ("dp_replicate", "dp_shard")}
+    jobs |= {
+        f"uneven:replicas-{home}": {"shard": "parameters", "home": home, "folder": str(folder / "swap"), **replicas}
+        for home in HOMES
+    }
+    jobs |= {"too_large_a_layer:rows": {"shape": None, "names": None}, "too_large_a_layer:replicas": replicas}
     jobs["odd_buffers_and_empty_parameters"] = {"path": str(folder / "empty")}
     jobs["gradients:on-disk"] = {"shard": "parameters", "home": "nvme", "folder": str(folder / "swap")}
     split = models.at_home("nvme", "nvme", folder / "swap")
@@ -305,13 +311,19 @@ def test_a_parameter_used_on_one_rank_gets_the_average_and_one_used_nowhere_none
         assert one["unused"] is None and other["unused"] is None
 
 
-@pytest.mark.parametrize("case", [*MODES, "on-disk"])
+@pytest.mark.parametrize("case", [*MODES, "on-disk", *(f"replicas-{home}" for home in HOMES)])
 def test_ranks_that_skip_other_parts_end_with_the_same_right_weights(two, case):
     """Every step another rank skips another part; in the least device memory, which is not exceeded. Against plain torch
     that is given both batches: skipping changes which gradients add up, so Adam may differ where they are noise."""
     first, second = two[f"uneven:{case}"]
     assert not models.differing(first["weights"], second["weights"])
     assert first["off"] < 1e-4 and first["within"] and second["within"]
+
+
+@pytest.mark.parametrize("ranks", ["rows", "replicas"])
+def test_no_layer_runs_in_tiles_where_gradients_are_averaged(two, ranks):
+    """Method: a layer that is larger than the budget, which one process runs in tiles: their gradients would land one by one, unaveraged. Refused."""
+    assert all("the least that works here is" in said for said in two[f"too_large_a_layer:{ranks}"])
 
 
 @pytest.mark.parametrize("case", MODES)

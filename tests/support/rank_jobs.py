@@ -389,11 +389,13 @@ class Uneven(nn.Module):
         return x.square().mean()
 
 
-def uneven(shard: str, home: str, folder: str) -> dict[str, Any]:
+def uneven(
+    shard: str, home: str, folder: str, shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None
+) -> dict[str, Any]:
     """Another part is skipped on every rank and step, in the least device memory that works; one process beside it."""
     import re
 
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, mesh = dist.get_rank(), dist.get_world_size(), mesh_of(shape, names)
     config = models.at_home(home, home, Path(folder)) | {"shard": shard}
 
     def data(step: int, of_rank: int) -> tuple[torch.Tensor, int | None]:
@@ -406,10 +408,10 @@ def uneven(shard: str, home: str, folder: str) -> dict[str, Any]:
 
     model = make()
     try:
-        infinity.wrap_model(model, adamw(model), config | {"device_memory": 1})
+        infinity.wrap_model(model, adamw(model), config | {"device_memory": 1}, mesh=mesh)
     except infinity.CapacityError as error:
         least = int(re.search(r"works here is [^()]*\((\d+) bytes", str(error))[1])
-    model, optimizer = infinity.wrap_model(model, adamw(model), config | {"device_memory": least})
+    model, optimizer = infinity.wrap_model(model, adamw(model), config | {"device_memory": least}, mesh=mesh)
     for step in range(6):
         model(*data(step, rank)).backward()
         optimizer.step()
@@ -426,6 +428,18 @@ def uneven(shard: str, home: str, folder: str) -> dict[str, Any]:
         single.zero_grad()
     off = max((weights[name] - value).abs().max().item() for name, value in plain.state_dict().items())
     return {"weights": weights, "off": off, "within": tier["peak_nbytes"] <= tier["planned_nbytes"]}
+
+
+def too_large_a_layer(shape: tuple[int, ...] | None, names: tuple[str, ...] | None) -> str:
+    """Wraps a model with a layer that alone would run in tiles, in half of the device memory that it needs. Returns what is raised."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4096))
+    try:
+        infinity.wrap_model(
+            model, adamw(model), {"params": "host", "optimizer": "host", "device_memory": "512KiB"}, mesh=mesh_of(shape, names)
+        )
+    except infinity.CapacityError as error:
+        return str(error)
+    return ""
 
 
 def apart(how: str) -> dict[str, str]:
