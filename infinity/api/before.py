@@ -52,6 +52,8 @@ class Before:
             if buffer.device != data.device:
                 buffer.data = data
         if self._optimizer is not None:
+            for name in self._optimizer.__dict__.keys() - self._attributes.keys():
+                del self._optimizer.__dict__[name]
             self._optimizer.__dict__.update(self._attributes)
             self._optimizer.state.update(self._state)
 

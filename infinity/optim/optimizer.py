@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -48,6 +49,16 @@ def _parts(optimizer: weakref.ref[InfinityOptimizer]) -> tuple[StepTarget, list[
     if (alive := optimizer()) is None:
         raise UsageError("optimizer.state: the optimizer that wrap_model returned is gone, and its state with it")
     return alive._engine, alive.param_groups
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
+    raise UsageError(
+        f"step() of the {type(optimizer).__name__} that was wrapped: it is not the optimizer that wrap_model returned. "
+        "Call step() of that one: model, optimizer = infinity.wrap_model(model, optimizer, ...)."
+    )
+
+
+_refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler that was made for it does not warn
 
 
 def _unit_landed(optimizer: weakref.ref[InfinityOptimizer], unit: ParamUnit) -> None:
@@ -100,6 +111,15 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self._books.take_own(self.wrapped.state)
         self.wrapped.state.clear()
         self.wrapped.state = self._books
+        self._own_step = vars(self.wrapped).get("step")
+        self.wrapped.step = MethodType(_refuse_step, self.wrapped)  # which would write into these books
+
+    def give_back_step(self) -> None:
+        """Lets the wrapped optimizer step again. A second call does nothing."""
+        if self._own_step is not None:
+            self.wrapped.step = self._own_step
+        else:
+            vars(self.wrapped).pop("step", None)
 
     def read_groups(self) -> None:
         """Reads from ``param_groups`` which parameters are stepped, and how. Raises UsageError where that cannot be done."""

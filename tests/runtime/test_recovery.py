@@ -107,7 +107,7 @@ def test_the_campaign_tells_what_is_wrong(what, tmp_path, monkeypatch):
     else:
         monkeypatch.setattr(Engine, "recover", lambda self, **how: None)
     outcomes = set()
-    for n in range(20, 900, 70):
+    for n in range(20, 1300, 70):
         user = campaign.User("host", tmp_path, None).wrap()
         outcomes.add(campaign.play(operation, user, known, campaign.Striker(KeyboardInterrupt, "line"), n)[0])
     assert outcomes & {"wrong", "leak", "untyped"}, outcomes
