@@ -15,7 +15,7 @@ from torch import nn
 from .. import native
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError, CorruptionError, InfinityError
-from ..machine.outputs import MODEL_NAMES, Output, check_outputs, replacing
+from ..machine.outputs import identity_of, replacing
 from ..state.kept_dtypes import keeps_fp32
 from ..state.shard_spec import MASTER_DTYPES
 from .boxes import Box
@@ -47,8 +47,6 @@ def export(
     dtype: torch.dtype | None = None,
     model: Path | None = None,
     change: Change | None = None,
-    adapter: Path | None = None,
-    overwrite: bool = False,
 ) -> dict[str, int]:
     """Writes the weights of ``checkpoint`` (any number of ranks wrote it) to ``folder`` as safetensors. A checkpoint of DeepSpeed, of
     torch.distributed.checkpoint (FSDP) or of ``torch.save`` is one, too.
@@ -61,21 +59,20 @@ def export(
         A folder whose configuration and tokenizer are copied beside them. None: a checkpoint of a transformers model knows its
         configuration itself.
     change
-        Makes other tensors of those that are read: merges the adapter in the folder ``adapter``,
-        say.
-    overwrite
-        Replaces what is in ``folder``.
+        Makes other tensors of those that are read: merges an adapter, say.
 
     Where ``model`` is one of transformers, names, shapes and ``config.json`` are those that its own ``save_pretrained`` writes, as
-    :func:`infinity.save_pretrained` has them; its configuration says the dtype. What it keeps in fp32 stays so.
+    :func:`infinity.save_pretrained` has them; its configuration says the dtype. What it keeps in fp32 stays so. What is in
+    ``folder`` is replaced: `infinity export` looks for that before.
 
     One tensor is in memory at a time, or those that are converted together. Returns the numbers of parameters and of bytes. Raises
-    UsageError where there is no checkpoint, ConfigError where ``folder`` is read or holds something, CorruptionError, StorageError.
+    UsageError where there is no checkpoint, CorruptionError where it is damaged, StorageError where it cannot be written.
     """
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f"{model} has no config.json: give the folder that the model came from")
-    read = {"CHECKPOINT": checkpoint, "--model": model, "--merge": adapter}
-    check_outputs([Output("OUT", folder, replaces=MODEL_NAMES)], read.items(), overwrite=overwrite)
+    for read in (checkpoint, model):
+        if read is not None and identity_of(folder) == identity_of(read):
+            raise ConfigError(f"{folder} is what is read: give another folder to write")
     target = _Target(folder, dtype, model, described_model(model), change)
     if not (checkpoint / MANIFEST).exists() and is_foreign(checkpoint):
         if change is not None:

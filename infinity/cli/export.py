@@ -32,9 +32,12 @@ def run(args: argparse.Namespace) -> int:
     """Writes the folder and says how much that was."""
     from ..checkpoint.export import export
     from ..config.choices import DTYPES
+    from ..machine.outputs import MODEL_NAMES, Output, check_outputs
     from ..machine.sizes import format_nbytes
 
     model = args.model if args.model or not (args.checkpoint / "config.json").is_file() else args.checkpoint
+    read = {"CHECKPOINT": args.checkpoint, "--model": model, "--merge": args.merge}
+    check_outputs([Output("OUT", args.out, replaces=MODEL_NAMES)], read.items(), overwrite=args.overwrite)
     change = None if args.merge is None else _merging(model, args.merge)
     written = export(
         args.checkpoint,
@@ -42,8 +45,6 @@ def run(args: argparse.Namespace) -> int:
         dtype=DTYPES[args.dtype] if args.dtype else None,
         model=model,
         change=change,
-        adapter=args.merge,
-        overwrite=args.overwrite,
     )
     if args.json:
         print(json.dumps({"out": str(args.out)} | written))
