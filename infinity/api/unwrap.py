@@ -82,7 +82,7 @@ def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable
             set_bytes(param, value)
             param.grad = grad
         if managed is not None and state is not None:
-            managed.give_back_step()
+            managed.given.give_back_step()
             managed.wrapped.load_state_dict(state)
             managed.wrapped.state.update(outside)
         engine.shut_down()

@@ -268,7 +268,7 @@ def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_o
             if raw_grad(param) is not None:
                 set_raw_grad(param, None)
                 handle.grad.move(GradState.LANDED)
-        stepping.take_over_state()
+        stepping.given.share_state(stepping.state)
     record = Wrapped(engine, model, removers, stepping, came_from)
     for module in (*parts_of(model), model):
         module.__dict__[RECORD] = record

@@ -119,7 +119,12 @@ def _save_all(
     tensors |= _of_stages(rest, collectives) | _buffers_of_others(buffers, collectives)
     for rank, states in enumerate(collectives.collect(random_state_tensors(), "random state")):
         tensors |= {f"random/{rank}/{name}": state for name, state in states.items()}
-    published = False
+    _publish(root, engine, content, tensors)
+
+
+def _publish(root: Path, engine: Engine, content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Writes a checkpoint and makes it the one in ``root``. Raises StorageError, which says which one is there."""
+    collectives, published = engine.collectives, False
     try:
         with writing(root) if collectives.ranks.is_first else nullcontext():
             wait_for_space()  # that the checkpoint before the last one took

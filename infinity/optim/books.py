@@ -331,14 +331,8 @@ class Members:
 
     def __init__(self, engine: StepTarget):
         self._engine = engine
-        self._groups: list[dict[str, Any]] = []
         self._params: list[list[torch.Tensor]] = []
         self.group_of: dict[ParamHandle, int] = {}
-
-    def newest(self, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns which list of groups counts: the one that was assigned since the last time, to the optimizer or to the wrapped one."""
-        self._groups = theirs if ours is self._groups else ours
-        return self._groups
 
     def read(self, groups: list[dict[str, Any]]) -> None:
         """Reads the groups. Raises UsageError, with nothing changed, where they have what is not stepped here."""

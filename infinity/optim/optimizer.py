@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
 from .books import Members, OptimizerBooks
 from .clipping import clip_factor
+from .given import Given
 from .optimizer_state import OptimizerState
 from .rules import moment_names, refuse_flags
 from .step_target import StepTarget
@@ -51,16 +51,6 @@ def _parts(optimizer: weakref.ref[InfinityOptimizer]) -> tuple[StepTarget, list[
     return alive._engine, alive.param_groups
 
 
-def _refuse_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
-    raise UsageError(
-        f"step() of the {type(optimizer).__name__} that was wrapped: it is not the optimizer that wrap_model returned. "
-        "Call step() of that one: model, optimizer = infinity.wrap_model(model, optimizer, ...)."
-    )
-
-
-_refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler that was made for it does not warn
-
-
 def _unit_landed(optimizer: weakref.ref[InfinityOptimizer], unit: ParamUnit) -> None:
     if (alive := optimizer()) is not None:
         alive.unit_landed(unit)
@@ -70,13 +60,13 @@ class InfinityOptimizer(torch.optim.Optimizer):
     """Steps the state at home of a wrapped optimizer. Shares the wrapped optimizer's ``param_groups``."""
 
     def __init__(self, engine: StepTarget, wrapped: torch.optim.Optimizer, rule: native.Rule):
-        self._engine, self.wrapped, self._rule = engine, wrapped, rule
+        self._engine, self._rule = engine, rule
         self._ready = False
         self._shadowed = 0  # shadows since the last step
         self._moments = moment_names(rule, wrapped.param_groups)
         counts = rule in (native.Rule.ADAMW, native.Rule.ADAM)
         self._books = OptimizerBooks(partial(_parts, weakref.ref(self)), self._moments, counts_steps=counts)
-        self._members = Members(engine)
+        self._members, self.given = Members(engine), Given(wrapped)
         self.is_unwrapped = False  # by an unwrap_model that raised, for it was interrupted
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
         self._ready = True
@@ -84,6 +74,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
             setattr(self, kind, getattr(wrapped, kind))
         self.read_groups()  # which are the wrapped one's from now on: a scheduler made for that steers this one
         engine.listen_to_landed(partial(_unit_landed, weakref.ref(self)))  # the engine does not keep its optimizer alive
+
+    @property
+    def wrapped(self) -> torch.optim.Optimizer:
+        """The plain optimizer that wrap_model was given."""
+        return self.given.optimizer
 
     @property
     def rule_name(self) -> str:
@@ -106,24 +101,9 @@ class InfinityOptimizer(torch.optim.Optimizer):
         if self._ready:
             self._books.replace(state)
 
-    def take_over_state(self) -> None:
-        """Moves what the wrapped optimizer's books have beside what is at home to ours, which are its own from then on."""
-        self._books.take_own(self.wrapped.state)
-        self.wrapped.state.clear()
-        self.wrapped.state = self._books
-        self._own_step = vars(self.wrapped).get("step")
-        self.wrapped.step = MethodType(_refuse_step, self.wrapped)  # which would write into these books
-
-    def give_back_step(self) -> None:
-        """Lets the wrapped optimizer step again. A second call does nothing."""
-        if self._own_step is not None:
-            self.wrapped.step = self._own_step
-        else:
-            vars(self.wrapped).pop("step", None)
-
     def read_groups(self) -> None:
         """Reads from ``param_groups`` which parameters are stepped, and how. Raises UsageError where that cannot be done."""
-        self.param_groups = self.wrapped.param_groups = self._members.newest(self.param_groups, self.wrapped.param_groups)
+        self.param_groups = self.given.share_groups(self.param_groups)
         self._members.read(self.param_groups)
 
     def _read_books(self, where: str) -> None:

@@ -21,7 +21,6 @@ from torch import nn
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-
 import models
 from fake_cufile import FakeCuFile
 from gpu_stand_in import load_stand_in
