@@ -323,11 +323,10 @@ class Collectives(Exchanges):
         return self._do(lambda: self.ranks.data.lockstep.start(collective, begin, count), collective.what)
 
     def strike(self) -> None:
-        """Notes that an exception ended what this rank was at: others may wait for what it does not start, until it meets them. Returns when nothing
-        moves bytes any more that this rank has started."""
-        if self.ranks.data is not None:
-            self.ranks.data.lockstep.strike()
-            self.drop_lost()
+        """Notes that an exception ended what this rank was at: others may wait for what it does not start, until it meets them. Returns when
+        nothing moves bytes any more that this rank has started."""
+        super().strike()
+        self.drop_lost()
 
     def drop_lost(self) -> None:
         """Waits until nothing moves bytes any more: of what an exception struck as it was started, nobody knows."""

@@ -26,6 +26,7 @@ from . import farewell
 from .channel import Channel
 from .data_ranks import DataRanks, ExpertRow
 from .pending import ranks_lost
+from .transfer import group_timeout
 from .tree import Tree, family_of
 
 SLICE_AXES = ("dp", "dp_shard", "fsdp", "cp", "sp")  # of these only one of the first three may be larger than 1
@@ -189,7 +190,7 @@ def _arrive(store: Any, at: str, world: int) -> None:
     if store.add(f"{at}/count", 1) == world:
         store.set(f"{at}/all", "")
     try:
-        store.wait([f"{at}/all"], _timeout()) if _timeout() is not None else store.wait([f"{at}/all"])
+        store.wait([f"{at}/all"], group_timeout()) if group_timeout() is not None else store.wait([f"{at}/all"])
     except RuntimeError as error:
         raise ranks_lost("wrap_model", error) from error
 
@@ -210,7 +211,7 @@ def _gloo_group(ranks: list[int], what: str) -> dist.ProcessGroup:
         bound = getattr(default, "bound_device_id", None)
         if bound is not None:
             default.bound_device_id = None
-        return dist.new_group(ranks, timeout=_timeout(), backend="gloo", use_local_synchronization=True)
+        return dist.new_group(ranks, timeout=group_timeout(), backend="gloo", use_local_synchronization=True)
     finally:
         c10d._process_group_name = name_of
         if bound is not None:
@@ -225,7 +226,7 @@ def join_device(ranks: DataRanks, mesh: Any, backend: str | None) -> None:
     """
     if backend is None:
         raise ConfigError("torch.distributed has no backend for the device that computes: compute on the CPU, or in one process")
-    me, timeout = dist.get_rank(), _timeout()
+    me, timeout = dist.get_rank(), group_timeout()
 
     def group_of(members: Sequence[int]) -> dist.ProcessGroup | None:
         group = dist.new_group(list(members), timeout=timeout, backend=backend)
@@ -303,19 +304,3 @@ def _launched() -> int:
 def _local_size() -> int:
     """Ranks on this machine, by torchrun's word for it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or 1
-
-
-def patience_seconds() -> float:
-    """Returns how long a rank waits for another one: the default process group's timeout."""
-    timeout = _timeout()
-    return (timeout or dist.distributed_c10d.default_pg_timeout).total_seconds()
-
-
-def _timeout():
-    """The default process group's; groups made later would have torch's default instead."""
-    group = dist.distributed_c10d._get_default_group()
-    device = torch.device("cpu") if "cpu" in group.name() or dist.get_backend() == "gloo" else group._device_types[0]
-    try:
-        return group._get_backend(device).options._timeout
-    except (RuntimeError, AttributeError):
-        return None

@@ -11,7 +11,7 @@ import pair
 import pytest
 import torch
 
-from infinity.distributed import exchanges, kinds
+from infinity.distributed import kinds
 from infinity.distributed.collectives import BACKWARD_OVER, MOST_OFFERED, Collectives
 from infinity.distributed.data_ranks import DataRanks
 from infinity.distributed.lockstep import Lockstep
@@ -58,9 +58,8 @@ def test_an_offer_is_the_least_of_all_ranks(mine, theirs, least):
 @pytest.fixture
 def both(monkeypatch) -> Callable[..., list]:
     """Runs something on two ranks, given each one's collectives; ``axis``: what the ranks have each a part of."""
-    for each in (kinds, exchanges):
-        monkeypatch.setattr(each, "all_gather", pair.all_gather)
-        monkeypatch.setattr(each, "dist", pair)
+    monkeypatch.setattr(kinds, "all_gather", pair.all_gather)
+    monkeypatch.setattr(kinds, "dist", pair)
     monkeypatch.setattr(DataRanks, "world_rank", property(lambda ranks: next(iter(ranks.channels)).rank))
 
     def run(work: Callable[[Collectives], Any], *, axis: str = "row", **more: Any) -> list:

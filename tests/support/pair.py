@@ -64,6 +64,18 @@ class PairChannel:
         then(found)
         return SimpleNamespace(wait=lambda: found)
 
+    def pass_on(self, what: str, transfer: Any) -> Any:
+        self.rendezvous(what)
+        return transfer.wait()
+
+    def _allgather_base(self, whole: torch.Tensor, mine: torch.Tensor, options: Any) -> Any:
+        return all_gather(whole, mine, group=self, async_op=True)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        (tensor,) = tensors
+        found = self.pair.exchange(self.rank, f"broadcast of {options.rootRank}", tensor.clone())[options.rootRank]
+        return SimpleNamespace(wait=lambda *_: tensor.copy_(found), is_completed=lambda: True)
+
     def finish_meeting(self) -> None:
         pass
 
@@ -80,14 +92,6 @@ def all_to_all_single(received: torch.Tensor, sent: torch.Tensor, *, group: Pair
     both = group.pair.exchange(group.rank, "all_to_all", sent.clone())
     mine = torch.cat([each.view(2, -1)[group.rank] for each in both])
     return SimpleNamespace(wait=lambda *_: received.copy_(mine), is_completed=lambda: True)
-
-
-def broadcast(tensor: torch.Tensor, source: int, *, group: PairChannel) -> None:
-    tensor.copy_(group.pair.exchange(group.rank, f"broadcast of {source}", tensor.clone())[source])
-
-
-def all_gather_object(found: list, mine: Any, *, group: PairChannel) -> None:
-    found[:] = group.pair.exchange(group.rank, "objects", mine)
 
 
 def run_pair(make: Callable[[Pair, int], Any], work: Callable[[Any], Any]) -> list:

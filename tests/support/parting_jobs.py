@@ -23,7 +23,7 @@ if __name__ == "__main__":
 from ranks import serve
 
 import infinity
-from infinity.distributed import pending, tree
+from infinity.distributed import transfer, tree
 from infinity.distributed.channel import Channel
 from infinity.distributed.lockstep import DIGEST_NBYTES, Lockstep
 from infinity.distributed.meeting import Meeting
@@ -201,7 +201,7 @@ def struck(shard: str, every: int = 1, numb: bool = False, **options: Any) -> di
     """Steps of which none is agreed; in each an exception strikes the last rank at another line between a meeting and a collective, of
     ``every`` so many at one. Every rank tries its step again until it succeeds. ``numb``: the twin, where that rank's next meeting does not say so."""
     with ExitStack() as changed:
-        changed.enter_context(mock.patch.object(pending, "HEARING_INTERVAL", timedelta(milliseconds=20)))
+        changed.enter_context(mock.patch.object(transfer, "HEARING_INTERVAL", timedelta(milliseconds=20)))
         changed.enter_context(mock.patch.object(Lockstep, "digest_of", lambda self, key: bytes(DIGEST_NBYTES)))
         if numb:
             changed.enter_context(mock.patch.object(Lockstep, "has_parted", property(lambda self: self.is_open)))
@@ -291,7 +291,7 @@ def interrupted() -> dict[str, Any]:
     """Steps, and before two of them all ranks read parameters: of each the most whole gradients at once, its meetings in forward and backward, and
     whether it went as it was agreed."""
     rank, most, met, found = dist.get_rank(), [0], [0], []
-    take, begin = WholeGradients.take, Meeting._begin
+    take, begin = WholeGradients.take, Meeting.begin
     WholeGradients.take = kept(most)
     model, optimizer = wrap("parameters", tight=True)
     lockstep = wrapped(model).engine.ranks.data.lockstep
@@ -300,7 +300,7 @@ def interrupted() -> dict[str, Any]:
         met[0] += 1
         begin(self)
 
-    Meeting._begin = counting
+    Meeting.begin = counting
     try:
         for step in range(8):
             if step in (4, 5):
@@ -312,7 +312,7 @@ def interrupted() -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        WholeGradients.take, Meeting._begin = take, begin
+        WholeGradients.take, Meeting.begin = take, begin
     infinity.unwrap_model(model, optimizer)
     return {"found": found}
 
@@ -355,7 +355,7 @@ def unlike_the_last(parts: bool) -> dict[str, Any]:
 
 def counted(blocks: int, micro: int = 1, **options: Any) -> dict[str, Any]:
     """Meetings of every step of a model of so many blocks, with so many micro-batches."""
-    met, begin = 0, Meeting._begin
+    met, begin = 0, Meeting.begin
 
     def counting(self: Meeting) -> None:
         nonlocal met
@@ -365,7 +365,7 @@ def counted(blocks: int, micro: int = 1, **options: Any) -> dict[str, Any]:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(blocks)))
     config = {"params": "host", "optimizer": "host", "units": ["Linear"]} | options
     model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
-    Meeting._begin, found = counting, []
+    Meeting.begin, found = counting, []
     try:
         for _ in range(6):
             met = 0
@@ -375,7 +375,7 @@ def counted(blocks: int, micro: int = 1, **options: Any) -> dict[str, Any]:
             optimizer.zero_grad()
             found.append(met)
     finally:
-        Meeting._begin = begin
+        Meeting.begin = begin
     infinity.unwrap_model(model, optimizer)
     return {"met": found}
 
