@@ -91,13 +91,13 @@ class Channel:
         meeting.begin()
         return meeting
 
-    def rendezvous(self, what: str, flags: Sequence[int] = (), *, settling: bool = False) -> torch.Tensor:
+    def rendezvous(self, what: str, flags: Sequence[int] = (), **how: Any) -> torch.Tensor:
         """Waits for all ranks to come to ``what``. Returns the largest of everyone's ``flags``: uint8 [flags].
 
         Raises UsageError when another rank comes to something else, PeerError when one failed or is gone. Both are raised
-        on all ranks, which are at the same place afterwards.
+        on all ranks, which are at the same place afterwards. ``how``: as :meth:`announce` takes it.
         """
-        return self.announce(what, flags, settling=settling).wait()
+        return self.announce(what, flags, **how).wait()
 
     def pass_on(self, what: str, transfer: Transfer) -> Any:
         """Meets for ``what``, and returns what ``transfer`` brings then. Raises as :meth:`rendezvous`."""
@@ -221,9 +221,7 @@ class Channel:
         words[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
         everyones = torch.empty(self.size, SAID_NBYTES, dtype=torch.uint8, device="cpu")
         group = self.group
-        return Transfer(
-            lambda: [all_gather(group, everyones.view(-1), words)], result=lambda: [_text(row) for row in everyones]
-        )
+        return Transfer(lambda: [all_gather(group, everyones.view(-1), words)], result=lambda: [_text(row) for row in everyones])
 
 
 def _cut(what: str) -> str:

@@ -101,20 +101,27 @@ class Collectives(Exchanges):
             self._traces_agree = all(same[:DIGEST_NBYTES])
             self.ranks.data.lockstep.begin(key, agreed=agreed, foreseen=foreseen)
 
-    def meet_for_step(self, what: str, *, over_stages: str | None, trace: Iterable[int]) -> None:
+    def meet_for_step(self, what: str, *, over_stages: str | None, trace: Iterable[int], then: Callable[[], None]) -> None:
         """Waits until every rank is at the step ``what``, of which other stages are told ``over_stages``; None: they do not meet. With it goes how a forward after a step
-        went last time, of which the units of ``trace`` are expected: where all say the same of that, it has begun, and does not meet."""
-        for place in self.ranks.places:
-            if place is self.ranks.stages and over_stages is None:
-                continue
+        went last time, of which the units of ``trace`` are expected: where all say the same of that, it has begun, and does not meet. ``then``:
+        called as soon as it is known that all are there, whatever strikes this rank meanwhile."""
+        places = [place for place in self.ranks.places if place is not self.ranks.stages or over_stages is not None]
+        for place in places:
             said = f"{over_stages if place is self.ranks.stages else what} {self._progress_on(place)}"
+            at_last = then if place is places[-1] else lambda: None
             if place is not self.ranks.data:
-                place.rendezvous(said)
+                place.rendezvous(said, then=lambda found, at_last=at_last: at_last())
                 continue
             key = _key_of(trace, self._found_after_step, 1)
             # Ranks whose last pass went another way may not find the same units gathered: what one says here is nobody's word.
             flags = self._flags_of(key) if place.lockstep.was_followed else [255] * (2 * SAID_NBYTES)
-            place.announce(said, flags, then=partial(self._begin, key, foreseen=True)).wait()
+            place.rendezvous(said, flags, then=partial(self._foresee, key, at_last))
+        if not places:
+            then()
+
+    def _foresee(self, key: bytes, then: Callable[[], None], found: torch.Tensor) -> None:
+        self._begin(key, found, foreseen=True)
+        then()
 
     def _enter_pass(self) -> None:
         """Waits for the data ranks to begin the pass, if it has just begun."""

@@ -179,9 +179,9 @@ class Exchanges:
         for channel in self.ranks.places:
             channel.rendezvous(what if wherever else f"{what} {self._progress_on(channel)}")
 
-    def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool = False) -> None:
+    def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool = False, then: Callable[[], None] = lambda: None) -> None:
         """Raises UsageError where the data ranks do not have the same ``tensors``. ``over_tensors``: nor those with other parts of
-        tensors, which have these in common."""
+        tensors, which have these in common. ``then``: called as soon as it is known that all have, whatever strikes this rank meanwhile."""
         places = self.ranks.unit_places if over_tensors else self.ranks.sharing
         if places:
             digest = hashlib.blake2b(digest_size=8)
@@ -189,8 +189,13 @@ class Exchanges:
                 # Of a copy: NumPy would make the storage one that cannot be resized any more.
                 copied = tensor.detach().clone(memory_format=torch.contiguous_format)
                 digest.update(bytes_of(copied.view(-1)).cpu().numpy())
-            for channel in places:
-                channel.rendezvous(f"{what}, to values of digest {digest.hexdigest()}, {self._progress}")
+            *others, last = places
+            said = f"{what}, to values of digest {digest.hexdigest()}, {self._progress}"
+            for channel in others:
+                channel.rendezvous(said)
+            last.rendezvous(said, then=lambda found: then())
+        else:
+            then()
 
     def tell(self, error: BaseException) -> None:
         """Lets the others know that this rank cannot go on. Gives them a moment to hear it: this process may end next."""

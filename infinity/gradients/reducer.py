@@ -336,6 +336,10 @@ class Reducer:
         self._finish()
         self._unread = False
 
+    def forget_landed(self) -> None:
+        """Hears that no gradient has landed any more: there is none to be averaged."""
+        self._unread = False
+
 
 def _order_of(units: Mapping[int, ParamUnit], forward: Iterable[int]) -> list[int]:
     """Orders the indices of ``units`` for their reductions: the forward's reversed, what it did not use, then what several modules share."""

@@ -15,6 +15,7 @@ from .record import refuse_torn, writable
 from .values import GradValues
 
 aten = torch.ops.aten
+WITHOUT_VALUES = (aten.detach.default, aten.alias.default, aten.zero_.default)  # which ask no other rank
 
 
 class LandedGrad(torch.Tensor):
@@ -63,6 +64,8 @@ class LandedGrad(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         grad = next(leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, LandedGrad))
         with grad._infinity_grad.engine.using():
+            if func not in WITHOUT_VALUES:
+                grad._values.average()
             return cls._run(func, args, kwargs or {})
 
     @classmethod
@@ -142,7 +145,7 @@ def _refuse_view(func, grads: list[LandedGrad], copied: set[int], from_disk: lis
 
 def _shortcut(func, subject: LandedGrad, args: tuple):
     """Operations that need no bytes: multiplying by a number, zeroing, detaching. None for any other."""
-    if func in (aten.detach.default, aten.alias.default):
+    if func in WITHOUT_VALUES[:2]:
         return subject
     handle = subject._infinity_grad
     if func is aten.zero_.default:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,10 +88,31 @@ class OptimizerState:
     def write(self, state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         """Makes ``state_dict`` the state, and ``groups``, which :meth:`check` gave for it, the hyperparameters."""
         moments = [value for state in state_dict["state"].values() for value in state.values() if isinstance(value, torch.Tensor)]
-        self._target.collectives.same("loading the optimizer's state", *map(local_of, moments))
+        absent: list[str] = []
+        others: list[str] = []
+        loaded: list[str] = []
+
+        def meet(then: Callable[[], None]) -> None:
+            self._target.collectives.same("loading the optimizer's state", *map(local_of, moments), then=then)
+
+        def change() -> None:
+            for each in (absent, others, loaded):
+                each.clear()
+            self._set(state_dict, groups, absent, others, loaded)
+
+        self._target.journal.carry_out(change, meet)
+        handles = list(map(handle_of, self._params_of(state_dict).values()))
+        everywhere = self._target.collectives.least([handle.name in loaded for handle in handles], "masters that were loaded")
+        for handle, whole in zip(handles, everywhere):
+            handle.has_loaded_master = bool(whole)
+        self._tell_of_masters(absent, others)
+
+    def _set(
+        self, state_dict: dict[str, Any], groups: list[dict[str, Any]], absent: list[str], others: list[str], loaded: list[str]
+    ) -> None:
+        """Writes it all. Names go to the lists of masters that are ``absent`` in ``state_dict``, are of ``others``' weights, or were ``loaded``."""
         for group, taken in zip(self._groups, groups):
             group.update(taken)
-        absent, others, loaded = [], [], []
         params = self._params_of(state_dict)
         for index, param in params.items():
             state, handle = state_dict["state"].get(index, {}), handle_of(param)
@@ -108,11 +130,6 @@ class OptimizerState:
                     others.append(handle.name)
                 else:
                     loaded.append(handle.name)
-        handles = [handle_of(param) for param in params.values()]
-        everywhere = self._target.collectives.least([handle.name in loaded for handle in handles], "masters that were loaded")
-        for handle, whole in zip(handles, everywhere):
-            handle.has_loaded_master = bool(whole)
-        self._tell_of_masters(absent, others)
 
     @staticmethod
     def _tell_of_masters(absent: list[str], others: list[str]) -> None:

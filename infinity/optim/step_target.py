@@ -77,6 +77,9 @@ class StepTarget(Protocol):
     def count_backwards(self, count: int) -> None:
         """Sets how many backwards have ended since the last step."""
 
+    def forget_backwards(self) -> None:
+        """Hears that the gradients of all backwards since the last step are gone, or zero."""
+
     def begin_step(self) -> None:
         """Starts a step."""
 

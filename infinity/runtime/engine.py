@@ -284,6 +284,11 @@ class Engine(Refusals):
         self.steps.count_backwards(count)
         self.collectives.note_progress(steps=self.steps.index, backwards=count)
 
+    def forget_backwards(self) -> None:
+        """Hears that the gradients of all backwards since the last step are gone: none of them counts any more."""
+        if self.steps.backwards:
+            self.count_backwards(0)
+
     def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
         """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward. Returns what ends that."""
         return self.backward.listen(listener)

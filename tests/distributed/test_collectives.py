@@ -256,7 +256,7 @@ def test_ranks_that_are_at_other_steps_are_told(both):
     def work(collectives: Collectives) -> str:
         collectives.note_progress(steps=2, backwards=collectives.ranks.channels[0].rank)
         try:
-            collectives.meet_for_step("step()", over_stages="a step", trace=[])
+            collectives.meet_for_step("step()", over_stages="a step", trace=[], then=lambda: None)
         except UsageError as error:
             return str(error)
         return "met"

@@ -51,17 +51,20 @@ class PairChannel:
         self.group = self.bulk = self.reductions = self
         self.lockstep = Lockstep()
 
-    def rendezvous(self, what: str, flags: tuple = ()) -> torch.Tensor:
+    def rendezvous(
+        self, what: str, flags: tuple = (), *, then: Callable[[torch.Tensor], None] = lambda found: None
+    ) -> torch.Tensor:
         both = self.pair.exchange(self.rank, "rendezvous", (what, [int(flag) for flag in flags]))
         if any(said.startswith("failed: ") for said, _ in both):
             raise PeerError(next(said for said, _ in both if said.startswith("failed: ")))
         if both[0][0] != both[1][0]:
             raise UsageError(f"'{both[0][0]}' and '{both[1][0]}'")
-        return torch.tensor([flags for _, flags in both], dtype=torch.uint8).amax(0)
+        found = torch.tensor([flags for _, flags in both], dtype=torch.uint8).amax(0)
+        then(found)
+        return found
 
     def announce(self, what: str, flags: tuple = (), *, then: Callable[[torch.Tensor], None] = lambda found: None) -> Any:
-        found = self.rendezvous(what, flags)
-        then(found)
+        found = self.rendezvous(what, flags, then=then)
         return SimpleNamespace(wait=lambda: found)
 
     def pass_on(self, what: str, transfer: Any) -> Any:

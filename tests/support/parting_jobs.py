@@ -6,7 +6,7 @@ import random
 import re
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from infinity.distributed.lockstep import DIGEST_NBYTES, Lockstep
 from infinity.distributed.meeting import Meeting
 from infinity.gradients.whole import WholeGradients
 from infinity.planning.cluster import edges_of, gathers_of
+from infinity.runtime.engine import Engine
 from infinity.runtime.registry import wrapped
 from infinity.runtime.staging_slots import StagingSlots
 from infinity.state.shard import ParamShard
@@ -153,6 +154,43 @@ def parts(
     plain = state_of(single)
     off = max(float((weights[name] - plain[name]).abs().max()) for name in plain)
     return {"said": said, "off": off, "agreed": agreed}
+
+
+def goes_back(how: str, zeros: bool = False, counts_on: bool = False) -> dict[str, Any]:
+    """With shard="optimizer", where a backward meets nobody: the last rank leaves out a backward that the others run. Everybody clears the gradients and makes the step again. ``counts_on``: the twin, which only a step sets back."""
+    with mock.patch.object(Engine, "forget_backwards", lambda self: None) if counts_on else nullcontext():
+        rank, world = dist.get_rank(), dist.get_world_size()
+        model, optimizer = wrap("optimizer", tight=False)
+        said: list[str] = []
+
+        def clear() -> None:
+            if how == "by the model":
+                model.zero_grad(set_to_none=not zeros)
+            else:
+                optimizer.zero_grad(set_to_none=not zeros)
+
+        def attempt(step: int, fails: bool) -> None:
+            loss = model(data(step, rank))
+            if not fails or rank < world - 1:
+                loss.backward()
+            if not fails:
+                optimizer.step()
+
+        for step in range(5):
+            for fails in (True, False) if step in (1, 3) else (False,):
+                try:
+                    attempt(step, fails)
+                except infinity.UsageError as error:
+                    said.append(str(error))
+                clear()
+        if counts_on:
+            return {"said": said}
+        weights = state_of(model)
+        infinity.unwrap_model(model, optimizer)
+    single = build()
+    in_turn(single, adamw(single), world, 5)
+    plain = state_of(single)
+    return {"said": said, "off": max(float((weights[name] - plain[name]).abs().max()) for name in plain)}
 
 
 STRUCK = {  # what lies between a meeting and the collectives that it is for
