@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from .. import native
-from ..errors import UsageError
+from ..distributed import farewell
+from ..distributed.data_ranks import DataRanks
+from ..distributed.pending import ranks_lost
+from ..errors import InfinityError, UsageError
 from .joined_pass import JoinedPass
 from .older_weights import OlderWeights
 from .passes import Passes
@@ -18,6 +21,14 @@ class Refusals:
     joined: JoinedPass
     average: WeightAverage | None
     older: OlderWeights | None
+    ranks: DataRanks
+
+    def meaning_of(self, error: RuntimeError) -> Exception:
+        """Returns what is raised for ``error`` of a forward: a collective of torch's own in there, as tensor parallelism has them, only says that it
+        has lost its connections, or waited in vain."""
+        if self.ranks.alone or isinstance(error, InfinityError) or not farewell.BROKEN.search(str(error)):
+            return error
+        return ranks_lost("a forward", error)
 
     def refuse_between(self, what: str) -> None:
         """Raises UsageError between the backwards of a joined pass, where gradients are not whole."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import sys
@@ -154,6 +155,26 @@ def parts(
     plain = state_of(single)
     off = max(float((weights[name] - plain[name]).abs().max()) for name in plain)
     return {"said": said, "off": off, "agreed": agreed}
+
+
+def left_in_a_backward() -> list[str]:
+    """The last rank leaves without a word in a backward whose gradients torch adds up; what the others are told, then and of all they do next."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, optimizer = wrap("gradients", tight=True, reduction="fast")
+    for step in range(2):
+        model(data(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if rank == world - 1:
+        model.blocks[3].register_forward_hook(lambda module, args, output: output.register_hook(lambda grad: os._exit(3)) and None)
+    said = []
+    for use in (lambda: model(data(2, rank)).backward(), optimizer.zero_grad, lambda: model(data(2, rank)), optimizer.zero_grad):
+        try:
+            use()
+            said.append("done")
+        except infinity.InfinityError as error:
+            said.append(type(error).__name__)
+    return said
 
 
 def goes_back(how: str, zeros: bool = False, counts_on: bool = False) -> dict[str, Any]:

@@ -8,7 +8,8 @@
 terminal sends it.
 **strike**: one operation in which that happened, and how all go on: zero_grad, forward, backward, step.
 **outcome**: ``same`` bits as in a run that was not disturbed; ``typed``: an InfinityError on every rank, within the timeout; ``silent``: other
-bits, and nobody was told; ``untyped``; ``crash``; ``hang``.
+bits, and nobody was told; ``torch``: torch's own error of a collective inside the model (tensor parallelism), within the timeout;
+``untyped``; ``crash``; ``hang``.
 
 The ranks of a setup play one strike after the other. Those that cannot go on end, and others take their place.
 """
@@ -48,6 +49,7 @@ from parting_jobs import wrap as wrap_blocks
 from ranks import join, rank_variables
 
 import infinity
+from infinity.distributed import farewell
 from infinity.runtime.registry import engine_of
 
 HERE = Path(__file__).parent
@@ -71,6 +73,7 @@ SETUPS: dict[str, tuple[int, str, dict[str, Any]]] = {  # ranks, what they share
 }
 EXCEPTIONS = (KeyboardInterrupt, MemoryError)
 HOWS = ("line", "signal", "all")
+FINE = ("same", "typed", "torch")
 
 
 # --- a user on each rank ---
@@ -301,10 +304,21 @@ def forget(error: BaseException | None) -> None:
 
 
 def is_typed(error: BaseException) -> bool:
-    """Whether ``error`` is ours, or torch's report of what a load_state_dict of a model met, with ours in it."""
+    """Whether ``error`` is ours, or torch's report of what a load_state_dict of a model met: ours, or the strike itself."""
     if isinstance(error, infinity.InfinityError):
         return not isinstance(error, infinity.InternalError)
-    return isinstance(error, RuntimeError) and str(error).startswith("Error(s) in loading state_dict") and "rank" in str(error)
+    text = str(error)
+    return (
+        isinstance(error, RuntimeError) and text.startswith("Error(s) in loading state_dict") and ("rank" in text or MARK in text)
+    )
+
+
+def is_torchs(error: BaseException) -> bool:
+    """Whether ``error`` is what torch says of a collective of its own inside the model (tensor parallelism), in a backward that nothing of ours
+    can catch: a lost connection, or the timeout."""
+    frames = [each.filename for each in traceback.extract_tb(error.__traceback__)]
+    ours = any(name.startswith(os.path.join(PACKAGE, "distributed")) for name in frames)
+    return isinstance(error, RuntimeError) and farewell.LOST.search(str(error)) is not None and not ours
 
 
 class Player:
@@ -422,7 +436,10 @@ class Player:
         except infinity.InfinityError as error:
             found |= {"outcome": "typed", "said": [*found["said"], f"{type(error).__name__}: {error}"]}
         except BaseException as error:  # noqa: BLE001 - an outcome
-            found |= {"outcome": "untyped", "said": [*found["said"], "".join(traceback.format_exception(error)[-6:])]}
+            found |= {
+                "outcome": "torch" if is_torchs(error) else "untyped",
+                "said": [*found["said"], "".join(traceback.format_exception(error)[-6:])],
+            }
         found["seconds"] = round(time.monotonic() - began, 2)
         return found
 
@@ -486,10 +503,10 @@ def launch(setup: str, strikes: list[tuple[str, str, int]], folder: Path, patien
     finally:
         for rank in ranks:
             rank.kill()
-    return _judge(strikes, folder, ranks, hang)
+    return judge(setup, strikes, folder, ranks, hang)
 
 
-def _judge(strikes: list, folder: Path, ranks: list, hang: str) -> list[dict[str, Any]]:
+def judge(setup: str, strikes: list, folder: Path, ranks: list, hang: str) -> list[dict[str, Any]]:
     of_ranks = []
     for rank in range(len(ranks)):
         path = folder / f"told.{rank}"
@@ -503,11 +520,11 @@ def _judge(strikes: list, folder: Path, ranks: list, hang: str) -> list[dict[str
         outcomes = {line["outcome"] for line in theirs if line is not None}
         if any(line is None for line in theirs):
             crashed = any(rank.returncode not in (0, -signal.SIGKILL) for rank in ranks)
-            outcome = "hang" if hang else "crash" if crashed or not outcomes <= {"typed"} else "typed"
+            outcome = "hang" if hang else "crash" if crashed or not outcomes <= {"typed", "torch"} else "typed"
         else:
-            worst = [kind for kind in ("silent", "untyped", "typed", "same") if kind in outcomes]
-            outcome = worst[0]
-            if outcome == "same" and len({line["end"] for line in theirs}) > 1:
+            outcome = next(kind for kind in ("silent", "untyped", "torch", "typed", "same") if kind in outcomes)
+            # Each stage has parameters of its own, and only the one that was struck knows that it did not change them.
+            if outcome == "same" and SETUPS[setup][1] != "stages" and len({line["end"] for line in theirs}) > 1:
                 outcome = "silent"  # some have the old values, and some the new ones
         places = [line["place"] for line in theirs if line is not None and line["place"]]
         judged.append({
@@ -559,13 +576,13 @@ def main() -> int:
         hits += sum(bool(each["places"]) for each in found)
         print(setup, summary(found), "of", hits, flush=True)
         for each in found:
-            if each["outcome"] not in ("same", "typed"):
+            if each["outcome"] not in FINE:
                 print("   ", json.dumps(each)[:3000], flush=True)
         if args.json:
             everything = {setup: summary(each) for setup, each in of.items()}
             told = [{"setup": setup, **each} for setup, theirs in of.items() for each in theirs if each["outcome"] != "same"]
             Path(args.json).write_text(json.dumps({"strikes": hits, "outcomes": everything, "told": told}, indent=1))
-    return int(any(each["outcome"] not in ("same", "typed") for theirs in of.values() for each in theirs))
+    return int(any(each["outcome"] not in FINE for theirs in of.values() for each in theirs))
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, int]:
