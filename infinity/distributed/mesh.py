@@ -63,7 +63,7 @@ def data_ranks(mesh: Any, *, divides_experts: bool = False) -> DataRanks:
     # Each rank makes its own groups only: no collective of the whole job for each.
     if len(row) > 1:
         # Two groups over the same ranks: a reduction's bytes do not wait for a gather's.
-        reductions = _gloo_group(row, f"reductions of wrap {wrap}")
+        reductions = gloo_group(row, f"reductions of wrap {wrap}")
         of_row = _channel(row, f"gathers of wrap {wrap}", own_groups, reductions)
         own_groups.append(reductions)
     if len(column) > 1:
@@ -99,7 +99,7 @@ def _expert_row(mesh: Any, row: list[int], wrap: int, own_groups: list[dist.Proc
     over = next(line for line in mesh.mesh.movedim(axis, -1).reshape(-1, len(parts)).tolist() if me in line)
     mine, channel = next(part for part in parts if me in part), None
     if len(mine) > 1:
-        reductions = _gloo_group(mine, f"reductions of experts of wrap {wrap}")
+        reductions = gloo_group(mine, f"reductions of experts of wrap {wrap}")
         channel = _channel(mine, f"gathers of experts of wrap {wrap}", own_groups, reductions)
         own_groups.append(reductions)
     places = tuple(row.index(rank) for rank in mine)
@@ -110,9 +110,9 @@ def _channel(
     ranks: list[int], what: str, own_groups: list[dist.ProcessGroup], reductions: dist.ProcessGroup | None = None
 ) -> Channel:
     """Makes a channel of ``ranks`` (ascending), with groups that are added to ``own_groups``."""
-    own_groups.append(group := _gloo_group(ranks, what))
+    own_groups.append(group := gloo_group(ranks, what))
     families = [
-        _gloo_group([ranks[place] for place in family], f"{what}: meetings below {family[0]}") if family else None
+        gloo_group([ranks[place] for place in family], f"{what}: meetings below {family[0]}") if family else None
         for family in family_of(ranks.index(dist.get_rank()), len(ranks))
     ]
     own_groups += [family for family in families if family is not None]
@@ -195,7 +195,7 @@ def _arrive(store: Any, at: str, world: int) -> None:
         raise ranks_lost("wrap_model", error) from error
 
 
-def _gloo_group(ranks: list[int], what: str) -> dist.ProcessGroup:
+def gloo_group(ranks: list[int], what: str) -> dist.ProcessGroup:
     """Makes a group for what the host says; only ``ranks`` call. ``what`` tells it from every other group of the job.
 
     Where the default group is bound to a device, torch would have the ranks outside take part in a split of its communicator, for

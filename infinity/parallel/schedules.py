@@ -68,6 +68,7 @@ def empty(schedule: Any) -> None:
     for stage in _stages_of(schedule):
         stage.args_recv_info.clear()
         stage.grad_recv_info.clear()
+        stage.group = None  # what refers to it keeps its connections
 
 
 def _stages_of(schedule: Any) -> list[Any]:

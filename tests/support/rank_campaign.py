@@ -258,8 +258,8 @@ REPEATED = {"load_state"}  # cut short, it is to be called again: torch's own se
 
 
 def plays(setup: str, operation: str) -> bool:
-    """Whether the setup has the operation: a pipeline's ranks evaluate nothing by themselves."""
-    return SETUPS[setup][1] != "stages" or operation != "evaluate"
+    """Whether the setup has the operation: a pipeline's ranks evaluate nothing by themselves, and each edits its own stage, unheard by others."""
+    return SETUPS[setup][1] != "stages" or operation not in ("evaluate", "write")
 
 
 # --- one strike, on one rank ---
@@ -311,6 +311,15 @@ def is_typed(error: BaseException) -> bool:
     return (
         isinstance(error, RuntimeError) and text.startswith("Error(s) in loading state_dict") and ("rank" in text or MARK in text)
     )
+
+
+def is_strike(error: BaseException | None) -> bool:
+    """Whether ``error`` is the strike, or what torch's runtime of a pipeline makes of it."""
+    while error is not None:
+        if str(error) == MARK:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def is_torchs(error: BaseException) -> bool:
@@ -421,7 +430,7 @@ class Player:
                 except BaseException as told:  # noqa: BLE001 - judged below
                     error = told
             if error is not None:
-                if not (isinstance(error, EXCEPTIONS) or is_typed(error)):
+                if not (is_strike(error) or is_typed(error)):
                     raise error
                 found["said"].append(f"{type(error).__name__}: {error}")
                 forget(error)
@@ -503,7 +512,10 @@ def launch(setup: str, strikes: list[tuple[str, str, int]], folder: Path, patien
     finally:
         for rank in ranks:
             rank.kill()
-    return judge(setup, strikes, folder, ranks, hang)
+    found = judge(setup, strikes, folder, ranks, hang)
+    if not found:
+        raise AssertionError(f"the ranks of {setup} did not begin: {ranks[0].stderr[-3000:]}")
+    return found
 
 
 def judge(setup: str, strikes: list, folder: Path, ranks: list, hang: str) -> list[dict[str, Any]]:
@@ -543,8 +555,6 @@ def play(setup: str, strikes: list[tuple[str, str, int]], patience: float = 10) 
     while len(found) < len(strikes):
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             some = launch(setup, strikes[len(found) :], Path(folder), patience)
-        if not some:
-            raise AssertionError(f"the ranks of {setup} did not begin")
         found += some
     return found
 
