@@ -107,10 +107,15 @@ class Channel:
     def finish_meeting(self) -> None:
         """Carries the last meeting to its end, if nobody has; one that no other rank has heard of is none. Raises what :meth:`rendezvous` does."""
         if self._meeting is not None and not self._meeting.is_over:
-            if self._meeting.is_begun:
-                self._meeting.wait()
-            else:
+            meeting = self._meeting
+            if not meeting.is_begun:
                 self._meeting = None
+                return
+            try:
+                meeting.wait()
+            except PeerError:
+                if self._ended or not meeting.is_farewell:
+                    raise  # else this rank's own word, which it knows
 
     def strike(self) -> None:
         """Notes that an exception ended what this rank was at, and carries what it had begun here to its end: others go by it."""
@@ -125,6 +130,13 @@ class Channel:
         if getattr(error, "heard_on", None) is not self and not self._ended:
             with contextlib.suppress(InfinityError):  # another one's, or they are gone already
                 self._begin_farewell(error).wait()
+
+    def warn(self, error: BaseException) -> None:
+        """Sends ``error`` without waiting for the others, which raise it where they come next, as this rank does until it can go on."""
+        waits = self._meeting is not None and self._meeting.is_farewell and not self._meeting.is_over and not self._meeting.poll()
+        if not self._ended and not waits:
+            with contextlib.suppress(InfinityError):
+                self._begin_farewell(error)
 
     def tell(self, error: BaseException) -> None:
         """Sends ``error`` without waiting for the others. This rank cannot go on afterwards."""

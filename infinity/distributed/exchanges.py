@@ -197,6 +197,11 @@ class Exchanges:
         else:
             then()
 
+    def warn(self, error: BaseException) -> None:
+        """Lets the others know why this rank does not go on yet. Waits for nobody."""
+        for channel in self.ranks.places:
+            channel.warn(error)
+
     def tell(self, error: BaseException) -> None:
         """Lets the others know that this rank cannot go on. Gives them a moment to hear it: this process may end next."""
         if all(channel.has_ended for channel in self.ranks.places):

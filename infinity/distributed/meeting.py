@@ -160,6 +160,11 @@ class Meeting:
         return bool(self._rounds) and self._rounds[0].merge.is_begun
 
     @property
+    def is_farewell(self) -> bool:
+        """Whether this rank says at it that it failed."""
+        return self._failed
+
+    @property
     def is_over(self) -> bool:
         """Whether its result is known and what follows it is done, or an error was raised."""
         return self._found is not None and self._transfer is None

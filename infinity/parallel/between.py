@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 
 import torch.distributed as dist
 
@@ -51,7 +51,7 @@ class Between:
             yield
         except BaseException as error:
             if self._is_own:
-                _clear(error.__traceback__)
+                _clear(error)
                 self._close()
             if isinstance(error, RuntimeError) and not isinstance(error, InfinityError) and farewell.BROKEN.search(str(error)):
                 raise ranks_lost("a step of the pipeline", error) from error
@@ -100,10 +100,17 @@ class Between:
         gc.collect()  # works that nobody waits for any more keep the connections, too
 
 
-def _clear(trace: TracebackType | None) -> None:
-    """Clears what torch's frames keep that an exception has left: operations of the group."""
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename.startswith(TORCH):
-            with contextlib.suppress(RuntimeError):
-                trace.tb_frame.clear()
-        trace = trace.tb_next
+def _clear(error: BaseException) -> None:
+    """Clears what torch's frames keep that ``error``, or one behind it, has left: operations of the group."""
+    errors: list[BaseException | None] = [error]
+    seen: set[int] = set()  # what was raised from what may close a circle
+    while errors:
+        each = errors.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        errors += [each.__cause__, each.__context__]
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            if frame.f_code.co_filename.startswith(TORCH):
+                with contextlib.suppress(RuntimeError):  # one that still runs
+                    frame.clear()

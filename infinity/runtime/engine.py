@@ -166,7 +166,7 @@ class Engine(Refusals):
             self.recover(finishing=not repairing)
             if self._halted is not None and not repairing:
                 error = self._halted()
-                self.store.on_failure(error)  # other ranks are not to wait for this one
+                self.collectives.warn(error)  # other ranks are not to wait for this one
                 raise error
         return self.scopes.scope()
 

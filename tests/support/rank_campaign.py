@@ -297,7 +297,9 @@ class Signals:
 
 def forget(error: BaseException | None) -> None:
     """A user does not keep tracebacks; what they hold would be held as long."""
-    while error is not None:
+    seen = []
+    while error is not None and error not in seen:
+        seen.append(error)
         if error.__traceback__ is not None:
             traceback.clear_frames(error.__traceback__)
         error.__traceback__, error = None, error.__context__
@@ -315,11 +317,11 @@ def is_typed(error: BaseException) -> bool:
 
 def is_strike(error: BaseException | None) -> bool:
     """Whether ``error`` is the strike, or what torch's runtime of a pipeline makes of it."""
-    while error is not None:
-        if str(error) == MARK:
-            return True
+    seen = []
+    while error is not None and error not in seen:  # what was raised from what may close a circle
+        seen.append(error)
         error = error.__cause__ or error.__context__
-    return False
+    return any(str(each) == MARK for each in seen)
 
 
 def is_torchs(error: BaseException) -> bool:
@@ -401,6 +403,7 @@ class Player:
                     raise
                 said.append(f"{type(error).__name__}: {error}")
                 forget(error)
+                is_done = is_done and not (name == "load" and "load a checkpoint" in said[-1].lower())  # as it says
                 if len(said) == TRIES or any(channel.has_ended for channel in engine_of(self.user.parts).ranks.places):
                     raise
 
