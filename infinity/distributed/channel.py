@@ -105,7 +105,7 @@ class Channel:
         return transfer.wait()
 
     def finish_meeting(self) -> None:
-        """Carries the last meeting to its end, if nobody has; one that no other rank has heard of is none. Raises what :meth:`rendezvous` does."""
+        """Waits for the last meeting to its end, if nobody has; one that no other rank has heard of is none. Raises what :meth:`rendezvous` does."""
         if self._meeting is not None and not self._meeting.is_over:
             meeting = self._meeting
             if not meeting.is_begun:

@@ -109,18 +109,17 @@ class Collectives(Exchanges):
         for place in places:
             said = f"{over_stages if place is self.ranks.stages else what} {self._progress_on(place)}"
             at_last = then if place is places[-1] else lambda: None
-            if place is not self.ranks.data:
-                place.rendezvous(said, then=lambda found, at_last=at_last: at_last())
-                continue
-            key = _key_of(trace, self._found_after_step, 1)
-            # Ranks whose last pass went another way may not find the same units gathered: what one says here is nobody's word.
-            flags = self._flags_of(key) if place.lockstep.was_followed else [255] * (2 * SAID_NBYTES)
+            key, flags = _key_of(trace, self._found_after_step, 1) if place is self.ranks.data else b"", []
+            if key:
+                # Ranks whose last pass went another way may not find the same units gathered: what one says here is nobody's word.
+                flags = self._flags_of(key) if place.lockstep.was_followed else [255] * (2 * SAID_NBYTES)
             place.rendezvous(said, flags, then=partial(self._foresee, key, at_last))
         if not places:
             then()
 
     def _foresee(self, key: bytes, then: Callable[[], None], found: torch.Tensor) -> None:
-        self._begin(key, found, foreseen=True)
+        if key:
+            self._begin(key, found, foreseen=True)
         then()
 
     def _enter_pass(self) -> None:
@@ -330,8 +329,7 @@ class Collectives(Exchanges):
         return self._do(lambda: self.ranks.data.lockstep.start(collective, begin, count), collective.what)
 
     def strike(self) -> None:
-        """Notes that an exception ended what this rank was at: others may wait for what it does not start, until it meets them. Returns when
-        nothing moves bytes any more that this rank has started."""
+        """Notes that an exception ended what this rank was at. Returns when nothing moves bytes any more that this rank has started."""
         super().strike()
         self.drop_lost()
 

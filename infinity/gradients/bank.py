@@ -32,11 +32,8 @@ class Averager(Protocol):
     def add(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Adds to this rank's whole gradient."""
 
-    def average(self) -> None:
-        """Averages every gradient that has landed. Every rank comes here."""
-
-    def forget_landed(self) -> None:
-        """Hears that no gradient has landed any more."""
+    def average(self, *, are_gone: bool = False) -> None:
+        """Averages every gradient that has landed. Every rank comes here. ``are_gone``: there is none any more, and nobody to meet."""
 
 
 class GradientBank(GradValues):
@@ -114,7 +111,7 @@ class GradientBank(GradValues):
         # From behind, since they are cleared from the front.
         if was_there and not handle.engine.computing and not any(map(_is_there, reversed(self._handles))):
             if self._reducer is not None:
-                self._reducer.forget_landed()
+                self._reducer.average(are_gone=True)
             handle.engine.forget_backwards()
 
     def zero_here(self, handle: ParamHandle) -> None:

@@ -78,7 +78,7 @@ class StepTarget(Protocol):
         """Sets how many backwards have ended since the last step."""
 
     def forget_backwards(self) -> None:
-        """Hears that the gradients of all backwards since the last step are gone, or zero."""
+        """Forgets the backwards since the last step, whose gradients are gone, or zero."""
 
     def begin_step(self) -> None:
         """Starts a step."""

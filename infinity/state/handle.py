@@ -45,7 +45,7 @@ class Owner(Protocol):
         """Raises UsageError where gradients are not whole: between the backwards of a joined pass."""
 
     def forget_backwards(self) -> None:
-        """Hears that the gradients of all backwards since the last step are gone."""
+        """Forgets the backwards since the last step, whose gradients are gone."""
 
     def using(self, *, repairing: bool = False) -> native.Scope:
         """Opens the scope that every use of the engine runs in."""
