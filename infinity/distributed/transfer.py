@@ -138,11 +138,6 @@ def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> Oper
     return partial(group.broadcast, [tensor], options)
 
 
-def swap(group: dist.ProcessGroup, mine: torch.Tensor, theirs: torch.Tensor, other: int) -> Sequence[Operation]:
-    """Makes the operations that send ``mine`` to number ``other`` of the group, and fill ``theirs`` with what that one sends."""
-    return partial(group.send, [mine], other, 0), partial(group.recv, [theirs], other, 0)
-
-
 def exchange_objects(group: dist.ProcessGroup, size: int, mine: Any) -> Transfer:
     """Makes the transfer that brings every rank's ``mine``, anything that can be pickled: a list in their order."""
     own = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)

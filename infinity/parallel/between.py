@@ -30,14 +30,20 @@ class Between:
     def __init__(self, engine: Engine, axis: dist.device_mesh.DeviceMesh, forget: Callable[[], None]):
         self._ranks, self._forget = engine.ranks, weakref.WeakMethod(forget)
         self._members = dist.get_process_group_ranks(axis.get_group())
-        self._is_own = engine.device.is_host  # a device's transport is the mesh's, and is not made anew
         self._number, self._is_cut_short = 0, False
-        self._group: dist.ProcessGroup | None = self._make() if self._is_own else axis.get_group()
+        # A device's transport is the mesh's, and is not made anew.
+        self._of_device = None if engine.device.is_host else axis.get_group()
+        self._own: dist.ProcessGroup | None = self._make()
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group. Not kept: what refers to it keeps its connections."""
-        return self._group
+        """The group for what the device has. Nobody keeps it: what refers to it keeps its connections."""
+        return self._of_device or self._own
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """The same for what the host has."""
+        return self._own
 
     def rank_of(self, coordinate: int) -> int:
         """Returns the rank, of all, that has the stages of a coordinate of the pipeline."""
@@ -50,7 +56,7 @@ class Between:
         try:
             yield
         except BaseException as error:
-            if self._is_own:
+            if self._of_device is None:
                 _clear(error)
                 self._close()
             if isinstance(error, RuntimeError) and not isinstance(error, InfinityError) and farewell.BROKEN.search(str(error)):
@@ -68,7 +74,7 @@ class Between:
         numbers = [number for _, number in everyones]
         if not any(is_cut for is_cut, _ in everyones) and min(numbers) == max(numbers):
             return
-        if not self._is_own:
+        if self._of_device is not None:
             raise UsageError(
                 "an exception ended a pass of this pipeline on some rank, and what its stages have sent each other on the device may be taken for what "
                 "the next pass sends: unwrap the chunks and make the pipeline anew, on all ranks"
@@ -76,7 +82,7 @@ class Between:
         self._close()
         self._number = max(numbers) + 1
         try:
-            self._group = self._make()
+            self._own = self._make()
         except RuntimeError as error:
             raise ranks_lost("making a pipeline's group anew", error) from error
         self._is_cut_short = False
@@ -89,7 +95,7 @@ class Between:
     def _close(self) -> None:
         if (forget := self._forget()) is not None:
             forget()
-        group, self._group = self._group, None
+        group, self._own = self._own, None
         if group is None:
             return
         if group in self._ranks.own_groups:

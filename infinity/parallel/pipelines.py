@@ -211,7 +211,7 @@ class Pipeline:
             Boundaries(chunks, self._numbers, choice.chunks, shares, self._engine.collectives) if shares is not None else None
         )
         if ties is not None:
-            ties.start(self._engine)
+            ties.start(self._engine, self._between)
 
     def step(self, inputs: torch.Tensor | None = None, target: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:
         """Runs forward and backward of a batch, in micro-batches. Returns the loss, on every rank.
@@ -227,7 +227,7 @@ class Pipeline:
         schedule, inputs, target, batch = self._agree_on(inputs, target, batch, trains=True)
         losses: list[torch.Tensor] = []
         arguments: dict[str, Any] = {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
-        with self._in_parts(), self._ties.adding_up(self._engine) if self._ties is not None else nullcontext():
+        with self._in_parts(), self._ties.adding_up(self._engine, self._between) if self._ties is not None else nullcontext():
             schedule.step(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
         return self._tell(losses)
 
