@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 
+from ..distributed.exchanges import in_turn
 from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..runtime.engine import Engine
@@ -59,14 +61,23 @@ def full_params(
             )
         for copy in edited.values():
             copy.check_unchanged_at_home()
-        views = dict.fromkeys((engine.collectives, engine.collectives.of_experts))
-        for collectives in views if writeback and engine.ranks.data_size > 1 else ():
-            values = [copy.tensor for copy in edited.values() if copy.handle.shard.collectives is collectives]
-            collectives.same(f"leaving full_params with {len(values)} edited", *values)
-        if writeback and engine.ranks.tensor is not None:
-            common = [copy.tensor for copy in edited.values() if is_common(copy.handle.param)]
-            engine.collectives.same(f"leaving full_params with {len(common)} edited that all have", *common, over_tensors=True)
-        engine.edits.write_changes([(copy.handle, copy.tensor) for copy in dict.fromkeys(edited.values())])
+        if writeback:
+            copies_of = [(copy.handle, copy.tensor) for copy in dict.fromkeys(edited.values())]
+            engine.edits.write_changes(copies_of, partial(_meet, engine, list(edited.values())))
+
+
+def _meet(engine: Engine, edited: list[_FullCopy], then: Callable[[], None]) -> None:
+    """Compares what was ``edited`` with the other ranks'. ``then``: called as soon as it is known that all have the same."""
+    comparisons: list[Callable] = []
+    views = dict.fromkeys((engine.collectives, engine.collectives.of_experts))
+    for collectives in views if engine.ranks.data_size > 1 else ():
+        values = [copy.tensor for copy in edited if copy.handle.shard.collectives is collectives]
+        comparisons.append(partial(collectives.same, f"leaving full_params with {len(values)} edited", *values))
+    if engine.ranks.tensor is not None:
+        common = [copy.tensor for copy in edited if is_common(copy.handle.param)]
+        what = f"leaving full_params with {len(common)} edited that all have"
+        comparisons.append(partial(engine.collectives.same, what, *common, over_tensors=True))
+    in_turn(comparisons, then)
 
 
 class _FullCopy:

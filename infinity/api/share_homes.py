@@ -7,8 +7,8 @@ from functools import partial
 
 from ..config.config import Config
 from ..distributed.collectives import Collectives
-from ..distributed.mesh import patience_seconds
 from ..distributed.shared_homes import SharedHomes, agree_to_share, why_not
+from ..distributed.transfer import patience_seconds
 from ..errors import ConfigError, StorageError
 from ..machine.device import Device
 from ..runtime.engine import Engine

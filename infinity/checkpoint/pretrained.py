@@ -29,7 +29,7 @@ from .tensor_file import check_dtypes, write_file
 
 NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # of those that are written here
 PARTIAL = re.compile(r"model(-\d{5}-of-\d{5}|\.safetensors\.index)?\.partial")  # and before they have it
-WEIGHT_NAMES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)|.*\.index\.json|config\.json|adapter_config\.json")
+WEIGHT_NAMES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)|.*\.index\.json")
 CARD = "README.md"
 
 

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from ..errors import InfinityError, PeerError, UsageError
 from .lockstep import Lockstep
 from .meeting import Meeting
-from .pending import all_gather, ranks_lost
+from .pending import ranks_lost
 from .shared_homes import SharedHomes
-from .tree import Merge, Tree
+from .transfer import Transfer, all_gather
+from .tree import Tree
 
 SAID_NBYTES = 448  # what a rank is about to do, or why it failed
 FAILED = "failed: "
@@ -46,7 +47,6 @@ class Channel:
         self._ended = False  # the ranks are no longer at the same place, or some are gone
         self._meeting: Meeting | None = None  # the last one
         self._farewell: Meeting | None = None  # at which this rank said that it failed
-        self._reason: str | None = None  # why it did
 
     def carry(self, bulk: dist.ProcessGroup, reductions: dist.ProcessGroup | None = None) -> None:
         """Has gathers pass over ``bulk`` and gradients over ``reductions``, groups that reach the device's memory."""
@@ -77,42 +77,78 @@ class Channel:
         values: Sequence[int] = (),
         settling: bool = False,
         then: Callable[[torch.Tensor], None] = lambda found: None,
+        transfer: Transfer | None = None,
     ) -> Meeting:
         """Says that this rank is about to do ``what``, with ``flags`` (0 to 255 each). What the others say is known when the meeting is
         waited for; the next one waits for it, too. ``values``: int64, at most ``MOST_VALUES``, of which the spans are known then. ``settling``:
-        only to complete what another rank has started. ``then``: given the flags as soon as they are known."""
+        only to complete what another rank has started. ``then``: given the flags as soon as they are known. ``transfer``: follows, between
+        some or all of these ranks."""
         if self._ended:
             raise PeerError(f"rank {dist.get_rank()} cannot go on at '{what}': this job failed before. Start it again.")
         self.finish_meeting()
-        self._meeting = Meeting(self, what, flags, values=values, settling=settling, then=then)
-        return self._meeting
+        return self._begin(Meeting(self, what, flags, values=values, settling=settling, then=then, transfer=transfer))
 
-    def rendezvous(self, what: str, flags: Sequence[int] = (), *, settling: bool = False) -> torch.Tensor:
+    def _begin(self, meeting: Meeting) -> Meeting:
+        self._meeting = meeting  # before others hear of it: what was begun is carried to its end
+        meeting.begin()
+        return meeting
+
+    def rendezvous(self, what: str, flags: Sequence[int] = (), **how: Any) -> torch.Tensor:
         """Waits for all ranks to come to ``what``. Returns the largest of everyone's ``flags``: uint8 [flags].
 
         Raises UsageError when another rank comes to something else, PeerError when one failed or is gone. Both are raised
-        on all ranks, which are at the same place afterwards.
+        on all ranks, which are at the same place afterwards. ``how``: as :meth:`announce` takes it.
         """
-        return self.announce(what, flags, settling=settling).wait()
+        return self.announce(what, flags, **how).wait()
 
-    def spans(self, what: str, values: Sequence[int]) -> list[tuple[int, int]]:
+    def pass_on(self, what: str, transfer: Transfer) -> Any:
+        """Meets for ``what``, and returns what ``transfer`` brings then. Raises as :meth:`rendezvous`."""
+        self.announce(what, transfer=transfer).wait()
+        return transfer.wait()
+
+    def spans(
+        self, what: str, values: Sequence[int], *, then: Callable[[list[tuple[int, int]]], None] = lambda spans: None
+    ) -> list[tuple[int, int]]:
         """Waits for all ranks to come to ``what``. Returns the least and the largest of each of everyone's ``values``. Raises what
-        :meth:`rendezvous` does."""
-        meeting = self.announce(what, values=values)
+        :meth:`rendezvous` does. ``then``: given these spans as soon as they are known."""
+        # Whatever strikes this call: until the meeting is over, it is the last one.
+        meeting = self.announce(what, values=values, then=lambda found: then(self._meeting.spans))
         meeting.wait()
         return meeting.spans
 
     def finish_meeting(self) -> None:
-        """Waits for the last meeting, if nobody has. Raises what :meth:`rendezvous` does."""
+        """Waits for the last meeting to its end, if nobody has; one that no other rank has heard of is none. Raises what :meth:`rendezvous` does."""
         if self._meeting is not None and not self._meeting.is_over:
-            self._meeting.wait()
+            meeting = self._meeting
+            if not meeting.is_begun:
+                self._meeting = None
+                return
+            try:
+                meeting.wait()
+            except PeerError:
+                if self._ended or not meeting.is_farewell:
+                    raise  # else this rank's own word, which it knows
+
+    def strike(self) -> None:
+        """Notes that an exception ended what this rank was at, and carries what it had begun here to its end: others go by it."""
+        self.lockstep.strike()
+        if not self._ended:
+            with contextlib.suppress(InfinityError):  # of what was given up
+                self.finish_meeting()
+        self.lockstep.strike()  # a meeting at which ranks part clears it, and others may wait for what comes behind that
 
     def fail(self, error: BaseException) -> None:
         """Comes to the next meeting with ``error`` instead: all others raise it there."""
         if getattr(error, "heard_on", None) is not self and not self._ended:
             with contextlib.suppress(InfinityError):  # another one's, or they are gone already
                 self._begin_farewell(error).wait()
-            self._reason = None
+
+    def warn(self, error: BaseException) -> None:
+        """Sends ``error`` without waiting for the others, which raise it where they come next, as this rank does until it can go on."""
+        waits = self._meeting is not None and self._meeting.is_farewell and not self._meeting.is_over and not self._meeting.poll()
+        if not self._ended and not waits:
+            with contextlib.suppress(InfinityError):
+                self._begin_farewell(error)
 
     def tell(self, error: BaseException) -> None:
         """Sends ``error`` without waiting for the others. This rank cannot go on afterwards."""
@@ -124,9 +160,7 @@ class Channel:
     def _begin_farewell(self, error: BaseException) -> Meeting:
         with contextlib.suppress(InfinityError):
             self.finish_meeting()
-        self._reason = f"{FAILED}{type(error).__name__}: {error}"
-        self._meeting = Meeting(self, self._reason, failed=True)
-        return self._meeting
+        return self._begin(Meeting(self, f"{FAILED}{type(error).__name__}: {error}", failed=True))
 
     @property
     def has_ended(self) -> bool:
@@ -160,10 +194,10 @@ class Channel:
         except RuntimeError:
             return False
 
-    def complete(self, merge: Merge, what: str) -> torch.Tensor:
-        """Waits for the result of ``merge``. Raises PeerError where a rank is gone."""
+    def complete(self, transfer: Transfer, what: str) -> Any:
+        """Waits for the result of ``transfer``. Raises PeerError where a rank is gone."""
         try:
-            return merge.wait()
+            return transfer.wait()
         except RuntimeError as error:
             raise self.lost(what, error) from error
 
@@ -178,9 +212,8 @@ class Channel:
             with contextlib.suppress(RuntimeError):
                 self._alarms.delete_key(str(number))
 
-    def refusal(self, what: str) -> InfinityError:
-        """Makes the error of a meeting at which not all could say the same, on every rank: all tell each other in words."""
-        texts = self._tell_in_words(self._reason or what)
+    def refusal(self, what: str, texts: Sequence[str]) -> InfinityError:
+        """Makes the error of a meeting at which this rank was at ``what`` and the ranks have told each other ``texts``, on every rank."""
         error: InfinityError | None = None
         for peer, theirs in zip(self.ranks, texts):
             if theirs.startswith(FAILED):
@@ -205,16 +238,14 @@ class Channel:
         self._ended = True
         return ranks_lost(what, error)
 
-    def _tell_in_words(self, what: str) -> list[str]:
+    def tell_in_words(self, what: str) -> Transfer:
+        """Makes the transfer in which all ranks tell each other ``what`` they are at: a list, in their order."""
         words = torch.zeros(SAID_NBYTES, dtype=torch.uint8, device="cpu")
         encoded = bytearray(_cut(what).encode())
         words[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
         everyones = torch.empty(self.size, SAID_NBYTES, dtype=torch.uint8, device="cpu")
-        try:
-            all_gather(everyones.view(-1), words, group=self.group)
-        except RuntimeError as error:
-            raise self.lost(what, error) from error
-        return [_text(row) for row in everyones]
+        group = self.group
+        return Transfer(lambda: [all_gather(group, everyones.view(-1), words)], result=lambda: [_text(row) for row in everyones])
 
 
 def _cut(what: str) -> str:

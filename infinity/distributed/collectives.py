@@ -26,7 +26,7 @@ from .. import native
 from ..machine.traffic import Traffic
 from . import lockstep
 from .data_ranks import DataRanks
-from .exchanges import Exchanges, Progress
+from .exchanges import Exchanges, Progress, in_turn
 from .kinds import Kind, StandIns, bytes_of, count_begun, describe
 from .kinds import begin as begin_kind
 from .lockstep import Collective
@@ -48,8 +48,11 @@ class InCommon(Protocol):
     def values(self) -> list[int]:
         """Makes what is said of it."""
 
+    def agrees(self, spans: list[tuple[int, int]]) -> bool:
+        """Tells whether the spans of everyone's values show that it is the same."""
+
     def check(self, spans: list[tuple[int, int]]) -> None:
-        """Raises UsageError where the spans of everyone's values show that it differs."""
+        """Raises UsageError where they show that it differs."""
 
 
 class Collectives(Exchanges):
@@ -112,21 +115,43 @@ class Collectives(Exchanges):
             self._traces_agree = all(same[:DIGEST_NBYTES])
             self.ranks.data.lockstep.begin(key, agreed=agreed, foreseen=foreseen)
 
-    def meet_for_step(self, what: str, *, over_stages: str | None, trace: Iterable[int], in_common: InCommon) -> None:
+    def meet_for_step(
+        self, what: str, *, over_stages: str | None, trace: Iterable[int], in_common: InCommon, then: Callable[[], None]
+    ) -> None:
         """Waits until every rank is at the step ``what``, of which other stages are told ``over_stages``; None: they do not meet. With it goes how a forward after a step
-        went last time, of which the units of ``trace`` are expected: where all say the same of that, it has begun, and does not meet.
+        went last time, of which the units of ``trace`` are expected: where all say the same of that, it has begun, and does not meet. ``then``:
+        called as soon as it is known that all are there, whatever strikes this rank meanwhile.
 
         Ranks with other parts of the tensors say the values of ``in_common``. Data ranks meet last: what is raised before they hear.
         """
-        if over_stages is not None:
-            self.meet_stages(over_stages)
+        meetings: list[Callable] = []
+        if over_stages is not None and self.ranks.stages is not None:
+            meetings.append(partial(self.meet_stages, over_stages))
         if self.ranks.tensor is not None:
-            in_common.check(self.spans_over_tensors(what, in_common.values()))
-        if (place := self.ranks.data) is not None:
-            key = _key_of(trace, self._found_after_step, 1)
-            # Ranks whose last pass went another way may not find the same units gathered: what one says here is nobody's word.
-            flags = self._flags_of(key) if place.lockstep.was_followed else [255] * (2 * SAID_NBYTES)
-            place.announce(f"{what} {self._progress}", flags, then=partial(self._begin, key, foreseen=True)).wait()
+            meetings.append(partial(self._meet_parts, what, in_common))
+        if self.ranks.data is not None:
+            meetings.append(partial(self._meet_data_ranks, what, _key_of(trace, self._found_after_step, 1)))
+        in_turn(meetings, then)
+
+    def _meet_parts(self, what: str, in_common: InCommon, then: Callable[[], None] = lambda: None) -> None:
+        """Meets the ranks with other parts of the tensors for a step. Raises UsageError, and does not call ``then``, where they do not have the same."""
+
+        def go_on(spans: list[tuple[int, int]]) -> None:
+            if in_common.agrees(spans):
+                then()
+
+        in_common.check(self.spans_over_tensors(what, in_common.values(), then=go_on))
+
+    def _meet_data_ranks(self, what: str, key: bytes, then: Callable[[], None] = lambda: None) -> None:
+        """Meets the data ranks for a step, behind which a forward known by ``key`` may come."""
+        place = self.ranks.data
+        # Ranks whose last pass went another way may not find the same units gathered: what one says here is nobody's word.
+        flags = self._flags_of(key) if place.lockstep.was_followed else [255] * (2 * SAID_NBYTES)
+        place.rendezvous(f"{what} {self._progress}", flags, then=partial(self._foresee, key, then))
+
+    def _foresee(self, key: bytes, then: Callable[[], None], found: torch.Tensor) -> None:
+        self._begin(key, found, foreseen=True)
+        then()
 
     def _enter_pass(self) -> None:
         """Waits for the data ranks to begin the pass, if it has just begun."""
@@ -335,11 +360,9 @@ class Collectives(Exchanges):
         return self._do(lambda: self.ranks.data.lockstep.start(collective, begin, count), collective.what)
 
     def strike(self) -> None:
-        """Notes that an exception ended what this rank was at: others may wait for what it does not start, until it meets them. Returns when nothing
-        moves bytes any more that this rank has started."""
-        if self.ranks.data is not None:
-            self.ranks.data.lockstep.strike()
-            self.drop_lost()
+        """Notes that an exception ended what this rank was at. Returns when nothing moves bytes any more that this rank has started."""
+        super().strike()
+        self.drop_lost()
 
     def drop_lost(self) -> None:
         """Waits until nothing moves bytes any more: of what an exception struck as it was started, nobody knows."""

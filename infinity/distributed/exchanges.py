@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from ..errors import ConfigError, InfinityError
 from .channel import HEARING_SECONDS, Channel
 from .data_ranks import DataRanks
 from .kinds import bytes_of
-from .pending import all_gather, ranks_lost
+from .pending import ranks_lost
+from .transfer import Operation, Transfer, all_gather, broadcast, exchange_objects
 
 
 @dataclass
@@ -81,33 +83,33 @@ class Exchanges:
         wanted = (True, self.ranks.row), (over_tensors, self.ranks.tensor), (over_stages, self.ranks.stages)
         for is_wanted, channel in wanted:
             if is_wanted and channel is not None:
-                self.ranks.place_of(channel).rendezvous(f"{what} {self._progress_on(channel)}")
-                raw = bytes_of(found.contiguous().reshape(-1)).cpu()
-                everyones = raw.new_empty(channel.size * raw.numel())
-                self._do(lambda c=channel, e=everyones, r=raw: all_gather(e, r, group=c.group), what)
-                found = everyones.view(values.dtype).view(-1, *values.shape).to(values.device)
+                found = self._from_all(channel, found, f"{what} {self._progress_on(channel)}").flatten(0, 1)
         return found
+
+    def _from_all(self, channel: Channel, value: torch.Tensor, what: str) -> torch.Tensor:
+        """Collects ``value`` of every rank of ``channel``: [size, ...]."""
+        mine = bytes_of(value.contiguous().reshape(-1)).to("cpu", copy=True)  # what is sent late is what was to be sent
+        everyones = mine.new_empty(channel.size * mine.numel())
+        group = channel.group
+        transfer = Transfer(lambda: [all_gather(group, everyones, mine)], result=lambda: everyones)
+        raw = self.ranks.place_of(channel).pass_on(what, transfer)
+        return raw.view(value.dtype).view(channel.size, *value.shape).to(value.device)
 
     def least(self, values: Sequence[int], what: str, *, over_stages: bool = False) -> list[int]:
         """Finds the smallest of each of ``values`` over all ranks with the same units; ``over_stages``: over all ranks."""
         found = torch.tensor(values, dtype=torch.int64, device="cpu")
         for channel in self.ranks.channels if over_stages else self.ranks.unit_channels:
-            self.ranks.place_of(channel).rendezvous(what)
-            everyones = found.new_empty(channel.size, found.numel())
-            self._do(lambda c=channel, e=everyones, f=found: all_gather(e.view(-1), f, group=c.group), what)
-            found = everyones.amin(0)
+            found = self._from_all(channel, found, what).amin(0)
         return found.tolist()
 
     def assemble(self, out: torch.Tensor, pieces: Sequence[tuple[int, int]], what: str) -> None:
         """Completes flat ``out``: of each rank (in order) the elements it has, which it has filled in, go to all others."""
         if self.ranks.size == 1:
             return
-        self.ranks.data.rendezvous(f"{what} {self._progress}")
-        for peer, (begin, end) in enumerate(pieces):
-            if begin < end:
-                raw = bytes_of(out[begin:end])
-                source = self.ranks.row.ranks[peer]
-                self._do(lambda raw=raw, source=source: dist.broadcast(raw, source, group=self.ranks.row.group), what)
+        group = self.ranks.row.group
+        parts = [(peer, bytes_of(out[begin:end])) for peer, (begin, end) in enumerate(pieces) if begin < end]
+        transfer = Transfer(lambda: [broadcast(group, raw, peer) for peer, raw in parts])
+        self.ranks.data.pass_on(f"{what} {self._progress}", transfer)
 
     def broadcast(self, tensor: torch.Tensor, what: str, *, over_tensors: bool = False) -> torch.Tensor:
         """Makes ``tensor`` the first data rank's, in place; contiguous. ``over_tensors``: the first of all ranks'."""
@@ -117,8 +119,8 @@ class Exchanges:
             # To the first rank of each part, then of each row, then along the rows.
             for channel in (self.ranks.tensor if over_tensors else None, self.ranks.replicas, self.ranks.row):
                 if channel is not None:
-                    self.ranks.place_of(channel).rendezvous(what)
-                    self._do(lambda channel=channel: dist.broadcast(sent, channel.ranks[0], group=channel.group), what)
+                    transfer = Transfer(partial(_first_to_all, channel.group, sent))
+                    self.ranks.place_of(channel).pass_on(what, transfer)
             if sent is not raw:
                 raw.copy_(sent)
         return tensor
@@ -128,9 +130,7 @@ class Exchanges:
         the next part of the tensors; then that of the next stage. ``among``: of the ranks on these channels only."""
         found = [mine]
         for channel in self.ranks.channels if among is None else among:
-            self.ranks.place_of(channel).rendezvous(what)
-            everyones: list = [None] * channel.size
-            self._do(lambda c=channel, e=everyones, f=found: dist.all_gather_object(e, f, group=c.group), what)
+            everyones = self.ranks.place_of(channel).pass_on(what, exchange_objects(channel.group, channel.size, found))
             found = [item for of_one in everyones for item in of_one]
         return found
 
@@ -174,9 +174,9 @@ class Exchanges:
         for channel in self.ranks.places:
             channel.rendezvous(what if wherever else f"{what} {self._progress_on(channel)}")
 
-    def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool = False) -> None:
+    def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool = False, then: Callable[[], None] = lambda: None) -> None:
         """Raises UsageError where the data ranks do not have the same ``tensors``. ``over_tensors``: nor those with other parts of
-        tensors, which have these in common."""
+        tensors, which have these in common. ``then``: called as soon as it is known that all have, whatever strikes this rank meanwhile."""
         places = self.ranks.unit_places if over_tensors else self.ranks.sharing
         if places:
             digest = hashlib.blake2b(digest_size=8)
@@ -184,23 +184,36 @@ class Exchanges:
                 # Of a copy: NumPy would make the storage one that cannot be resized any more.
                 copied = tensor.detach().clone(memory_format=torch.contiguous_format)
                 digest.update(bytes_of(copied.view(-1)).cpu().numpy())
-            for channel in places:
-                channel.rendezvous(f"{what}, to values of digest {digest.hexdigest()}, {self._progress}")
+            *others, last = places
+            said = f"{what}, to values of digest {digest.hexdigest()}, {self._progress}"
+            for channel in others:
+                channel.rendezvous(said)
+            last.rendezvous(said, then=lambda found: then())
+        else:
+            then()
 
-    def meet_stages(self, what: str) -> None:
-        """Waits until every stage is at ``what``. What is raised here is raised on the ranks with the same units, too."""
+    def warn(self, error: BaseException) -> None:
+        """Lets the others know why this rank does not go on yet. Waits for nobody."""
+        for channel in self.ranks.places:
+            channel.warn(error)
+
+    def meet_stages(self, what: str, *, then: Callable[[], None] = lambda: None) -> None:
+        """Waits until every stage is at ``what``. What is raised here is raised on the ranks with the same units, too. ``then``: called as soon
+        as it is known that all are."""
         if (stages := self.ranks.stages) is not None:
             try:
-                stages.rendezvous(f"{what} {self._progress_on(stages)}")
+                stages.rendezvous(f"{what} {self._progress_on(stages)}", then=lambda found: then())
             except InfinityError as error:
                 self.fail_elsewhere(stages, error)
                 raise
 
-    def spans_over_tensors(self, what: str, values: Sequence[int]) -> list[tuple[int, int]]:
+    def spans_over_tensors(
+        self, what: str, values: Sequence[int], *, then: Callable[[list[tuple[int, int]]], None] = lambda spans: None
+    ) -> list[tuple[int, int]]:
         """Meets the ranks with other parts of the tensors at ``what``. Returns the least and the largest of each of their ``values``. What is
-        raised here is raised on the other data ranks, too."""
+        raised here is raised on the other data ranks, too. ``then``: given these spans as soon as they are known."""
         try:
-            return self.ranks.tensor.spans(f"{what} {self._progress}", values)
+            return self.ranks.tensor.spans(f"{what} {self._progress}", values, then=then)
         except InfinityError as error:
             self.fail_elsewhere(self.ranks.tensor, error)
             raise
@@ -235,8 +248,27 @@ class Exchanges:
         for channel in self.ranks.all_channels:
             channel.close()
 
+    def strike(self) -> None:
+        """Notes that an exception ended what this rank was at, and carries to its end what it had begun with others."""
+        for channel in self.ranks.places:
+            channel.strike()
+
     def _do(self, work: Callable[[], Any], what: str) -> Any:
         try:
             return work()
         except RuntimeError as error:
             raise ranks_lost(what, error) from error
+
+
+def in_turn(meetings: Sequence[Callable], then: Callable[[], None]) -> None:
+    """Holds ``meetings``, each a call that takes ``then``. ``then``: called as soon as it is known that all agree at the last one."""
+    for meet in meetings[:-1]:
+        meet()
+    if meetings:
+        meetings[-1](then=then)
+    else:
+        then()
+
+
+def _first_to_all(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[Operation]:
+    return [broadcast(group, tensor, 0)]

@@ -20,6 +20,7 @@ from typing import Any
 from ..machine.kernel import running_kernel
 
 LOST = re.compile(r"gloo|nccl|connection|process group|peer", re.IGNORECASE)  # in what a transport says
+BROKEN = re.compile(r"gloo|nccl|pair closure|closed by peer", re.IGNORECASE)  # the same, where others' errors come by
 LONGEST = 400  # characters of a reason
 PATIENCE_SECONDS = 2.0  # until a process that has closed its connections has ended, or said why
 

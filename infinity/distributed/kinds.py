@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import IntEnum
 
 import torch
 import torch.distributed as dist
 
 from .data_ranks import DataRanks
-from .pending import all_gather
 
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
 DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of what passes
 
@@ -42,6 +43,8 @@ def begin(ranks: DataRanks, kind: Kind, given: torch.Tensor, taken: torch.Tensor
     group = _group_of(ranks, kind)
     if kind is not Kind.REDUCE:
         return all_gather(taken, given, group=group, async_op=True)
+    if ranks.reduction == "fast" and given.device.type == "cpu":
+        return _Summed(given, taken, group)
     if ranks.reduction == "fast":
         return reduce_scatter(taken, given, group=group, async_op=True)
     return dist.all_to_all_single(bytes_of(taken), bytes_of(given), group=group, async_op=True)
@@ -104,4 +107,23 @@ class _Over(dist.Work):
     """What passes no bytes, since no other rank has these tensors."""
 
     def wait(self, *_: object) -> bool:
+        return True
+
+
+class _Summed(dist.Work):
+    """Adds up ``given`` over a group and keeps this rank's part, as torch does on the host: whose own work never says that it is over, and is
+    waited for without a limit."""
+
+    def __init__(self, given: torch.Tensor, taken: torch.Tensor, group: dist.ProcessGroup):
+        super().__init__()
+        self._taken, self._rank = taken, dist.get_rank(group)
+        self._total = given.clone()
+        self._work = dist.all_reduce(self._total, group=group, async_op=True)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, *limit: timedelta) -> bool:
+        self._work.wait(*limit)
+        self._taken.copy_(self._total.view(-1, self._taken.numel())[self._rank])
         return True

@@ -26,6 +26,7 @@ from . import farewell
 from .channel import Channel
 from .data_ranks import DataRanks, ExpertRow
 from .pending import ranks_lost
+from .transfer import group_timeout
 from .tree import Tree, family_of
 
 SLICE_AXES = ("dp", "dp_shard", "fsdp", "cp", "sp")  # of these only one of the first three may be larger than 1
@@ -62,7 +63,7 @@ def data_ranks(mesh: Any, *, divides_experts: bool = False) -> DataRanks:
     # Each rank makes its own groups only: no collective of the whole job for each.
     if len(row) > 1:
         # Two groups over the same ranks: a reduction's bytes do not wait for a gather's.
-        reductions = _gloo_group(row, f"reductions of wrap {wrap}")
+        reductions = gloo_group(row, f"reductions of wrap {wrap}")
         of_row = _channel(row, f"gathers of wrap {wrap}", own_groups, reductions)
         own_groups.append(reductions)
     if len(column) > 1:
@@ -98,7 +99,7 @@ def _expert_row(mesh: Any, row: list[int], wrap: int, own_groups: list[dist.Proc
     over = next(line for line in mesh.mesh.movedim(axis, -1).reshape(-1, len(parts)).tolist() if me in line)
     mine, channel = next(part for part in parts if me in part), None
     if len(mine) > 1:
-        reductions = _gloo_group(mine, f"reductions of experts of wrap {wrap}")
+        reductions = gloo_group(mine, f"reductions of experts of wrap {wrap}")
         channel = _channel(mine, f"gathers of experts of wrap {wrap}", own_groups, reductions)
         own_groups.append(reductions)
     places = tuple(row.index(rank) for rank in mine)
@@ -109,9 +110,9 @@ def _channel(
     ranks: list[int], what: str, own_groups: list[dist.ProcessGroup], reductions: dist.ProcessGroup | None = None
 ) -> Channel:
     """Makes a channel of ``ranks`` (ascending), with groups that are added to ``own_groups``."""
-    own_groups.append(group := _gloo_group(ranks, what))
+    own_groups.append(group := gloo_group(ranks, what))
     families = [
-        _gloo_group([ranks[place] for place in family], f"{what}: meetings below {family[0]}") if family else None
+        gloo_group([ranks[place] for place in family], f"{what}: meetings below {family[0]}") if family else None
         for family in family_of(ranks.index(dist.get_rank()), len(ranks))
     ]
     own_groups += [family for family in families if family is not None]
@@ -189,12 +190,12 @@ def _arrive(store: Any, at: str, world: int) -> None:
     if store.add(f"{at}/count", 1) == world:
         store.set(f"{at}/all", "")
     try:
-        store.wait([f"{at}/all"], _timeout()) if _timeout() is not None else store.wait([f"{at}/all"])
+        store.wait([f"{at}/all"], group_timeout()) if group_timeout() is not None else store.wait([f"{at}/all"])
     except RuntimeError as error:
         raise ranks_lost("wrap_model", error) from error
 
 
-def _gloo_group(ranks: list[int], what: str) -> dist.ProcessGroup:
+def gloo_group(ranks: list[int], what: str) -> dist.ProcessGroup:
     """Makes a group for what the host says; only ``ranks`` call. ``what`` tells it from every other group of the job.
 
     Where the default group is bound to a device, torch would have the ranks outside take part in a split of its communicator, for
@@ -210,7 +211,7 @@ def _gloo_group(ranks: list[int], what: str) -> dist.ProcessGroup:
         bound = getattr(default, "bound_device_id", None)
         if bound is not None:
             default.bound_device_id = None
-        return dist.new_group(ranks, timeout=_timeout(), backend="gloo", use_local_synchronization=True)
+        return dist.new_group(ranks, timeout=group_timeout(), backend="gloo", use_local_synchronization=True)
     finally:
         c10d._process_group_name = name_of
         if bound is not None:
@@ -225,7 +226,7 @@ def join_device(ranks: DataRanks, mesh: Any, backend: str | None) -> None:
     """
     if backend is None:
         raise ConfigError("torch.distributed has no backend for the device that computes: compute on the CPU, or in one process")
-    me, timeout = dist.get_rank(), _timeout()
+    me, timeout = dist.get_rank(), group_timeout()
 
     def group_of(members: Sequence[int]) -> dist.ProcessGroup | None:
         group = dist.new_group(list(members), timeout=timeout, backend=backend)
@@ -303,19 +304,3 @@ def _launched() -> int:
 def _local_size() -> int:
     """Ranks on this machine, by torchrun's word for it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or 1
-
-
-def patience_seconds() -> float:
-    """Returns how long a rank waits for another one: the default process group's timeout."""
-    timeout = _timeout()
-    return (timeout or dist.distributed_c10d.default_pg_timeout).total_seconds()
-
-
-def _timeout():
-    """The default process group's; groups made later would have torch's default instead."""
-    group = dist.distributed_c10d._get_default_group()
-    device = torch.device("cpu") if "cpu" in group.name() or dist.get_backend() == "gloo" else group._device_types[0]
-    try:
-        return group._get_backend(device).options._timeout
-    except (RuntimeError, AttributeError):
-        return None

@@ -6,16 +6,14 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from ..errors import InfinityError, PeerError
 from ..machine.device import Ticketed
-from . import farewell
+from . import farewell, transfer
+from .transfer import wait_for
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-HEARING_INTERVAL = timedelta(milliseconds=500)  # after which one that waits asks whether the others still come
 LONGEST_NAP = 1e-3  # seconds between two looks at a device
 
 
@@ -45,7 +43,7 @@ class Pending:
         except RuntimeError as error:
             for work in self.works:  # what failed, or is given up, may still move bytes
                 with contextlib.suppress(RuntimeError):
-                    work.wait()
+                    wait_for(work)
             self._forget_works()
             raise (error if isinstance(error, InfinityError) else ranks_lost(self.what, error)) from error
         finally:
@@ -62,25 +60,20 @@ class Pending:
             self.wait(settling=True)
 
     def _wait(self, work: dist.Work, settling: bool) -> None:
-        if not self.is_on_host:
-            return self._watch(work, settling)
-        while True:
-            try:
-                work.wait(HEARING_INTERVAL)
-                return None
-            except RuntimeError:
-                if work.is_completed():  # just now, perhaps: it is asked itself how it ended
-                    work.wait()
-                    return None
-            self.hear(settling)
+        if self.is_on_host:
+            wait_for(work, lambda: self.hear(settling))
+        else:
+            self._watch(work, settling)
 
     def _watch(self, work: dist.Work, settling: bool) -> None:
         """Waits on the host for a device's transport, whose own wait only orders its queues: what comes late is to be heard of."""
-        nap, asked = 1e-5, time.monotonic()
+        nap, began = 1e-5, time.monotonic()
+        asked = began
         while not work.is_completed():
             time.sleep(nap)
             nap = min(2 * nap, LONGEST_NAP)
-            if time.monotonic() - asked > HEARING_INTERVAL.total_seconds():
+            if time.monotonic() - asked > transfer.HEARING_INTERVAL.total_seconds():
+                transfer.refuse_longer(began)
                 self.hear(settling)
                 asked = time.monotonic()
         work.wait()

@@ -6,10 +6,12 @@ logarithm of the ranks. Whoever has said its word goes on: what comes back is wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+
+from .transfer import Stage, Transfer, gather, scatter
 
 CHILDREN = 32
 
@@ -23,34 +25,8 @@ def family_of(place: int, size: int) -> tuple[list[int], list[int]]:
     return own if len(own) > 1 else [], parents if place > 0 else []
 
 
-class Merge:
-    """One message of every rank on its way. Every rank of the tree begins the same ones, in one order."""
-
-    def __init__(self, steps: Iterator[dist.Work | torch.Tensor]):
-        self._steps = steps
-        self._next: dist.Work | torch.Tensor = next(steps)
-
-    def poll(self) -> bool:
-        """Goes on as far as that goes without waiting. Returns whether the result is there."""
-        while not isinstance(self._next, torch.Tensor):
-            if not self._next.is_completed():
-                return False
-            self._go_on()
-        return True
-
-    def wait(self) -> torch.Tensor:
-        """Returns the result. Raises RuntimeError, as the transport does, where a rank does not come."""
-        while not isinstance(self._next, torch.Tensor):
-            self._go_on()
-        return self._next
-
-    def _go_on(self) -> None:
-        self._next.wait()
-        self._next = next(self._steps)
-
-
 class Tree:
-    """The place of this rank among those that merge messages.
+    """The place of this rank among those that merge messages. Every rank begins the same merges, in one order.
 
     below, above
         Groups of this rank with its children, and with its parent and the parent's other children. The parent is their first rank.
@@ -58,30 +34,40 @@ class Tree:
 
     def __init__(self, below: dist.ProcessGroup | None, above: dist.ProcessGroup | None):
         self._below, self._above = below, above
-        self.begun = 0  # merges
+        self._last: tuple[int, Transfer] | None = None  # the last merge, and how many there were before it
 
     def close(self) -> None:
         """Lets the groups go: nothing is merged afterwards."""
-        self._below = self._above = None
+        self._below = self._above = self._last = None
 
-    def begin(self, message: torch.Tensor, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Merge:
-        """Sends this rank's ``message``: as many bytes as every other's. ``combine`` makes one of several."""
-        self.begun += 1
-        return Merge(self._steps(message, combine))
+    @property
+    def begun(self) -> int:
+        """How many merges this rank has begun: one that was made, and that no other rank has heard of, is none."""
+        if self._last is None:
+            return 0
+        before, merge = self._last
+        return before + merge.is_begun
 
-    def _steps(self, message: torch.Tensor, combine: Callable) -> Iterator[dist.Work | torch.Tensor]:
-        if self._below is not None:
-            parts = [torch.empty_like(message) for _ in range(dist.get_world_size(self._below))]
-            yield dist.gather(message, parts, group=self._below, group_dst=0, async_op=True)
-            message = combine(parts)
-        if self._above is not None:
-            result = torch.empty_like(message)
-            up = dist.gather(message, None, group=self._above, group_dst=0, async_op=True)
-            down = dist.scatter(result, None, group=self._above, group_src=0, async_op=True)  # asked for before it is sent
-            yield up
-            yield down
-            message = result
-        if self._below is not None:
-            copies = [message] * dist.get_world_size(self._below)
-            yield dist.scatter(torch.empty_like(message), copies, group=self._below, group_src=0, async_op=True)
-        yield message
+    def merge(self, message: torch.Tensor, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Transfer:
+        """Makes the merge of this rank's ``message``, of as many bytes as every other's. ``combine`` makes one of several. Begin it before
+        another one is made."""
+        below, above, result = self._below, self._above, torch.empty_like(message)
+        parts = [torch.empty_like(message) for _ in range(dist.get_world_size(below))] if below is not None else []
+
+        def combined() -> torch.Tensor:
+            return combine(parts) if parts else message
+
+        def completed() -> torch.Tensor:
+            return result if above is not None else result.copy_(combined())
+
+        stages: list[Stage] = []
+        if below is not None:
+            stages.append(lambda: [gather(below, message, parts)])
+        if above is not None:
+            # What comes down is asked for before it is sent.
+            stages.append(lambda: [gather(above, combined(), ()), scatter(above, result, ())])
+        if below is not None:
+            stages.append(lambda: [scatter(below, torch.empty_like(message), [completed()] * len(parts))])
+        merge = Transfer(*stages, result=lambda: result)
+        self._last = self.begun, merge
+        return merge

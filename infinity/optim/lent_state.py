@@ -139,9 +139,12 @@ class LentState:
             if not lent.is_held:
                 del self._lent[handle, name]
 
+    def forget_edits(self) -> None:
+        """Begins a new digest of what is written: a step has applied all that was."""
+        self._edits = hashlib.blake2b(digest_size=8)
+
     def refresh(self) -> None:
         """Reads again what somebody still holds: a step has changed it."""
-        self._edits = hashlib.blake2b(digest_size=8)
         for (handle, name), lent in list(self._lent.items()):
             if not lent.is_held:
                 del self._lent[handle, name]

@@ -22,6 +22,7 @@ from .. import native
 from ..errors import UsageError
 from ..gradients.record import refuse_torn
 from ..state.dtensors import is_distributed
+from ..state.handle import handle_of
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
 from .books import Members, OptimizerBooks
@@ -196,11 +197,6 @@ class InfinityOptimizer(torch.optim.Optimizer):
             refuse_torn(handle)
         self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
         clip = self._clip_factor() if engine.config.max_grad_norm is not None else 1.0
-        if not engine.collectives.ranks.alone:
-            # Without flush other stages are at other batches, and nobody waits for them.
-            stages = None if engine.keeps_older else self._digest(clip, of_parameters=False)
-            trace = engine.schedule.expected_after_step()
-            engine.collectives.meet_for_step(self._digest(clip), over_stages=stages, trace=trace, in_common=engine.in_common)
         if not begun:
             engine.begin_step()
         version = engine.steps.index if begun else engine.steps.index + 1
@@ -211,7 +207,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         with engine.store.guarding():
             for index in order:
                 steps += stepper.plan(engine.units[index], version, clip)
-            engine.journal.carry_out(partial(self._finish, stepper, steps, version))
+            engine.journal.carry_out(partial(self._finish, stepper, steps, version), partial(self._meet, clip))
             if engine.shadow_policy is not None:
                 for shard in self._shards():  # of what this step does not step
                     shard.drop_shadow()
@@ -221,6 +217,17 @@ class InfinityOptimizer(torch.optim.Optimizer):
         engine.end_step()
         engine.lent.refresh()
         engine.steps.tell()  # the caller is told by the return
+
+    def _meet(self, clip: float, then: Callable[[], None]) -> None:
+        """Meets the other ranks, which step as soon as all are there: what they differ in is told before."""
+        engine = self._engine
+        if engine.collectives.ranks.alone:
+            then()
+            return
+        # Without flush other stages are at other batches, and nobody waits for them.
+        stages = None if engine.keeps_older else self._digest(clip, of_parameters=False)
+        trace = engine.schedule.expected_after_step()
+        engine.collectives.meet_for_step(self._digest(clip), over_stages=stages, trace=trace, in_common=engine.in_common, then=then)
 
     def _clip_factor(self) -> float:
         """Computes what ``max_grad_norm`` multiplies every gradient by, as torch.nn.utils.clip_grad_norm_ does; but nothing is changed, so
@@ -246,6 +253,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def _finish(self, stepper: Stepper, steps: list[ShardStep], version: int) -> None:
         stepper.carry_out(steps)
+        self._engine.lent.forget_edits()
         self._engine.count_backwards(0)
         self._engine.steps.finish(version)
         self._engine.collectives.note_progress(steps=version, backwards=0)
@@ -320,8 +328,12 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 for param in group["params"]:
                     if set_to_none:
                         param.grad = None
+                    elif (handle := handle_of(param)) is not None and handle.grad is not None:
+                        self._engine.gradients.zero_here(handle)
                     elif param.grad is not None:
                         param.grad.zero_()
+            if not set_to_none:
+                self._engine.forget_backwards()
 
     # --- state ---
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from .. import native
+from ..distributed.exchanges import in_turn
 from ..errors import UsageError
 from ..state.dtensors import is_common, like, local_of, part_of
 from ..state.handle import ParamHandle, handle_of
@@ -17,6 +20,8 @@ from .rules import saved_step
 from .step_target import StepTarget
 
 logger = logging.getLogger(__name__)
+
+MASTERS = "absent", "others", "loaded"  # in a state dict: not there, of other weights than the model has, written
 
 
 class OptimizerState:
@@ -107,9 +112,9 @@ class OptimizerState:
             for index, param in zip(saved["params"], group["params"])
         }
 
-    def _of_all_ranks(self, state_dict: dict[str, Any]) -> list[torch.Tensor]:
-        """Lists the tensors of ``state_dict`` that all data ranks have. The others, of divided experts, and those that ranks with other parts of
-        the tensors have, too, are compared over the ranks that share them. Raises UsageError where they differ."""
+    def _comparisons(self, state_dict: dict[str, Any]) -> list[Callable]:
+        """Lists the meetings at which the tensors of ``state_dict`` are compared: those of divided experts, and those that ranks with other parts
+        of the tensors have, too, over the ranks that share them; then those that all data ranks have."""
         params, collectives = self._params_of(state_dict), self._target.collectives
         found: dict[bool, list[torch.Tensor]] = {True: [], False: []}  # whether all data ranks have it
         common: list[torch.Tensor] = []  # to all parts of the tensors
@@ -118,20 +123,39 @@ class OptimizerState:
             values = [value for value in state.values() if isinstance(value, torch.Tensor)]
             found[handle_of(param).shard.collectives is collectives] += values
             common += values if is_common(param) else []
+        comparisons: list[Callable] = []
         if (view := collectives.of_experts) is not collectives:
-            view.same("loading the state of experts", *map(local_of, found[False]))
+            comparisons.append(partial(view.same, "loading the state of experts", *map(local_of, found[False])))
         if collectives.ranks.tensor is not None:
-            collectives.same("loading state that all parts have", *map(local_of, common), over_tensors=True)
-        return found[True]
+            what = "loading state that all parts have"
+            comparisons.append(partial(collectives.same, what, *map(local_of, common), over_tensors=True))
+        if collectives.ranks.sharing:
+            comparisons.append(partial(collectives.same, "loading the optimizer's state", *map(local_of, found[True])))
+        return comparisons
 
     def write(self, state_dict: dict[str, Any], groups: list[dict[str, Any]], books: OptimizerBooks) -> None:
         """Makes ``state_dict`` the state, and ``groups``, which :meth:`check` gave for it, the hyperparameters; what is the
         user's goes into ``books``."""
-        params, moments = self._params_of(state_dict), self._of_all_ranks(state_dict)
-        self._target.collectives.same("loading the optimizer's state", *map(local_of, moments))
+        of_masters = {kind: [] for kind in MASTERS}
+        change = partial(self._set, state_dict, groups, books, of_masters)
+        self._target.journal.carry_out(change, partial(in_turn, self._comparisons(state_dict)))
+        handles = list(map(handle_of, self._params_of(state_dict).values()))
+        loaded = set(of_masters["loaded"])
+        everywhere = self._target.collectives.least([handle.name in loaded for handle in handles], "masters that were loaded")
+        for handle, whole in zip(handles, everywhere):
+            handle.has_loaded_master = bool(whole)
+        self._tell_of_masters(of_masters["absent"], of_masters["others"])
+
+    def _set(
+        self, state_dict: dict[str, Any], groups: list[dict[str, Any]], books: OptimizerBooks, of_masters: dict[str, list[str]]
+    ) -> None:
+        """Writes it all. ``of_masters``: filled with the names of parameters, by what became of their masters."""
+        absent, others, loaded = (of_masters[kind] for kind in MASTERS)
+        for names in of_masters.values():
+            names.clear()  # of a time before, that was cut short
+        params = self._params_of(state_dict)
         for group, taken in zip(self._groups, groups):
             group.update(taken)
-        absent, others, loaded = [], [], []
         self._target.lent.forget()
         books.take_own({params.get(key, key): value for key, value in state_dict["state"].items()})
         for index, param in params.items():
@@ -150,11 +174,6 @@ class OptimizerState:
                     others.append(handle.name)
                 else:
                     loaded.append(handle.name)
-        handles = [handle_of(param) for param in params.values()]
-        everywhere = self._target.collectives.least([handle.name in loaded for handle in handles], "masters that were loaded")
-        for handle, whole in zip(handles, everywhere):
-            handle.has_loaded_master = bool(whole)
-        self._tell_of_masters(absent, others)
 
     @staticmethod
     def _tell_of_masters(absent: list[str], others: list[str]) -> None:

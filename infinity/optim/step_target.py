@@ -83,6 +83,9 @@ class StepTarget(Protocol):
     def count_backwards(self, count: int) -> None:
         """Sets how many backwards have ended since the last step."""
 
+    def forget_backwards(self) -> None:
+        """Forgets the backwards since the last step, whose gradients are gone, or zero."""
+
     def begin_step(self) -> None:
         """Starts a step."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..errors import ConfigError, UsageError
 from ..runtime.registry import engine_of, is_wrapped
 from ..state.tensors import digest_of
 from .agreement import is_plain
+from .between import Between
 from .boundaries import Boundaries, axis_that_shares
 from .choice import Choice
 from .choose_together import choose_together
@@ -180,8 +181,8 @@ class Pipeline:
         )
         self._engine, self._choice, self._numbers = engine_of(chunks), choice, choice.chunks_of(mesh.get_local_rank("pp"))
         self._loss_fn, self._ties = loss_fn, ties
-        self._group = mesh["pp"].get_group()
-        self._teller = dist.get_global_rank(self._group, choice.last_rank)  # it has the losses
+        self._between = Between(self._engine, mesh["pp"], self._give_all_up)
+        self._teller = self._between.rank_of(choice.last_rank)  # it has the losses
         self._schedules = OrderedDict[tuple, Any]()  # by the shapes of their batches and whether they train, the last one used last
         self._counted = 1  # labels of the batch that the loss counts
         shares = axis_that_shares(chunks[0], mesh)
@@ -189,7 +190,7 @@ class Pipeline:
             Boundaries(chunks, self._numbers, choice.chunks, shares, self._engine.collectives) if shares is not None else None
         )
         if ties is not None:
-            ties.start(self._engine)
+            ties.start(self._engine, self._between)
 
     def step(self, inputs: torch.Tensor | None = None, target: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:
         """Runs forward and backward of a batch, in micro-batches. Returns the loss, on every rank.
@@ -205,7 +206,7 @@ class Pipeline:
         schedule, inputs, target, batch = self._agree_on(inputs, target, batch, "step()")
         losses: list[torch.Tensor] = []
         arguments: dict[str, Any] = {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
-        with self._in_parts(), self._ties.adding_up(self._engine) if self._ties is not None else nullcontext():
+        with self._in_parts(), self._ties.adding_up(self._engine, self._between) if self._ties is not None else nullcontext():
             schedule.step(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
         return self._tell(losses)
 
@@ -317,9 +318,11 @@ class Pipeline:
                 digests = {name: digest_of(value) for name, value in tensors.items()}
                 mine = dist.get_rank(), digests | {name: repr(given[name]) for name in given if is_plain(given[name])}
             channels = [channel for channel in (ranks.tensor, ranks.stages) if channel is not None]
-            everyones = collectives.collect(mine, "digests of the batch of a pipeline", channels)
+            said = mine, self._between.said
+            everyones = collectives.collect(said, "digests of the batch of a pipeline", channels)
+            self._between.settle([state for _, state in everyones])
             with collectives.together("having compared the batch of a pipeline"):  # other data ranks have others, and do not see it
-                _refuse_others(everyones)
+                _refuse_others([theirs for theirs, _ in everyones])
             shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in tensors.items())
             # The first step of a shape, and of another kind than the last one, runs a micro-batch more, which gathers weights: where one data
             # rank does, all others do with theirs.
@@ -340,13 +343,19 @@ class Pipeline:
         if (schedule := self._schedules.pop(key, None)) is not None:
             empty(schedule)
 
-    def _in_parts(self) -> AbstractContextManager[None]:
-        return self._boundaries.in_parts() if self._boundaries is not None else nullcontext()
+    def _give_all_up(self) -> None:
+        for key in list(self._schedules):
+            self._give_up(key)
+
+    @contextmanager
+    def _in_parts(self) -> Iterator[None]:
+        with self._between.passing(), self._boundaries.in_parts() if self._boundaries is not None else nullcontext():
+            yield
 
     def _make_schedule(self) -> Any:
         device = self._engine.device.where
         count = self._choice.chunks
-        stages = [PipelineStage(chunk, n, count, device, group=self._group) for chunk, n in zip(self.chunks, self._numbers)]
+        stages = [PipelineStage(chunk, n, count, device, group=self._between.group) for chunk, n in zip(self.chunks, self._numbers)]
         made = getattr(schedules, f"Schedule{self._choice.name}")
         only = stages[0] if self._choice.is_single else stages
         schedule = made(only, self._choice.micro_batches, loss_fn=self._loss, scale_grads=False)
@@ -365,5 +374,6 @@ class Pipeline:
         total = torch.zeros((), device=self._engine.device.where)
         if losses:
             total = torch.stack([loss.detach().float() for loss in losses]).sum()
-        dist.broadcast(total, self._teller, group=self._group)
+        with self._between.passing():
+            dist.broadcast(total, self._teller, group=self._between.group)
         return total

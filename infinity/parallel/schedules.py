@@ -12,6 +12,7 @@ gradients land once. torch's runtime is left as it is but for methods of the sta
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -19,6 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
@@ -32,6 +34,7 @@ from .in_flight import InFlight
 
 ATTACHED = "_infinity_attached"
 COMPARED = "_infinity_compared"  # on a schedule: who made it compares what its ranks are given
+CUT_SHORT = "_infinity_cut_short"  # on a schedule: an exception ended a step of it
 SHAPES = "_infinity_shapes"  # on a schedule: of the batches that torch's buffers were made for; absent where that is not known
 IN_FLIGHT: WeakKeyDictionary[Engine, InFlight] = WeakKeyDictionary()
 
@@ -69,6 +72,7 @@ def empty(schedule: Any) -> None:
     for stage in _stages_of(schedule):
         stage.args_recv_info.clear()
         stage.grad_recv_info.clear()
+        stage.group = None  # what refers to it keeps its connections
 
 
 def _stages_of(schedule: Any) -> list[Any]:
@@ -99,12 +103,13 @@ def _joined(schedule: Any, engine: Engine, stages: list[Any], in_flight: InFligh
     @wraps(run)
     def joined(*args: Any, **kwargs: Any) -> Any:
         engine.refuse_unflushed("a step of a schedule")
+        _refuse_cut_short(schedule, engine)
         vars(schedule).pop(SHAPES, None)
         if not hasattr(schedule, COMPARED):
             with engine.using():
                 _compare(schedule, engine, stages, args, kwargs)
         with naming_causes(stages):
-            with one_pass(engine, stages):
+            with one_pass(engine, stages), _noting_cuts(schedule, stages):
                 found = run(*args, **kwargs)
             with engine.using():
                 in_flight.charge()
@@ -120,6 +125,28 @@ def _compare(schedule: Any, engine: Engine, stages: list[Any], args: tuple, kwar
     said = f"a step of {type(schedule).__name__}, {kind}, of {count} stages with {parts} micro-batches"
     engine.collectives.meet_stages(said)
     engine.in_common.compare_batch(said, args, kwargs)
+
+
+def _refuse_cut_short(schedule: Any, engine: Engine) -> None:
+    if getattr(schedule, CUT_SHORT, False):
+        error = UsageError(
+            "an exception ended a step of this schedule on this rank, and what its stages have sent each other may be under way still: the next step would "
+            "take it for its own. Make the stages over a new process group (torch.distributed.new_group) and a schedule of them, on all ranks, and "
+            "attach that; infinity.parallel.pipeline does so itself."
+        )
+        engine.collectives.warn(error)  # others may wait where batches are compared
+        raise error
+
+
+@contextmanager
+def _noting_cuts(schedule: Any, stages: list[Any]) -> Iterator[None]:
+    """Notes on ``schedule`` an exception that came between what ranks send each other, not before."""
+    try:
+        yield
+    except BaseException as error:
+        is_under_way = any(frame.name == "_step_microbatches" for frame in traceback.extract_tb(error.__traceback__))
+        setattr(schedule, CUT_SHORT, is_under_way and dist.get_world_size(stages[0].group) > 1)
+        raise
 
 
 @contextmanager

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..distributed.channel import Channel
 from ..gradients.record import GradRecord, GradState
 from ..runtime.engine import Engine
 from ..state.handle import ParamHandle, handle_of
 from ..state.shared import mark_shared, unmark
+from .between import Between
 
 
 class Ties:
@@ -43,14 +43,14 @@ class Ties:
             for param in self._params:
                 unmark(param)
 
-    def start(self, engine: Engine) -> None:
+    def start(self, engine: Engine, between: Between) -> None:
         """Gives the last stage the first one's values: they may have been drawn apart."""
         for handle in map(handle_of, self._params):
             with engine.using():
                 for name in ("weight", "master"):
                     if name in handle.shard.arrays:
                         values = handle.shard.read_own_part(engine.store, name, handle.index)
-                        theirs = self._exchange(engine.ranks.stages, values)
+                        theirs = self._exchange(between, values)
                         if not self._counts:
                             begin = handle.shard.own_part(name, handle.index)[0] - handle.shard.part(name, handle.index)[0]
                             handle.changed()
@@ -60,7 +60,7 @@ class Ties:
                             )
 
     @contextmanager
-    def adding_up(self, engine: Engine) -> Iterator[None]:
+    def adding_up(self, engine: Engine, between: Between) -> Iterator[None]:
         """Makes what the pass inside adds to both copies' gradients their sum. Both ranks call.
 
         What earlier passes have left was added up then, and is set aside meanwhile. An exception leaves the gradients torn.
@@ -76,7 +76,7 @@ class Ties:
                 with engine.using():
                     if handle.grad.state is GradState.ABSENT:
                         engine.gradients.zero(handle)
-                    engine.gradients.change_own(handle, lambda own, handle=handle: self._add(engine, aside[handle], own))
+                    engine.gradients.change_own(handle, lambda own, handle=handle: self._add(between, aside[handle], own))
         except BaseException:
             for handle in handles:
                 handle.grad = GradRecord(GradState.TORN)
@@ -94,19 +94,19 @@ class Ties:
             engine.gradients.clear(handle)
         return kept[0]
 
-    def _add(self, engine: Engine, aside: torch.Tensor | None, own: torch.Tensor) -> None:
-        theirs = self._exchange(engine.ranks.stages, own.detach().cpu().contiguous()).to(own.device).view_as(own)
+    def _add(self, between: Between, aside: torch.Tensor | None, own: torch.Tensor) -> None:
+        theirs = self._exchange(between, own.detach().cpu().contiguous()).to(own.device).view_as(own)
         first, last = (own, theirs) if self._counts else (theirs, own)
         own.copy_(first.float() + last.float())
         if aside is not None:
             own.add_(aside)
 
-    def _exchange(self, stages: Channel, mine: torch.Tensor) -> torch.Tensor:
-        """Sends ``mine`` to the other rank with the tie, and returns its."""
-        other = stages.ranks[-1 if self._counts else 0]
+    def _exchange(self, between: Between, mine: torch.Tensor) -> torch.Tensor:
+        """Sends ``mine`` to the other rank with the tie, and returns its. Nobody meets for that: what an exception leaves of it goes with the group."""
+        other, group = between.rank_of(-1 if self._counts else 0), between.host_group
         theirs = torch.empty_like(mine)
         raw, into = mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)
-        works: list[Any] = [dist.isend(raw, other, group=stages.group), dist.irecv(into, other, group=stages.group)]
+        works: list[Any] = [dist.isend(raw, other, group=group), dist.irecv(into, other, group=group)]
         for work in works:
             work.wait()
         return theirs

@@ -178,7 +178,7 @@ class Engine(Refusals):
         self.recover(finishing=not repairing)
         if self._halted is not None and not repairing:
             error = self._halted()
-            self.store.on_failure(error)  # other ranks are not to wait for this one
+            self.collectives.warn(error)  # other ranks are not to wait for this one
             raise error
         return self.scopes.scope(wait=wait)
 
@@ -299,6 +299,11 @@ class Engine(Refusals):
         """Sets how many backwards have ended since the last step."""
         self.steps.count_backwards(count)
         self.collectives.note_progress(steps=self.steps.index, backwards=count)
+
+    def forget_backwards(self) -> None:
+        """Forgets the backwards since the last step, whose gradients are gone: none of them counts any more."""
+        if self.steps.backwards:
+            self.count_backwards(0)
 
     def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
         """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward. Returns what ends that."""

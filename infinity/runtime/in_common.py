@@ -52,7 +52,7 @@ class Owner(Protocol):
     device: Device
     steps: StepCounter
     gradients: GradientBank
-    group_of: dict[ParamHandle, int]
+    trained: list[ParamHandle]
 
 
 class InCommon:
@@ -158,22 +158,31 @@ class InCommon:
         said = [_ordered(number) for tensors in (grads, outputs, reached) for number in _projected(tensors)]
         return [_digest(self._drawn), *said]
 
+    def agrees(self, spans: list[tuple[int, int]]) -> bool:
+        """Tells whether the ``spans`` of what these ranks have said show that they have the same: the next step compares what comes from here on."""
+        if any(self._apart(spans)):
+            return False
+        self._drawn = {}
+        return True
+
     def check(self, spans: list[tuple[int, int]]) -> None:
-        """Raises UsageError, on all of these ranks, where the ``spans`` of what they have said show that they do not have the same."""
-        if self._channel is None:
-            return
-        drawn, *others = spans
-        if drawn[0] != drawn[1]:
+        """Raises UsageError, on all of these ranks, where ``spans`` show that they do not have the same."""
+        drawn, losses, grads = self._apart(spans)
+        if drawn:
             self._refuse("a step", {})
-        grads, outputs, reached = (self._differ(*others[begin : begin + 2]) for begin in (0, 2, 4))
-        if reached and not outputs:
+        if losses:
             self._raise(
                 "a step: the gradient of what the model gives differs between ranks with parts of the same tensors, though the model gives the same on "
                 f"all of them. {SAME_LOSS}"
             )
         if grads:
             self._refuse_gradients()
-        self._drawn = {}
+
+    def _apart(self, spans: list[tuple[int, int]]) -> tuple[bool, bool, bool]:
+        """Tells what differs: what was drawn, gradients of outputs that do not, gradients of parameters."""
+        drawn, *others = spans
+        grads, outputs, reached = (self._differ(*others[begin : begin + 2]) for begin in (0, 2, 4))
+        return drawn[0] != drawn[1], reached and not outputs, grads
 
     def _differ(self, projection: tuple[int, int], norm: tuple[int, int]) -> bool:
         """Tells whether tensors with these projections and norms differ by more than rounding."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from enum import Flag, auto
 
 from .. import native
+from ..distributed import farewell
 from ..distributed.data_ranks import DataRanks
-from ..errors import UsageError
+from ..distributed.pending import ranks_lost
+from ..errors import InfinityError, UsageError
 from ..state.step_counter import StepCounter
 from ..storage.store import ShardStore
 from .joined_pass import JoinedPass
@@ -56,6 +58,13 @@ class Refusals:
     average: WeightAverage | None
     older: OlderWeights | None
     ranks: DataRanks
+
+    def meaning_of(self, error: RuntimeError) -> Exception:
+        """Returns what is raised for ``error`` of a forward: a collective of torch's own in there, as tensor parallelism has them, only says that it
+        has lost its connections, or waited in vain."""
+        if self.ranks.alone or isinstance(error, InfinityError) or not farewell.BROKEN.search(str(error)):
+            return error
+        return ranks_lost("a forward", error)
 
     @property
     def is_open(self) -> bool:

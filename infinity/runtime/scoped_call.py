@@ -34,6 +34,9 @@ class ScopeOpener(Protocol):
     def using(self, *, repairing: bool = False) -> native.Scope:
         """Opens the scope that every use of the engine runs in."""
 
+    def meaning_of(self, error: RuntimeError) -> Exception:
+        """Returns what is raised for ``error`` of a call."""
+
 
 class ScopedCall:
     """Has every call of ``module`` run in a scope of the engine, until :meth:`remove`: whatever ends the call, what its hooks
@@ -91,9 +94,11 @@ def _scoped(engine: ScopeOpener, call: Callable) -> Callable:
             try:
                 return call(*args, **kwargs)
             except RuntimeError as error:
-                if isinstance(error, InfinityError) or not storage_guard.is_refusal(error):
-                    raise
-                raise _named(error) from error
+                if not isinstance(error, InfinityError) and storage_guard.is_refusal(error):
+                    raise _named(error) from error
+                if (meant := engine.meaning_of(error)) is not error:
+                    raise meant from error
+                raise
 
     return torch.compiler.disable(scoped, recursive=False, reason=UNCOMPILED)  # what it calls may well be compiled
 

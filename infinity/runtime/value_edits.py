@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FrameType
 
 import torch
 
 from ..distributed.collectives import Collectives
+from ..errors import InfinityError, UsageError
+from ..state import mistakes
 from ..state.dtensors import is_common, part_of
 from ..state.handle import ParamHandle
-from ..state.journal import Journal
+from ..state.journal import Journal, Meet
 from ..state.step_counter import StepCounter
 from ..storage.store import ShardStore
 from .prefetch import Prefetcher
@@ -26,29 +29,50 @@ class ValueEdits:
             collectives,
             steps,
         )
+        self._refused: tuple[FrameType | None, str] = None, ""  # the load that was, and why
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """Makes ``value`` the parameter's, master and all. Raises UsageError where other ranks set another one."""
+        """Makes ``value`` the parameter's, master and all. Raises UsageError where other ranks set another one.
+
+        torch's load_state_dict() goes on with the next parameter then. All of that load is refused, before ranks meet for any more of it: else
+        those that are at other parameters would never come to the same one, however often they begin anew.
+        """
+        load = mistakes.caller("torch/nn/modules/module.py", "load_state_dict")
+        refused, error = self._refused
+        if refused is not None and refused is load:
+            raise UsageError(f"{handle.name} is not loaded, since the load was refused before: {error}")
+        self._refused = None, ""
+        try:
+            self._write_value(handle, value)
+        except InfinityError as error:
+            self._refused = load, str(error)
+            raise
+
+    def _write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
         value = part_of(handle.param, value.detach(), f"setting {handle.name}").expand(
             tuple(handle.shard.layout.placements[handle.index].shape)
         )
-        handle.shard.collectives.same(f"setting {handle.name}", value, over_tensors=is_common(handle.param))
         flat = handle.shard.flattened(value, handle.index)
         self._prefetcher.release_all([handle.unit])
-        if handle.has_loaded_master:
+        is_there = False
+        if handle.has_loaded_master:  # the optimizer's state was loaded first, and may have the master of this very value
             holds = handle.shard.holds(self._store, handle.index, value)
-            if self._collectives.least([holds], f"setting {handle.name}")[0]:
-                return  # the optimizer's state was loaded first, and has the master of this very value
+            is_there = bool(self._collectives.least([holds], f"setting {handle.name}")[0])
 
         def change() -> None:
-            handle.changed()
-            handle.shard.write_flattened(self._store, handle.index, flat, version=self._steps.index)
+            if not is_there:
+                handle.changed()
+                handle.shard.write_flattened(self._store, handle.index, flat, version=self._steps.index)
 
-        self._journal.carry_out(change)
+        def meet(then: Callable[[], None]) -> None:
+            same = handle.shard.collectives.same
+            same(f"setting {handle.name}", value, over_tensors=is_common(handle.param), then=then)
 
-    def write_changes(self, edited: Sequence[tuple[ParamHandle, torch.Tensor]]) -> None:
+        self._journal.carry_out(change, meet)
+
+    def write_changes(self, edited: Sequence[tuple[ParamHandle, torch.Tensor]], meet: Meet) -> None:
         """Sends home the elements of the values that differ from their parameters'; the others keep their master's bits. All of it
-        or, where that is refused, nothing."""
+        or, where that is refused, nothing. ``meet``: with other ranks, which make the same change."""
         self._prefetcher.release_all([handle.unit for handle, _ in edited])
         found = [(handle, handle.shard.changes(self._store, handle.index, value)) for handle, value in edited]
 
@@ -57,4 +81,4 @@ class ValueEdits:
                 handle.changed()
                 handle.shard.write_changes(self._store, handle.index, parts, version=self._steps.index)
 
-        self._journal.carry_out(change)
+        self._journal.carry_out(change, meet)

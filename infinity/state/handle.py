@@ -44,6 +44,9 @@ class Owner(Protocol):
     def refuse_between(self, what: str) -> None:
         """Raises UsageError where gradients are not whole: between the backwards of a joined pass."""
 
+    def forget_backwards(self) -> None:
+        """Forgets the backwards since the last step, whose gradients are gone."""
+
     def using(self, *, repairing: bool = False) -> native.Scope:
         """Opens the scope that every use of the engine runs in."""
 

@@ -8,8 +8,11 @@ carries it out to its end before it does anything else (:mod:`infinity.runtime.r
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from operator import call
 
 Change = Callable[[], None]
+Meet = Callable[[Change], None]  # meets other ranks, and calls what it is given at the moment when all are known to agree
 
 
 class Journal:
@@ -23,14 +26,15 @@ class Journal:
         """Whether nothing was left half done."""
         return not self._begun
 
-    def carry_out(self, change: Change) -> None:
-        """Makes ``change``."""
-        self.begin(change)
+    def carry_out(self, change: Change, meet: Meet = call) -> None:
+        """Makes ``change``, where other ranks make it too as soon as they ``meet``: one that is struck as it hears of that makes it all the same."""
+        meet(partial(self.begin, change))
         self.end(change)
 
     def begin(self, change: Change) -> None:
-        """Writes down a change that :meth:`finish` will make."""
-        self._begun.append(change)
+        """Writes down a change that :meth:`finish` will make. Doing so again changes nothing."""
+        if all(each is not change for each in self._begun):
+            self._begun.append(change)
 
     def end(self, change: Change) -> None:
         """Makes a change that has begun, and strikes it out."""

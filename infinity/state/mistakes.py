@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import FrameType
 
 UNWRAP = "Call model, optimizer = infinity.unwrap_model(model, optimizer) first, do it, and wrap again."
 
@@ -65,13 +66,18 @@ def advice() -> str:
     return ""
 
 
-def is_called_from(path: str) -> bool:
-    """Tells whether a function of the file that ends in ``path`` is running."""
+def is_called_from(path: str, name: str = "") -> bool:
+    """Tells whether a function of the file that ends in ``path`` is running; of a ``name``, if one is given."""
+    return caller(path, name) is not None
+
+
+def caller(path: str, name: str = "") -> FrameType | None:
+    """Returns the frame of such a function, the innermost one."""
     frame = sys._getframe(1)
     for _ in range(DEEPEST):
         if frame is None:
-            return False
-        if frame.f_code.co_filename.replace(os.sep, "/").endswith(path):
-            return True
+            return None
+        if frame.f_code.co_filename.replace(os.sep, "/").endswith(path) and name in ("", frame.f_code.co_name):
+            return frame
         frame = frame.f_back
-    return False
+    return None

@@ -11,7 +11,7 @@ import pair
 import pytest
 import torch
 
-from infinity.distributed import exchanges, kinds
+from infinity.distributed import kinds
 from infinity.distributed.collectives import BACKWARD_OVER, MOST_OFFERED, Collectives
 from infinity.distributed.data_ranks import DataRanks
 from infinity.distributed.lockstep import Lockstep
@@ -58,9 +58,8 @@ def test_an_offer_is_the_least_of_all_ranks(mine, theirs, least):
 @pytest.fixture
 def both(monkeypatch) -> Callable[..., list]:
     """Runs something on two ranks, given each one's collectives; ``axis``: what the ranks have each a part of."""
-    for each in (kinds, exchanges):
-        monkeypatch.setattr(each, "all_gather", pair.all_gather)
-        monkeypatch.setattr(each, "dist", pair)
+    monkeypatch.setattr(kinds, "all_gather", pair.all_gather)
+    monkeypatch.setattr(kinds, "dist", pair)
     monkeypatch.setattr(DataRanks, "world_rank", property(lambda ranks: next(iter(ranks.channels)).rank))
 
     def run(work: Callable[[Collectives], Any], *, axis: str = "row", **more: Any) -> list:
@@ -251,7 +250,7 @@ def test_ranks_that_are_at_other_steps_are_told(both):
     def work(collectives: Collectives) -> str:
         collectives.note_progress(steps=2, backwards=collectives.ranks.channels[0].rank)
         try:
-            collectives.meet_for_step("step()", over_stages="a step", trace=[], in_common=SimpleNamespace())
+            collectives.meet_for_step("step()", over_stages="a step", trace=[], in_common=SimpleNamespace(), then=lambda: None)
         except UsageError as error:
             return str(error)
         return "met"

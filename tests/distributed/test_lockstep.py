@@ -25,6 +25,7 @@ STRUCK = {
     "parameters": {"shard": "parameters"}, "gradients": {"shard": "gradients"},
     "ahead": {"shard": "parameters", "speculate": True, "max_grad_norm": 1e6},
 }  # fmt: skip
+CLEARED = [("by the optimizer", False), ("by the optimizer", True), ("by the model", False)]
 HOWS = [
     "another order",
     "fewer",
@@ -47,6 +48,8 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     jobs |= {f"changes:{shard}": {"shard": shard} for shard in ("parameters", "gradients", "optimizer")}
     jobs |= {f"moved:{budget}": {"config": {"device_memory": budget}} for budget in (None, "520KiB", "600KiB", "800KiB")}
     jobs |= {"interrupted": {}, **{f"unlike_the_last:{parts}": {"parts": parts} for parts in (False, True)}}
+    jobs |= {f"goes_back:{how}-{zeros}": {"how": how, "zeros": zeros} for how, zeros in CLEARED}
+    jobs["goes_back:twin"] = {"how": "by the optimizer", "counts_on": True}
     jobs |= {f"struck:{name}": {"every": 9, **how} for name, how in STRUCK.items()}
     jobs["moved:nvme"] = {"config": models.at_home("nvme", "nvme", tmp_path_factory.mktemp("swap")) | {"host_memory": "6MiB"}}
     nvme = models.at_home("nvme", "nvme", tmp_path_factory.mktemp("slots")) | {"units": ["Linear"]}
@@ -108,6 +111,19 @@ def test_a_rank_that_hears_no_alarm_waits_until_the_timeout(tmp_path):
     results, done = launch(tmp_path, 2, jobs, script=SCRIPT, environment={"RANK_TIMEOUT": "6"})
     assert done.returncode != 0
     assert any(found is not None and found.kind == "PeerError" for found in results["parts"])
+
+
+@pytest.mark.parametrize(("how", "zeros"), CLEARED)
+def test_a_rank_that_ran_fewer_backwards_goes_on_once_gradients_are_cleared(two, how, zeros):
+    """With shard="optimizer", where ranks do not meet in a backward: two steps are begun again by all, to gradients of None or of zeros."""
+    for of_rank in two[f"goes_back:{how}-{zeros}"]:
+        assert of_rank["said"] == [] and of_rank["off"] < 1e-6
+
+
+def test_backwards_that_only_a_step_sets_back_part_the_ranks_for_ever(two):
+    """The twin."""
+    for of_rank in two["goes_back:twin"]:
+        assert len(of_rank["said"]) >= 3 and all("1 steps and 1 backwards" in text for text in of_rank["said"])
 
 
 def check_struck(found: list[dict]) -> None:

@@ -28,7 +28,7 @@ LONGEST = (
     "planning/test_placement.py", "api/test_meta_init.py", "training/test_homes_change_no_bit.py", "training/test_soak.py",
     "planning/test_lookahead.py", "native/test_io_files.py", "api/test_round_trips.py", "runtime/test_compile.py", "cli/test_untrusted.py",
     "runtime/test_trace.py", "training/test_unusual_models.py", "cli/test_chaos.py", "checkpoint/test_checkpoint_folder.py",
-    "distributed/test_rank_failures.py", "distributed/test_two_hosts.py", "machine/test_driver.py", "bench/test_gpu_tool.py",
+    "distributed/test_rank_failures.py", "distributed/test_rank_campaign.py", "distributed/test_two_hosts.py", "machine/test_driver.py", "bench/test_gpu_tool.py",
 )  # fmt: skip
 
 PLACE = {name: number for number, name in enumerate((*OF_STANDING_RANKS, *LONGEST))}

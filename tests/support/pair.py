@@ -51,18 +51,33 @@ class PairChannel:
         self.group = self.bulk = self.reductions = self
         self.lockstep = Lockstep()
 
-    def rendezvous(self, what: str, flags: tuple = ()) -> torch.Tensor:
+    def rendezvous(
+        self, what: str, flags: tuple = (), *, then: Callable[[torch.Tensor], None] = lambda found: None
+    ) -> torch.Tensor:
         both = self.pair.exchange(self.rank, "rendezvous", (what, [int(flag) for flag in flags]))
         if any(said.startswith("failed: ") for said, _ in both):
             raise PeerError(next(said for said, _ in both if said.startswith("failed: ")))
         if both[0][0] != both[1][0]:
             raise UsageError(f"'{both[0][0]}' and '{both[1][0]}'")
-        return torch.tensor([flags for _, flags in both], dtype=torch.uint8).amax(0)
+        found = torch.tensor([flags for _, flags in both], dtype=torch.uint8).amax(0)
+        then(found)
+        return found
 
     def announce(self, what: str, flags: tuple = (), *, then: Callable[[torch.Tensor], None] = lambda found: None) -> Any:
-        found = self.rendezvous(what, flags)
-        then(found)
+        found = self.rendezvous(what, flags, then=then)
         return SimpleNamespace(wait=lambda: found)
+
+    def pass_on(self, what: str, transfer: Any) -> Any:
+        self.rendezvous(what)
+        return transfer.wait()
+
+    def _allgather_base(self, whole: torch.Tensor, mine: torch.Tensor, options: Any) -> Any:
+        return all_gather(whole, mine, group=self, async_op=True)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        (tensor,) = tensors
+        found = self.pair.exchange(self.rank, f"broadcast of {options.rootRank}", tensor.clone())[options.rootRank]
+        return SimpleNamespace(wait=lambda *_: tensor.copy_(found), is_completed=lambda: True)
 
     def finish_meeting(self) -> None:
         pass
@@ -80,14 +95,6 @@ def all_to_all_single(received: torch.Tensor, sent: torch.Tensor, *, group: Pair
     both = group.pair.exchange(group.rank, "all_to_all", sent.clone())
     mine = torch.cat([each.view(2, -1)[group.rank] for each in both])
     return SimpleNamespace(wait=lambda *_: received.copy_(mine), is_completed=lambda: True)
-
-
-def broadcast(tensor: torch.Tensor, source: int, *, group: PairChannel) -> None:
-    tensor.copy_(group.pair.exchange(group.rank, f"broadcast of {source}", tensor.clone())[source])
-
-
-def all_gather_object(found: list, mine: Any, *, group: PairChannel) -> None:
-    found[:] = group.pair.exchange(group.rank, "objects", mine)
 
 
 def run_pair(make: Callable[[Pair, int], Any], work: Callable[[Any], Any]) -> list:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,12 +24,13 @@ if __name__ == "__main__":
 from ranks import serve
 
 import infinity
-from infinity.distributed import pending, tree
+from infinity.distributed import transfer, tree
 from infinity.distributed.channel import Channel
 from infinity.distributed.lockstep import DIGEST_NBYTES, Lockstep
 from infinity.distributed.meeting import Meeting
 from infinity.gradients.whole import WholeGradients
 from infinity.planning.cluster import edges_of, gathers_of
+from infinity.runtime.engine import Engine
 from infinity.runtime.registry import wrapped
 from infinity.runtime.staging_slots import StagingSlots
 from infinity.state.shard import ParamShard
@@ -155,6 +157,63 @@ def parts(
     return {"said": said, "off": off, "agreed": agreed}
 
 
+def left_in_a_backward() -> list[str]:
+    """The last rank leaves without a word in a backward whose gradients torch adds up; what the others are told, then and of all they do next."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, optimizer = wrap("gradients", tight=True, reduction="fast")
+    for step in range(2):
+        model(data(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if rank == world - 1:
+        model.blocks[3].register_forward_hook(lambda module, args, output: output.register_hook(lambda grad: os._exit(3)) and None)
+    said = []
+    for use in (lambda: model(data(2, rank)).backward(), optimizer.zero_grad, lambda: model(data(2, rank)), optimizer.zero_grad):
+        try:
+            use()
+            said.append("done")
+        except infinity.InfinityError as error:
+            said.append(type(error).__name__)
+    return said
+
+
+def goes_back(how: str, zeros: bool = False, counts_on: bool = False) -> dict[str, Any]:
+    """With shard="optimizer", where a backward meets nobody: the last rank leaves out a backward that the others run. Everybody clears the gradients and makes the step again. ``counts_on``: the twin, which only a step sets back."""
+    with mock.patch.object(Engine, "forget_backwards", lambda self: None) if counts_on else nullcontext():
+        rank, world = dist.get_rank(), dist.get_world_size()
+        model, optimizer = wrap("optimizer", tight=False)
+        said: list[str] = []
+
+        def clear() -> None:
+            if how == "by the model":
+                model.zero_grad(set_to_none=not zeros)
+            else:
+                optimizer.zero_grad(set_to_none=not zeros)
+
+        def attempt(step: int, fails: bool) -> None:
+            loss = model(data(step, rank))
+            if not fails or rank < world - 1:
+                loss.backward()
+            if not fails:
+                optimizer.step()
+
+        for step in range(5):
+            for fails in (True, False) if step in (1, 3) else (False,):
+                try:
+                    attempt(step, fails)
+                except infinity.UsageError as error:
+                    said.append(str(error))
+                clear()
+        if counts_on:
+            return {"said": said}
+        weights = state_of(model)
+        infinity.unwrap_model(model, optimizer)
+    single = build()
+    in_turn(single, adamw(single), world, 5)
+    plain = state_of(single)
+    return {"said": said, "off": max(float((weights[name] - plain[name]).abs().max()) for name in plain)}
+
+
 STRUCK = {  # what lies between a meeting and the collectives that it is for
     "collectives": {"_gather", "_meet_for", "_start", "_go_on_with", "offer", "reduce", "share_flags"},
     "exchanges": {"_do"}, "kinds": {"begin", "count_begun", "describe", "bytes_of", "_group_of"}, "meeting": {"wait", "_flags_of"},
@@ -201,7 +260,7 @@ def struck(shard: str, every: int = 1, numb: bool = False, **options: Any) -> di
     """Steps of which none is agreed; in each an exception strikes the last rank at another line between a meeting and a collective, of
     ``every`` so many at one. Every rank tries its step again until it succeeds. ``numb``: the twin, where that rank's next meeting does not say so."""
     with ExitStack() as changed:
-        changed.enter_context(mock.patch.object(pending, "HEARING_INTERVAL", timedelta(milliseconds=20)))
+        changed.enter_context(mock.patch.object(transfer, "HEARING_INTERVAL", timedelta(milliseconds=20)))
         changed.enter_context(mock.patch.object(Lockstep, "digest_of", lambda self, key: bytes(DIGEST_NBYTES)))
         if numb:
             changed.enter_context(mock.patch.object(Lockstep, "has_parted", property(lambda self: self.is_open)))
@@ -291,7 +350,7 @@ def interrupted() -> dict[str, Any]:
     """Steps, and before two of them all ranks read parameters: of each the most whole gradients at once, its meetings in forward and backward, and
     whether it went as it was agreed."""
     rank, most, met, found = dist.get_rank(), [0], [0], []
-    take, begin = WholeGradients.take, Meeting._begin
+    take, begin = WholeGradients.take, Meeting.begin
     WholeGradients.take = kept(most)
     model, optimizer = wrap("parameters", tight=True)
     lockstep = wrapped(model).engine.ranks.data.lockstep
@@ -300,7 +359,7 @@ def interrupted() -> dict[str, Any]:
         met[0] += 1
         begin(self)
 
-    Meeting._begin = counting
+    Meeting.begin = counting
     try:
         for step in range(8):
             if step in (4, 5):
@@ -312,7 +371,7 @@ def interrupted() -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        WholeGradients.take, Meeting._begin = take, begin
+        WholeGradients.take, Meeting.begin = take, begin
     infinity.unwrap_model(model, optimizer)
     return {"found": found}
 
@@ -355,7 +414,7 @@ def unlike_the_last(parts: bool) -> dict[str, Any]:
 
 def counted(blocks: int, micro: int = 1, **options: Any) -> dict[str, Any]:
     """Meetings of every step of a model of so many blocks, with so many micro-batches."""
-    met, begin = 0, Meeting._begin
+    met, begin = 0, Meeting.begin
 
     def counting(self: Meeting) -> None:
         nonlocal met
@@ -365,7 +424,7 @@ def counted(blocks: int, micro: int = 1, **options: Any) -> dict[str, Any]:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(blocks)))
     config = {"params": "host", "optimizer": "host", "units": ["Linear"]} | options
     model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
-    Meeting._begin, found = counting, []
+    Meeting.begin, found = counting, []
     try:
         for _ in range(6):
             met = 0
@@ -375,7 +434,7 @@ def counted(blocks: int, micro: int = 1, **options: Any) -> dict[str, Any]:
             optimizer.zero_grad()
             found.append(met)
     finally:
-        Meeting._begin = begin
+        Meeting.begin = begin
     infinity.unwrap_model(model, optimizer)
     return {"met": found}
 

@@ -1,0 +1,160 @@
+"""Transfer: what passes between ranks in stages, kept as data, so that an exception at any line loses nothing of it.
+
+stage       operations of a transport that are begun together; what they pass on may be made of what earlier stages have brought
+operation   a call without arguments that begins one and returns its work: a bound method of a process group, never a Python function
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from operator import call
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+HEARING_INTERVAL = timedelta(milliseconds=500)  # after which one that waits looks up: for Ctrl-C, for ranks that do not come
+GRACE_SECONDS = 5.0  # that a wait has beyond the group's timeout, so that the transport's own error comes first
+
+Operation = Callable[[], dist.Work]
+Stage = Callable[[], Sequence[Operation]]
+
+
+class Transfer:
+    """Operations on their way. ``stages`` may be asked again for what was not begun; ``result`` makes of their buffers what was wanted."""
+
+    def __init__(self, *stages: Stage, result: Callable[[], Any] = lambda: None):
+        self._stages: list[tuple[Stage, list[dist.Work]]] = [(stage, []) for stage in stages]
+        self._result = result
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether other ranks may have heard of it."""
+        return bool(self._stages[0][1])
+
+    def begin(self) -> None:
+        """Begins the first stage, unless it was begun."""
+        _begin(*self._stages[0])
+
+    def poll(self) -> bool:
+        """Goes on as far as that goes without waiting. Returns whether it is over. Raises RuntimeError as :meth:`wait` does."""
+        for stage, works in self._stages:
+            _begin(stage, works)
+            for work in works:
+                if not work.is_completed():
+                    return False
+                work.wait()
+        return True
+
+    def wait(self) -> Any:
+        """Goes on to the end. Returns the result, as often as it is asked. Raises RuntimeError where a rank does not come."""
+        for stage, works in self._stages:
+            _begin(stage, works)
+            for work in works:
+                wait_for(work)
+        return self._result()
+
+
+def _begin(stage: Stage, works: list[dist.Work]) -> None:
+    if not works:
+        # In one call of the interpreter's: no exception comes between the transport, which has begun, and the list that says so.
+        works.extend(map(call, stage()))
+
+
+def wait_for(work: dist.Work, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Waits until ``work`` is over, for the group's timeout and a little at most; ``meanwhile`` is called now and then.
+
+    Raises RuntimeError where it has failed, or takes longer: a transport may know no limit of its own.
+    """
+    began = asked = time.monotonic()
+    while True:
+        try:
+            work.wait(HEARING_INTERVAL)
+            return
+        except RuntimeError:
+            if work.is_completed():  # just now, perhaps: it is asked itself how it ended
+                work.wait()
+                return
+            if time.monotonic() - asked < HEARING_INTERVAL.total_seconds() / 2:
+                raise  # no end of an interval
+        refuse_longer(began)
+        meanwhile()
+        asked = time.monotonic()
+
+
+def refuse_longer(began: float) -> None:
+    """Raises RuntimeError where a wait that ``began`` then (of ``time.monotonic()``) has taken longer than any may."""
+    if (seconds := time.monotonic() - began) > patience_seconds() + GRACE_SECONDS:
+        raise RuntimeError(f"timed out after {seconds:.0f} s")
+
+
+def patience_seconds() -> float:
+    """Returns how long a rank waits for another one: the default process group's timeout."""
+    return (group_timeout() or c10d.default_pg_timeout).total_seconds()
+
+
+def group_timeout() -> timedelta | None:
+    """Returns the default process group's timeout, where it tells; groups made later would have torch's default instead."""
+    group = c10d._get_default_group()
+    device = torch.device("cpu") if "cpu" in group.name() or dist.get_backend() == "gloo" else group._device_types[0]
+    try:
+        return group._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):
+        return None
+
+
+# --- operations ---
+
+
+def gather(group: dist.ProcessGroup, mine: torch.Tensor, everyones: Sequence[torch.Tensor]) -> Operation:
+    """Makes the operation that sends ``mine`` to the first rank, which alone has ``everyones``."""
+    options = c10d.GatherOptions()
+    options.rootRank = 0
+    return partial(group.gather, [list(everyones)] if everyones else [], [mine], options)
+
+
+def scatter(group: dist.ProcessGroup, mine: torch.Tensor, everyones: Sequence[torch.Tensor]) -> Operation:
+    """Makes the operation that fills ``mine`` with what the first rank, which alone has ``everyones``, sends to this one."""
+    options = c10d.ScatterOptions()
+    options.rootRank = 0
+    return partial(group.scatter, [mine], [list(everyones)] if everyones else [], options)
+
+
+def all_gather(group: dist.ProcessGroup, everyones: torch.Tensor, mine: torch.Tensor) -> Operation:
+    """Makes the operation that fills flat ``everyones`` with ``mine`` of every rank."""
+    return partial(group._allgather_base, everyones, mine, c10d.AllgatherOptions())
+
+
+def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> Operation:
+    """Makes the operation that fills ``tensor`` with that of the rank which is number ``root`` of the group."""
+    options = c10d.BroadcastOptions()
+    options.rootRank = root
+    return partial(group.broadcast, [tensor], options)
+
+
+def exchange_objects(group: dist.ProcessGroup, size: int, mine: Any) -> Transfer:
+    """Makes the transfer that brings every rank's ``mine``, anything that can be pickled: a list in their order."""
+    own = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    sizes = torch.empty(size, dtype=torch.int64, device="cpu")
+    everyones: list[torch.Tensor] = []  # one: [size, most]
+
+    def tell_sizes() -> list[Operation]:
+        return [all_gather(group, sizes, torch.tensor([own.numel()], dtype=torch.int64, device="cpu"))]
+
+    def pass_on() -> list[Operation]:
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
+        padded[: own.numel()] = own
+        everyones[:] = [torch.empty(size, padded.numel(), dtype=torch.uint8, device="cpu")]
+        return [all_gather(group, everyones[0].view(-1), padded)]
+
+    def result() -> list[Any]:
+        found = zip(everyones[0], sizes.tolist())
+        return [pickle.load(io.BytesIO(row[:nbytes].numpy().tobytes())) for row, nbytes in found]
+
+    return Transfer(tell_sizes, pass_on, result=result)
