@@ -29,7 +29,7 @@ from .data_ranks import DataRanks
 from .exchanges import Exchanges, Progress, in_turn
 from .kinds import Kind, StandIns, bytes_of, count_begun, describe
 from .kinds import begin as begin_kind
-from .lockstep import Collective
+from .lockstep import Collective, Lockstep
 from .pending import Pending
 from .quantize import decode_blocks, encode_blocks
 from .shared_homes import lent
@@ -53,6 +53,22 @@ class InCommon(Protocol):
 
     def check(self, spans: list[tuple[int, int]]) -> None:
         """Raises UsageError where they show that it differs."""
+
+
+def _flags_of(lockstep: Lockstep, key: bytes) -> list[int]:
+    """Makes the flags that say what a pass known by ``key`` expects, and how the last one went."""
+    said = key[:DIGEST_NBYTES] + lockstep.digest_of(key)
+    return [*said, *(255 - byte for byte in said)]
+
+
+def _meet_parts(exchanges: Exchanges, what: str, in_common: InCommon, then: Callable[[], None] = lambda: None) -> None:
+    """Meets the ranks with other parts of the tensors for a step. Raises UsageError, and does not call ``then``, where they do not have the same."""
+
+    def go_on(spans: list[tuple[int, int]]) -> None:
+        if in_common.agrees(spans):
+            then()
+
+    in_common.check(exchanges.spans_over_tensors(what, in_common.values(), then=go_on))
 
 
 class Collectives(Exchanges):
@@ -98,19 +114,13 @@ class Collectives(Exchanges):
             self._found_after_step = found
         self._enter_pass()
         if not place.lockstep.enter(key):
-            place.announce(f"a forward {self._progress}", self._flags_of(key), then=partial(self._begin, key))
-
-    def _flags_of(self, key: bytes) -> list[int]:
-        """Makes the flags that say what a pass known by ``key`` expects, and how the last one went."""
-        said = key[:DIGEST_NBYTES] + self.ranks.data.lockstep.digest_of(key)
-        return [*said, *(255 - byte for byte in said)]
+            place.announce(f"a forward {self._progress}", _flags_of(place.lockstep, key), then=partial(self._begin, key))
 
     def _begin(self, key: bytes, found: torch.Tensor, *, foreseen: bool = False) -> None:
         """Begins a pass, of which everybody's flags have been ``found``: agreed where all said the same. One that is only ``foreseen`` begins
         where it is agreed."""
-        most, least = found[:SAID_NBYTES], 255 - found[SAID_NBYTES:]
-        same = (most == least).tolist()
-        agreed = all(same) and bool(most[DIGEST_NBYTES:].any())
+        same = (found[:SAID_NBYTES] == 255 - found[SAID_NBYTES:]).tolist()
+        agreed = all(same) and bool(found[DIGEST_NBYTES:SAID_NBYTES].any())
         if agreed or not foreseen:
             self._traces_agree = all(same[:DIGEST_NBYTES])
             self.ranks.data.lockstep.begin(key, agreed=agreed, foreseen=foreseen)
@@ -120,38 +130,28 @@ class Collectives(Exchanges):
     ) -> None:
         """Waits until every rank is at the step ``what``, of which other stages are told ``over_stages``; None: they do not meet. With it goes how a forward after a step
         went last time, of which the units of ``trace`` are expected: where all say the same of that, it has begun, and does not meet. ``then``:
-        called as soon as it is known that all are there, whatever strikes this rank meanwhile.
-
-        Ranks with other parts of the tensors say the values of ``in_common``. Data ranks meet last: what is raised before they hear.
+        called as soon as it is known that all are there, whatever strikes this rank meanwhile. Ranks with other parts of the tensors say the values of ``in_common``. Data ranks meet last: what is raised before they hear.
         """
         meetings: list[Callable] = []
         if over_stages is not None and self.ranks.stages is not None:
             meetings.append(partial(self.meet_stages, over_stages))
         if self.ranks.tensor is not None:
-            meetings.append(partial(self._meet_parts, what, in_common))
+            meetings.append(partial(_meet_parts, self, what, in_common))
         if self.ranks.data is not None:
             meetings.append(partial(self._meet_data_ranks, what, _key_of(trace, self._found_after_step, 1)))
         in_turn(meetings, then)
-
-    def _meet_parts(self, what: str, in_common: InCommon, then: Callable[[], None] = lambda: None) -> None:
-        """Meets the ranks with other parts of the tensors for a step. Raises UsageError, and does not call ``then``, where they do not have the same."""
-
-        def go_on(spans: list[tuple[int, int]]) -> None:
-            if in_common.agrees(spans):
-                then()
-
-        in_common.check(self.spans_over_tensors(what, in_common.values(), then=go_on))
 
     def _meet_data_ranks(self, what: str, key: bytes, then: Callable[[], None] = lambda: None) -> None:
         """Meets the data ranks for a step, behind which a forward known by ``key`` may come."""
         place = self.ranks.data
         # Ranks whose last pass went another way may not find the same units gathered: what one says here is nobody's word.
-        flags = self._flags_of(key) if place.lockstep.was_followed else [255] * (2 * SAID_NBYTES)
-        place.rendezvous(f"{what} {self._progress}", flags, then=partial(self._foresee, key, then))
+        flags = _flags_of(place.lockstep, key) if place.lockstep.was_followed else [255] * (2 * SAID_NBYTES)
 
-    def _foresee(self, key: bytes, then: Callable[[], None], found: torch.Tensor) -> None:
-        self._begin(key, found, foreseen=True)
-        then()
+        def go_on(found: torch.Tensor) -> None:
+            self._begin(key, found, foreseen=True)
+            then()
+
+        place.rendezvous(f"{what} {self._progress}", flags, then=go_on)
 
     def _enter_pass(self) -> None:
         """Waits for the data ranks to begin the pass, if it has just begun."""

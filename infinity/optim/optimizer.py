@@ -23,7 +23,6 @@ from ..errors import UsageError
 from ..gradients.record import refuse_torn
 from ..state.dtensors import is_distributed
 from ..state.handle import handle_of
-from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
 from .books import Members, OptimizerBooks
 from .clipping import clip_factor
@@ -62,8 +61,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def __init__(self, engine: StepTarget, wrapped: torch.optim.Optimizer, rule: native.Rule):
         self._engine, self._rule = engine, rule
-        self._ready = False
-        self._shadowed = 0  # shadows since the last step
+        self._ready, self._shadowed = False, 0  # shadows since the last step
         self._moments = moment_names(rule, wrapped.param_groups)
         counts = rule in (native.Rule.ADAMW, native.Rule.ADAM)
         self._books = OptimizerBooks(partial(_parts, weakref.ref(self)), self._moments, counts_steps=counts)
@@ -196,7 +194,9 @@ class InfinityOptimizer(torch.optim.Optimizer):
         for handle in engine.trained:
             refuse_torn(handle)
         self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
-        clip = self._clip_factor() if engine.config.max_grad_norm is not None else 1.0
+        # A factor of the plan, not a change of the gradients: a step that is cut short can be made again.
+        max_norm = engine.config.max_grad_norm
+        clip = clip_factor(self.total_norm(), max_norm) if max_norm is not None else 1.0
         if not begun:
             engine.begin_step()
         version = engine.steps.index if begun else engine.steps.index + 1
@@ -209,7 +209,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 steps += stepper.plan(engine.units[index], version, clip)
             engine.journal.carry_out(partial(self._finish, stepper, steps, version), partial(self._meet, clip))
             if engine.shadow_policy is not None:
-                for shard in self._shards():  # of what this step does not step
+                for shard in (shard for unit in engine.units for shard in unit.shards):  # of what this step does not step
                     shard.drop_shadow()
                 kept = sum(step.shadow is not None for step in steps)
                 engine.shadow_policy.end_step(made=self._shadowed, kept=kept, backwards=backwards)
@@ -228,11 +228,6 @@ class InfinityOptimizer(torch.optim.Optimizer):
         stages = None if engine.keeps_older else self._digest(clip, of_parameters=False)
         trace = engine.schedule.expected_after_step()
         engine.collectives.meet_for_step(self._digest(clip), over_stages=stages, trace=trace, in_common=engine.in_common, then=then)
-
-    def _clip_factor(self) -> float:
-        """Computes what ``max_grad_norm`` multiplies every gradient by, as torch.nn.utils.clip_grad_norm_ does; but nothing is changed, so
-        that a step that is cut short can be made again."""
-        return clip_factor(self.total_norm(), self._engine.config.max_grad_norm)
 
     def total_norm(self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Computes the norm of all gradients together, as torch.nn.utils.get_total_norm does, over every rank that has a part of them.
@@ -260,8 +255,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def _digest(self, clip: float, *, of_parameters: bool = True) -> str:
         """Digests the step's inputs: ranks that differ raise. Other stages have other parameters, with the same settings."""
-        inputs: list = [clip]
-        inputs += self.settings
+        inputs: list = [clip, *self.settings]
         group_of = self._members.group_of
         for handle in self._engine.trained if of_parameters else ():
             inputs.append((handle.step, handle.grad.state.name, handle.grad.factors, group_of.get(handle)))
@@ -269,7 +263,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             inputs.append(self._engine.lent.edits)
         digest = hashlib.blake2b(repr(inputs).encode(), digest_size=8).hexdigest()
         rates = ", ".join(f"{float(group['lr']):g}" for group in self.param_groups)
-        return f"a step ({digest} stands for all settings, clipping and gradients) with learning rates {rates}"
+        return f"a step ({digest} stands for all settings, clipping, gradients and optimizer.state) with learning rates {rates}"
 
     @contextmanager
     def step_in_backward(self) -> Iterator[None]:
@@ -316,9 +310,6 @@ class InfinityOptimizer(torch.optim.Optimizer):
             stepper = self._stepper
             engine.journal.carry_out(partial(stepper.carry_out, stepper.plan(unit, engine.steps.index)))
 
-    def _shards(self) -> Iterator[ParamShard]:
-        return (shard for unit in self._engine.units for shard in unit.shards)
-
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Makes gradients None, or zeros which the next step applies, as torch does."""
@@ -344,16 +335,14 @@ class InfinityOptimizer(torch.optim.Optimizer):
         with self._engine.using():
             self.read_groups()
             self._state.refuse_outside()
-            return self._read_state(masters=True)
+            self._books.settle()
+            return self._state.read(self._books, masters=True)
 
     def plain_state_dict(self) -> dict[str, Any]:
         """Returns the state dict without masters, which a plain optimizer has no use for."""
         self.read_groups()
-        return self._read_state(masters=False)
-
-    def _read_state(self, *, masters: bool) -> dict[str, Any]:
         self._books.settle()
-        return self._state.read(self._books, masters=masters)
+        return self._state.read(self._books, masters=False)
 
     def state_outside_groups(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Returns the state of parameters that were taken out of the groups, which no state dict has."""
