@@ -632,3 +632,38 @@ def test_no_error_of_torch_s_own(build, swap):
         assert {name: (id(p), p.is_meta) for name, p in model.named_parameters()} == ids
     else:
         assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+class _Deep(nn.Module):
+    """A buffer two modules down, which the model's own ``_init_weights`` sets when it is given the model itself, or nobody does."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(3), persistent=False)
+
+    def __init__(self, *, sets: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), self.Inner())])
+        self.sets = sets
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+        if module is self and self.sets:
+            with torch.no_grad():
+                self.layers[0][1].scale.fill_(2.0)
+
+
+@pytest.mark.parametrize("sets", [True, False])
+def test_a_model_may_set_the_buffers_of_modules_deep_inside_it(sets):
+    """Method: as Falcon-H1 does; twin: where nobody sets it, it is refused by its name, and the model stays on meta."""
+    model = on_meta(lambda: _Deep(sets=sets))
+    if sets:
+        model, _ = infinity.wrap_model(model, None, {"params": "host"})
+        assert torch.equal(model.layers[0][1].scale, torch.full((3,), 2.0))
+    else:
+        with pytest.raises(infinity.ConfigError, match=r"layers\.0\.1\.scale is on meta, and Inner does not set it"):
+            infinity.wrap_model(model, None, {"params": "host"})
+        assert model.layers[0][1].scale.is_meta
