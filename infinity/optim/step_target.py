@@ -40,7 +40,10 @@ class StepTarget(Protocol):
     device: Device
     collectives: Collectives
     updates: Updates
-    in_common: InCommon  # with ranks that have other parts of the tensors
+
+    @property
+    def in_common(self) -> InCommon:
+        """What ranks with other parts of the tensors must have in common."""
 
     @property
     def is_cut_short(self) -> bool:

@@ -63,6 +63,7 @@ class InCommon:
         self._channel = engine.collectives.ranks.tensor
         self._before: dict[str, int] = {}  # states of the generators as the running forward began
         self._drawn: dict[str, int] = {}  # of those that forwards have drawn from since the last meeting
+        self._of_parts = weakref.WeakKeyDictionary[torch.nn.Module, bool]()  # roots, and whether they are given parts of a sequence
         self._step, self._forwards = -1, 0  # root forwards since that step
         self._is_compared = False  # what forwards are given: as the batch that it is a part of
         self._root: torch.nn.Module | None = None  # whose forward runs
@@ -82,14 +83,15 @@ class InCommon:
         engine.gradients.takes_samples = self._is_due
         if not self._is_compared:
             self.compare("a forward", {"the mode": _mode_of(root), **self._described(root, args, kwargs)})
-        self._before, self._root = self._states(), root
+        # Ranks that are given parts of a sequence drop in parts, too.
+        self._before, self._root = {} if self._takes_parts(root) else self._states(), root
 
     def end(self, module: torch.nn.Module, outputs: Iterable[torch.Tensor]) -> None:
         """Ends the forward of ``module``, if that is a root's, with its ``outputs``."""
         if self._root is not module:
             return
         self._root = None
-        drawn = [name for name, state in self._states().items() if state != self._before.get(name, state)]
+        drawn = [name for name, state in self._states().items() if state != self._before.get(name, state)] if self._before else []
         self._drawn |= {name: _digest((self._drawn.get(name, 0), self._before[name])) for name in drawn}
         if self._engine().gradients.takes_samples and not self._is_compared:
             for output in outputs:
@@ -126,13 +128,18 @@ class InCommon:
             self._refuse(what, given if spans[0][0] != spans[0][1] else {})
         self._drawn = {}
 
+    def _takes_parts(self, root: torch.nn.Module) -> bool:
+        if root not in self._of_parts:
+            self._of_parts[root] = takes_parts(root)
+        return self._of_parts[root]
+
     def compare_batch(self, what: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Raises UsageError, on all of these ranks, where what they come to ``what`` with is not one batch."""
         named = _tensors([*enumerate(args), *kwargs.items()], "")
         self.compare(what, {name: self.describe(tensor) for name, tensor in named})
 
     def _described(self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, str]:
-        are_parts = takes_parts(root)
+        are_parts = self._takes_parts(root)
         named = _tensors([*enumerate(args), *kwargs.items()], "")
         return {name or "the input": self.describe(tensor, with_values=not are_parts) for name, tensor in named}
 

@@ -98,7 +98,7 @@ def plainly_right() -> list[str]:
     rank, mesh = dist.get_rank(), parallel_jobs.mesh_of()
     found = [differs("seeds that nobody draws by")["said"]]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.Dropout(0.1))
     plan = {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))}
     model = parallelize_module(model, mesh["tp"], plan)
     model, optimizer = infinity.wrap_model(model, adamw(model), HOST, mesh=mesh)
