@@ -111,7 +111,8 @@ class Collectives(Exchanges):
             at_last = then if place is places[-1] else lambda: None
             key, flags = _key_of(trace, self._found_after_step, 1) if place is self.ranks.data else b"", []
             if key:
-                # Ranks whose last pass went another way may not find the same units gathered: what one says here is nobody's word.
+                # Ranks whose last pass went another way may not find the same units gathered: what
+                # one says here is nobody's word.
                 flags = self._flags_of(key) if place.lockstep.was_followed else [255] * (2 * SAID_NBYTES)
             place.rendezvous(said, flags, then=partial(self._foresee, key, at_last))
         if not places:
@@ -329,7 +330,7 @@ class Collectives(Exchanges):
         return self._do(lambda: self.ranks.data.lockstep.start(collective, begin, count), collective.what)
 
     def strike(self) -> None:
-        """Notes that an exception ended what this rank was at. Returns when nothing moves bytes any more that this rank has started."""
+        """Notes that an exception struck. Returns when nothing moves bytes any more."""
         super().strike()
         self.drop_lost()
 

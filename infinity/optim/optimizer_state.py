@@ -110,7 +110,8 @@ class OptimizerState:
     def _set(
         self, state_dict: dict[str, Any], groups: list[dict[str, Any]], absent: list[str], others: list[str], loaded: list[str]
     ) -> None:
-        """Writes it all. Names go to the lists of masters that are ``absent`` in ``state_dict``, are of ``others``' weights, or were ``loaded``."""
+        """Writes it all. Names go to the lists of masters that are ``absent`` in ``state_dict``,
+        are of ``others``' weights, or were ``loaded``."""
         for group, taken in zip(self._groups, groups):
             group.update(taken)
         params = self._params_of(state_dict)
