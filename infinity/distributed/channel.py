@@ -137,9 +137,11 @@ class Channel:
     def warn(self, error: BaseException) -> None:
         """Sends ``error`` without waiting for the others, which raise it where they come next, as
         this rank does until it can go on."""
-        waits = self._meeting is not None and self._meeting.is_farewell and not self._meeting.is_over and not self._meeting.poll()
-        if not self._ended and not waits:
-            with contextlib.suppress(InfinityError):
+        with contextlib.suppress(RuntimeError):  # of the transport, or of the meeting before
+            last = self._meeting
+            is_said = last is not None and last.is_farewell and last.is_begun and not last.is_over
+            waits = is_said and not last.poll()
+            if not self._ended and not waits:
                 self._begin_farewell(error)
 
     def tell(self, error: BaseException) -> None:
