@@ -455,7 +455,7 @@ class Player:
             found |= {"outcome": "typed", "said": [*found["said"], f"{type(error).__name__}: {error}"]}
         except BaseException as error:  # noqa: BLE001 - an outcome
             found |= {
-                "outcome": "torch" if is_torchs(error) else "untyped",
+                "outcome": "typed" if is_typed(error) else "torch" if is_torchs(error) else "untyped",
                 "said": [*found["said"], "".join(traceback.format_exception(error)[-6:])],
             }
         found["seconds"] = round(time.monotonic() - began, 2)
