@@ -67,7 +67,8 @@ def full_params(
 
 
 def _meet(engine: Engine, edited: list[_FullCopy], then: Callable[[], None]) -> None:
-    """Compares what was ``edited`` with the other ranks'. ``then``: called as soon as it is known that all have the same."""
+    """Compares what was ``edited`` with the other ranks'. ``then``: called as soon as it is known
+    that all have the same."""
     comparisons: list[Callable] = []
     views = dict.fromkeys((engine.collectives, engine.collectives.of_experts))
     for collectives in views if engine.ranks.data_size > 1 else ():

@@ -102,7 +102,8 @@ class Channel:
         return self.announce(what, flags, **how).wait()
 
     def pass_on(self, what: str, transfer: Transfer) -> Any:
-        """Meets for ``what``, and returns what ``transfer`` brings then. Raises as :meth:`rendezvous`."""
+        """Meets for ``what``, and returns what ``transfer`` brings then. Raises as
+        :meth:`rendezvous`."""
         self.announce(what, transfer=transfer).wait()
         return transfer.wait()
 
@@ -117,7 +118,8 @@ class Channel:
         return meeting.spans
 
     def finish_meeting(self) -> None:
-        """Waits for the last meeting to its end, if nobody has; one that no other rank has heard of is none. Raises what :meth:`rendezvous` does."""
+        """Waits for the last meeting to its end, if nobody has; one that no other rank has heard of
+        is none. Raises what :meth:`rendezvous` does."""
         if self._meeting is not None and not self._meeting.is_over:
             meeting = self._meeting
             if not meeting.is_begun:
@@ -130,7 +132,8 @@ class Channel:
                     raise  # else this rank's own word, which it knows
 
     def strike(self) -> None:
-        """Notes that an exception ended what this rank was at, and carries what it had begun here to its end: others go by it."""
+        """Notes that an exception ended what this rank was at, and carries what it had begun here
+        to its end: others go by it."""
         self.lockstep.strike()
         if not self._ended:
             with contextlib.suppress(InfinityError):  # of what was given up
@@ -144,10 +147,13 @@ class Channel:
                 self._begin_farewell(error).wait()
 
     def warn(self, error: BaseException) -> None:
-        """Sends ``error`` without waiting for the others, which raise it where they come next, as this rank does until it can go on."""
-        waits = self._meeting is not None and self._meeting.is_farewell and not self._meeting.is_over and not self._meeting.poll()
-        if not self._ended and not waits:
-            with contextlib.suppress(InfinityError):
+        """Sends ``error`` without waiting for the others, which raise it where they come next, as
+        this rank does until it can go on."""
+        with contextlib.suppress(RuntimeError):  # of the transport, or of the meeting before
+            last = self._meeting
+            is_said = last is not None and last.is_farewell and last.is_begun and not last.is_over
+            waits = is_said and not last.poll()
+            if not self._ended and not waits:
                 self._begin_farewell(error)
 
     def tell(self, error: BaseException) -> None:
@@ -213,7 +219,8 @@ class Channel:
                 self._alarms.delete_key(str(number))
 
     def refusal(self, what: str, texts: Sequence[str]) -> InfinityError:
-        """Makes the error of a meeting at which this rank was at ``what`` and the ranks have told each other ``texts``, on every rank."""
+        """Makes the error of a meeting at which this rank was at ``what`` and the ranks have told
+        each other ``texts``, on every rank."""
         error: InfinityError | None = None
         for peer, theirs in zip(self.ranks, texts):
             if theirs.startswith(FAILED):
@@ -239,7 +246,8 @@ class Channel:
         return ranks_lost(what, error)
 
     def tell_in_words(self, what: str) -> Transfer:
-        """Makes the transfer in which all ranks tell each other ``what`` they are at: a list, in their order."""
+        """Makes the transfer in which all ranks tell each other ``what`` they are at: a list, in
+        their order."""
         words = torch.zeros(SAID_NBYTES, dtype=torch.uint8, device="cpu")
         encoded = bytearray(_cut(what).encode())
         words[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)

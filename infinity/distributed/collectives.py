@@ -360,7 +360,7 @@ class Collectives(Exchanges):
         return self._do(lambda: self.ranks.data.lockstep.start(collective, begin, count), collective.what)
 
     def strike(self) -> None:
-        """Notes that an exception ended what this rank was at. Returns when nothing moves bytes any more that this rank has started."""
+        """Notes that an exception struck. Returns when nothing moves bytes any more."""
         super().strike()
         self.drop_lost()
 

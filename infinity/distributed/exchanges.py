@@ -249,7 +249,8 @@ class Exchanges:
             channel.close()
 
     def strike(self) -> None:
-        """Notes that an exception ended what this rank was at, and carries to its end what it had begun with others."""
+        """Notes that an exception ended what this rank was at, and carries to its end what it had
+        begun with others."""
         for channel in self.ranks.places:
             channel.strike()
 

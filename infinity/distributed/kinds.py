@@ -111,7 +111,8 @@ class _Over(dist.Work):
 
 
 class _Summed(dist.Work):
-    """Adds up ``given`` over a group and keeps this rank's part, as torch does on the host: whose own work never says that it is over, and is
+    """Adds up ``given`` over a group and keeps this rank's part, as torch does on the host: whose
+    own work never says that it is over, and is
     waited for without a limit."""
 
     def __init__(self, given: torch.Tensor, taken: torch.Tensor, group: dist.ProcessGroup):

@@ -73,7 +73,8 @@ class Round:
 
 
 class Meeting:
-    """One meeting. Every rank of the channel makes the same ones, in one order. Whatever an exception strikes, :meth:`wait` goes on from there."""
+    """One meeting. Every rank of the channel makes the same ones, in one order. Whatever an
+    exception strikes, :meth:`wait` goes on from there."""
 
     def __init__(
         self,
@@ -132,7 +133,8 @@ class Meeting:
         if header[Word.PARTED]:
             self._come_together(last, least, most)
         self._channel.lockstep.forget(most)
-        # What was completed with bytes of nobody must not be used: whoever would has come here, and is told.
+        # What was completed with bytes of nobody must not be used: whoever would has come here, and
+        # is told.
         is_torn = header[Word.PARTED] and header[Word.WHOLE] and least < most
         differs = header[Word.DIGEST] != -header[Word.MINUS_DIGEST]
         if header[Word.FAILED] or (not header[Word.SETTLING] and (differs or is_torn)):

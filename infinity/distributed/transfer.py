@@ -1,4 +1,5 @@
-"""Transfer: what passes between ranks in stages, kept as data, so that an exception at any line loses nothing of it.
+"""Transfer: what passes between ranks in stages, kept as data, so that an exception at any line
+loses nothing of it.
 
 stage       operations of a transport that are begun together; what they pass on may be made of what earlier stages have brought
 operation   a call without arguments that begins one and returns its work: a bound method of a process group, never a Python function
@@ -27,7 +28,8 @@ Stage = Callable[[], Sequence[Operation]]
 
 
 class Transfer:
-    """Operations on their way. ``stages`` may be asked again for what was not begun; ``result`` makes of their buffers what was wanted."""
+    """Operations on their way. ``stages`` may be asked again for what was not begun; ``result``
+    makes of their buffers what was wanted."""
 
     def __init__(self, *stages: Stage, result: Callable[[], Any] = lambda: None):
         self._stages: list[tuple[Stage, list[dist.Work]]] = [(stage, []) for stage in stages]
@@ -43,7 +45,8 @@ class Transfer:
         _begin(*self._stages[0])
 
     def poll(self) -> bool:
-        """Goes on as far as that goes without waiting. Returns whether it is over. Raises RuntimeError as :meth:`wait` does."""
+        """Goes on as far as that goes without waiting. Returns whether it is over. Raises
+        RuntimeError as :meth:`wait` does."""
         for stage, works in self._stages:
             _begin(stage, works)
             for work in works:
@@ -53,7 +56,8 @@ class Transfer:
         return True
 
     def wait(self) -> Any:
-        """Goes on to the end. Returns the result, as often as it is asked. Raises RuntimeError where a rank does not come."""
+        """Goes on to the end. Returns the result, as often as it is asked. Raises RuntimeError
+        where a rank does not come."""
         for stage, works in self._stages:
             _begin(stage, works)
             for work in works:
@@ -63,12 +67,14 @@ class Transfer:
 
 def _begin(stage: Stage, works: list[dist.Work]) -> None:
     if not works:
-        # In one call of the interpreter's: no exception comes between the transport, which has begun, and the list that says so.
+        # In one call of the interpreter's: no exception comes between the transport, which has
+        # begun, and the list that says so.
         works.extend(map(call, stage()))
 
 
 def wait_for(work: dist.Work, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Waits until ``work`` is over, for the group's timeout and a little at most; ``meanwhile`` is called now and then.
+    """Waits until ``work`` is over, for the group's timeout and a little at most; ``meanwhile`` is
+    called now and then.
 
     Raises RuntimeError where it has failed, or takes longer: a transport may know no limit of its own.
     """
@@ -89,7 +95,8 @@ def wait_for(work: dist.Work, meanwhile: Callable[[], None] = lambda: None) -> N
 
 
 def refuse_longer(began: float) -> None:
-    """Raises RuntimeError where a wait that ``began`` then (of ``time.monotonic()``) has taken longer than any may."""
+    """Raises RuntimeError where a wait that ``began`` then (of ``time.monotonic()``) has taken
+    longer than any may."""
     if (seconds := time.monotonic() - began) > patience_seconds() + GRACE_SECONDS:
         raise RuntimeError(f"timed out after {seconds:.0f} s")
 
@@ -100,7 +107,8 @@ def patience_seconds() -> float:
 
 
 def group_timeout() -> timedelta | None:
-    """Returns the default process group's timeout, where it tells; groups made later would have torch's default instead."""
+    """Returns the default process group's timeout, where it tells; groups made later would have
+    torch's default instead."""
     group = c10d._get_default_group()
     device = torch.device("cpu") if "cpu" in group.name() or dist.get_backend() == "gloo" else group._device_types[0]
     try:
@@ -120,7 +128,8 @@ def gather(group: dist.ProcessGroup, mine: torch.Tensor, everyones: Sequence[tor
 
 
 def scatter(group: dist.ProcessGroup, mine: torch.Tensor, everyones: Sequence[torch.Tensor]) -> Operation:
-    """Makes the operation that fills ``mine`` with what the first rank, which alone has ``everyones``, sends to this one."""
+    """Makes the operation that fills ``mine`` with what the first rank, which alone has
+    ``everyones``, sends to this one."""
     options = c10d.ScatterOptions()
     options.rootRank = 0
     return partial(group.scatter, [mine], [list(everyones)] if everyones else [], options)
@@ -132,14 +141,16 @@ def all_gather(group: dist.ProcessGroup, everyones: torch.Tensor, mine: torch.Te
 
 
 def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> Operation:
-    """Makes the operation that fills ``tensor`` with that of the rank which is number ``root`` of the group."""
+    """Makes the operation that fills ``tensor`` with that of the rank which is number ``root`` of
+    the group."""
     options = c10d.BroadcastOptions()
     options.rootRank = root
     return partial(group.broadcast, [tensor], options)
 
 
 def exchange_objects(group: dist.ProcessGroup, size: int, mine: Any) -> Transfer:
-    """Makes the transfer that brings every rank's ``mine``, anything that can be pickled: a list in their order."""
+    """Makes the transfer that brings every rank's ``mine``, anything that can be pickled: a list in
+    their order."""
     own = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
     sizes = torch.empty(size, dtype=torch.int64, device="cpu")
     everyones: list[torch.Tensor] = []  # one: [size, most]

@@ -26,7 +26,8 @@ def family_of(place: int, size: int) -> tuple[list[int], list[int]]:
 
 
 class Tree:
-    """The place of this rank among those that merge messages. Every rank begins the same merges, in one order.
+    """The place of this rank among those that merge messages. Every rank begins the same merges, in
+    one order.
 
     below, above
         Groups of this rank with its children, and with its parent and the parent's other children. The parent is their first rank.
@@ -42,14 +43,16 @@ class Tree:
 
     @property
     def begun(self) -> int:
-        """How many merges this rank has begun: one that was made, and that no other rank has heard of, is none."""
+        """How many merges this rank has begun: one that was made, and that no other rank has heard
+        of, is none."""
         if self._last is None:
             return 0
         before, merge = self._last
         return before + merge.is_begun
 
     def merge(self, message: torch.Tensor, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Transfer:
-        """Makes the merge of this rank's ``message``, of as many bytes as every other's. ``combine`` makes one of several. Begin it before
+        """Makes the merge of this rank's ``message``, of as many bytes as every other's.
+        ``combine`` makes one of several. Begin it before
         another one is made."""
         below, above, result = self._below, self._above, torch.empty_like(message)
         parts = [torch.empty_like(message) for _ in range(dist.get_world_size(below))] if below is not None else []

@@ -33,7 +33,8 @@ class Averager(Protocol):
         """Adds to this rank's whole gradient."""
 
     def average(self, *, are_gone: bool = False) -> None:
-        """Averages every gradient that has landed. Every rank comes here. ``are_gone``: there is none any more, and nobody to meet."""
+        """Averages every gradient that has landed. Every rank comes here. ``are_gone``: there is
+        none any more, and nobody to meet."""
 
 
 class GradientBank(GradValues):
@@ -53,7 +54,8 @@ class GradientBank(GradValues):
     # --- what autograd and torch.nn.utils see ---
 
     def get(self, handle: ParamHandle) -> torch.Tensor | None:
-        """Returns ``p.grad``: a :class:`LandedGrad`, for a distributed parameter as the local part of a DTensor. Whose values are asked for is
+        """Returns ``p.grad``: a :class:`LandedGrad`, for a distributed parameter as the local part
+        of a DTensor. Whose values are asked for is
         averaged then; one that this rank lacks may be another's.
 
         Raises UsageError between the backwards of one pass, whose gradients land together.
@@ -106,7 +108,8 @@ class GradientBank(GradValues):
             self._reducer.average()
 
     def clear(self, handle: ParamHandle) -> None:
-        """Sets ``p.grad = None``. With the last gradient go the backwards since the last step, of which ranks may have had different ones."""
+        """Sets ``p.grad = None``. With the last gradient go the backwards since the last step, of
+        which ranks may have had different ones."""
         was_there = handle.grad.state is not GradState.ABSENT
         handle.grad = GradRecord()
         set_raw_grad(handle.param, None)  # what autograd had accumulated when an exception kept it from landing
@@ -117,7 +120,8 @@ class GradientBank(GradValues):
             handle.engine.forget_backwards()
 
     def zero_here(self, handle: ParamHandle) -> None:
-        """Leaves zeros where there is a gradient, without asking other ranks: whatever they have, it ends here."""
+        """Leaves zeros where there is a gradient, without asking other ranks: whatever they have,
+        it ends here."""
         if _is_there(handle):
             self.zero(handle)
 

@@ -321,7 +321,7 @@ class Reducer:
     # --- gradients kept whole until someone looks (ZeRO-1) ---
 
     def average(self, *, are_gone: bool = False) -> None:
-        """Averages every gradient that has landed. Every rank comes here. ``are_gone``: there is none any more, and nobody to meet."""
+        """Averages what has landed. Every rank comes here. ``are_gone``: nothing is left."""
         self._unread &= not are_gone
         if not self._unread:
             return

@@ -219,7 +219,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
         engine.steps.tell()  # the caller is told by the return
 
     def _meet(self, clip: float, then: Callable[[], None]) -> None:
-        """Meets the other ranks, which step as soon as all are there: what they differ in is told before."""
+        """Meets the other ranks, which step as soon as all are there: what they differ in is told
+        before."""
         engine = self._engine
         if engine.collectives.ranks.alone:
             then()

@@ -1,4 +1,5 @@
-"""Between: has what stages of a pipeline pass to each other over a process group that no other pass has left anything in.
+"""Between: has what stages of a pipeline pass to each other over a process group that no other pass
+has left anything in.
 
 cut short   of a pass: an exception ended it on this rank. What other ranks have sent for it may lie in the group still, and would be taken for
             what the next pass sends
@@ -25,7 +26,8 @@ TORCH = os.path.dirname(dist.__file__)
 
 
 class Between:
-    """The group of the ranks that have the stages of one pipeline. ``forget``: drops whatever refers to the group."""
+    """The group of the ranks that have the stages of one pipeline. ``forget``: drops whatever
+    refers to the group."""
 
     def __init__(self, engine: Engine, axis: dist.device_mesh.DeviceMesh, forget: Callable[[], None]):
         self._ranks, self._forget = engine.ranks, weakref.WeakMethod(forget)
@@ -37,7 +39,8 @@ class Between:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group for what the device has. Nobody keeps it: what refers to it keeps its connections."""
+        """The group for what the device has. Nobody keeps it: what refers to it keeps its
+        connections."""
         return self._of_device or self._own
 
     @property
@@ -51,7 +54,8 @@ class Between:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Surrounds what passes over the group. An exception closes it: other ranks need not wait until the timeout then."""
+        """Surrounds what passes over the group. An exception closes it: other ranks need not wait
+        until the timeout then."""
         self._is_cut_short = True
         try:
             yield
@@ -70,7 +74,8 @@ class Between:
         return self._is_cut_short, self._number
 
     def settle(self, everyones: Sequence[tuple[bool, int]]) -> None:
-        """Makes the group anew where a pass was cut short on any rank: of ``everyones`` what they have said. Raises UsageError where it cannot be."""
+        """Makes the group anew where a pass was cut short on any rank: of ``everyones`` what they
+        have said. Raises UsageError where it cannot be."""
         numbers = [number for _, number in everyones]
         if not any(is_cut for is_cut, _ in everyones) and min(numbers) == max(numbers):
             return
@@ -107,7 +112,8 @@ class Between:
 
 
 def _clear(error: BaseException) -> None:
-    """Clears what torch's frames keep that ``error``, or one behind it, has left: operations of the group."""
+    """Clears what torch's frames keep that ``error``, or one behind it, has left: operations of the
+    group."""
     errors: list[BaseException | None] = [error]
     seen: set[int] = set()  # what was raised from what may close a circle
     while errors:

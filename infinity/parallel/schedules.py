@@ -140,7 +140,8 @@ def _refuse_cut_short(schedule: Any, engine: Engine) -> None:
 
 @contextmanager
 def _noting_cuts(schedule: Any, stages: list[Any]) -> Iterator[None]:
-    """Notes on ``schedule`` an exception that came between what ranks send each other, not before."""
+    """Notes on ``schedule`` an exception that came between what ranks send each other, not
+    before."""
     try:
         yield
     except BaseException as error:

@@ -102,7 +102,8 @@ class Ties:
             own.add_(aside)
 
     def _exchange(self, between: Between, mine: torch.Tensor) -> torch.Tensor:
-        """Sends ``mine`` to the other rank with the tie, and returns its. Nobody meets for that: what an exception leaves of it goes with the group."""
+        """Sends ``mine`` to the other rank with the tie, and returns its. Nobody meets for that:
+        what an exception leaves of it goes with the group."""
         other, group = between.rank_of(-1 if self._counts else 0), between.host_group
         theirs = torch.empty_like(mine)
         raw, into = mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)

@@ -301,7 +301,8 @@ class Engine(Refusals):
         self.collectives.note_progress(steps=self.steps.index, backwards=count)
 
     def forget_backwards(self) -> None:
-        """Forgets the backwards since the last step, whose gradients are gone: none of them counts any more."""
+        """Forgets the backwards since the last step, whose gradients are gone: none of them counts
+        any more."""
         if self.steps.backwards:
             self.count_backwards(0)
 

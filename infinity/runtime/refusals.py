@@ -60,7 +60,8 @@ class Refusals:
     ranks: DataRanks
 
     def meaning_of(self, error: RuntimeError) -> Exception:
-        """Returns what is raised for ``error`` of a forward: a collective of torch's own in there, as tensor parallelism has them, only says that it
+        """Returns what is raised for ``error`` of a forward: a collective of torch's own in there,
+        as tensor parallelism has them, only says that it
         has lost its connections, or waited in vain."""
         if self.ranks.alone or isinstance(error, InfinityError) or not farewell.BROKEN.search(str(error)):
             return error

@@ -32,7 +32,8 @@ class ValueEdits:
         self._refused: tuple[FrameType | None, str] = None, ""  # the load that was, and why
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """Makes ``value`` the parameter's, master and all. Raises UsageError where other ranks set another one.
+        """Makes ``value`` the parameter's, master and all. Raises UsageError where other ranks set
+        another one.
 
         torch's load_state_dict() goes on with the next parameter then. All of that load is refused, before ranks meet for any more of it: else
         those that are at other parameters would never come to the same one, however often they begin anew.

@@ -27,7 +27,8 @@ class Journal:
         return not self._begun
 
     def carry_out(self, change: Change, meet: Meet = call) -> None:
-        """Makes ``change``, where other ranks make it too as soon as they ``meet``: one that is struck as it hears of that makes it all the same."""
+        """Makes ``change``, where other ranks make it too as soon as they ``meet``: one that is
+        struck as it hears of that makes it all the same."""
         meet(partial(self.begin, change))
         self.end(change)
 

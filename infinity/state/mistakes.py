@@ -67,7 +67,8 @@ def advice() -> str:
 
 
 def is_called_from(path: str, name: str = "") -> bool:
-    """Tells whether a function of the file that ends in ``path`` is running; of a ``name``, if one is given."""
+    """Tells whether a function of the file that ends in ``path`` is running; of a ``name``, if one
+    is given."""
     return caller(path, name) is not None
 
 

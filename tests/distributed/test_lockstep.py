@@ -115,7 +115,8 @@ def test_a_rank_that_hears_no_alarm_waits_until_the_timeout(tmp_path):
 
 @pytest.mark.parametrize(("how", "zeros"), CLEARED)
 def test_a_rank_that_ran_fewer_backwards_goes_on_once_gradients_are_cleared(two, how, zeros):
-    """With shard="optimizer", where ranks do not meet in a backward: two steps are begun again by all, to gradients of None or of zeros."""
+    """With shard="optimizer", where ranks do not meet in a backward: two steps are begun again by
+    all, to gradients of None or of zeros."""
     for of_rank in two[f"goes_back:{how}-{zeros}"]:
         assert of_rank["said"] == [] and of_rank["off"] < 1e-6
 

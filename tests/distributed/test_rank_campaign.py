@@ -32,6 +32,11 @@ def test_two_ranks_go_on_after_strikes():
     check("dp2", strikes("dp2", ["step", "clip", "write", "load"], rank_campaign.HOWS, 10))
 
 
+def test_two_stages_go_on_after_strikes():
+    """The same in steps of a pipeline, whose stages pass tensors over a group of their own."""
+    check("pp2", strikes("pp2", ["step"], ("line", "all"), 4))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", rank_campaign.SETUPS)
 def test_a_longer_campaign(setup):
@@ -40,7 +45,8 @@ def test_a_longer_campaign(setup):
 
 
 def test_the_campaign_tells_what_is_wrong(tmp_path, monkeypatch):
-    """Twins: a state that no undisturbed run has; ranks of which some have the old values; a rank that crashed; ranks that hang."""
+    """Twins: a state that no undisturbed run has; ranks of which some have the old values; a rank
+    that crashed; ranks that hang."""
     told = {"outcome": "same", "place": "here", "said": [], "end": 0, "seconds": 1.0}
 
     class Ended:

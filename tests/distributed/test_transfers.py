@@ -1,4 +1,5 @@
-"""Transfers: what ranks pass to each other is carried to its end, whatever strikes between two of its lines, and no wait is without end.
+"""Transfers: what ranks pass to each other is carried to its end, whatever strikes between two of
+its lines, and no wait is without end.
 
 **strike**: an exception at one line of this package, between what was begun and the next use, which goes on from there.
 """
@@ -73,7 +74,8 @@ def two_stages(log: list[str]) -> Transfer:
 
 @pytest.mark.parametrize("n", range(1, 30))
 def test_a_transfer_that_is_struck_goes_on_from_what_was_begun(n):
-    """At each line in turn: every operation is begun once, in its order, and the result is there."""
+    """At each line in turn: every operation is begun once, in its order, and the result is
+    there."""
     log: list[str] = []
     made = two_stages(log)
     try:
@@ -116,7 +118,8 @@ class Group:
 
 @pytest.mark.parametrize("n", range(1, 40))
 def test_merges_are_counted_as_others_hear_of_them(n, monkeypatch):
-    """A merge that is struck before its first operation is none, and the next one has its number; else it is carried on."""
+    """A merge that is struck before its first operation is none, and the next one has its number;
+    else it is carried on."""
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
     group = Group()
     tree = Tree(group, None)
@@ -160,7 +163,8 @@ def test_what_follows_a_rank_that_left_in_a_backward_ends(tmp_path):
 
 
 def test_a_change_is_written_down_as_soon_as_ranks_are_known_to_agree():
-    """Ctrl-C behind the meeting: the change stands in the journal. Twin: before it, nothing does."""
+    """Ctrl-C behind the meeting: the change stands in the journal. Twin: before it, nothing
+    does."""
     for agrees in (True, False):
         journal, made = Journal(), []
 
@@ -177,7 +181,8 @@ def test_a_change_is_written_down_as_soon_as_ranks_are_known_to_agree():
 
 
 def test_an_engine_says_what_a_broken_transport_means():
-    """A collective of torch's own inside a forward: the error names the ranks. Twins: another error, one of ours, and a job of one rank."""
+    """A collective of torch's own inside a forward: the error names the ranks. Twins: another
+    error, one of ours, and a job of one rank."""
 
     class Ranks:
         alone = False

@@ -158,7 +158,8 @@ def parts(
 
 
 def left_in_a_backward() -> list[str]:
-    """The last rank leaves without a word in a backward whose gradients torch adds up; what the others are told, then and of all they do next."""
+    """The last rank leaves without a word in a backward whose gradients torch adds up; what the
+    others are told, then and of all they do next."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, optimizer = wrap("gradients", tight=True, reduction="fast")
     for step in range(2):
@@ -178,7 +179,9 @@ def left_in_a_backward() -> list[str]:
 
 
 def goes_back(how: str, zeros: bool = False, counts_on: bool = False) -> dict[str, Any]:
-    """With shard="optimizer", where a backward meets nobody: the last rank leaves out a backward that the others run. Everybody clears the gradients and makes the step again. ``counts_on``: the twin, which only a step sets back."""
+    """With shard="optimizer", where a backward meets nobody: the last rank leaves out a backward
+    that the others run. Everybody clears the gradients and makes the step again. ``counts_on``: the
+    twin, which only a step sets back."""
     with mock.patch.object(Engine, "forget_backwards", lambda self: None) if counts_on else nullcontext():
         rank, world = dist.get_rank(), dist.get_world_size()
         model, optimizer = wrap("optimizer", tight=False)

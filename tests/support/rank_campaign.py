@@ -1,4 +1,5 @@
-"""A campaign over ranks: an exception, or a real Ctrl-C, at some moment of what several ranks do together, and what they find who go on.
+"""A campaign over ranks: an exception, or a real Ctrl-C, at some moment of what several ranks do
+together, and what they find who go on.
 
     python tests/support/rank_campaign.py [--setups dp2,tp2] [--operations step,save] [--hows line,signal] [--strikes 5000] [--json out.json]
 
@@ -169,7 +170,8 @@ class _Tanh(nn.Linear):
 
 
 class _Columns(nn.Module):
-    """Blocks that tensor parallelism cuts by columns, then by rows, and a parameter that all have."""
+    """Blocks that tensor parallelism cuts by columns, then by rows, and a parameter that all
+    have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +260,8 @@ REPEATED = {"load_state"}  # cut short, it is to be called again: torch's own se
 
 
 def plays(setup: str, operation: str) -> bool:
-    """Whether the setup has the operation: a pipeline's ranks evaluate nothing by themselves, and each edits its own stage, unheard by others."""
+    """Whether the setup has the operation: a pipeline's ranks evaluate nothing by themselves, and
+    each edits its own stage, unheard by others."""
     return SETUPS[setup][1] != "stages" or operation not in ("evaluate", "write")
 
 
@@ -306,7 +309,8 @@ def forget(error: BaseException | None) -> None:
 
 
 def is_typed(error: BaseException) -> bool:
-    """Whether ``error`` is ours, or torch's report of what a load_state_dict of a model met: ours, or the strike itself."""
+    """Whether ``error`` is ours, or torch's report of what a load_state_dict of a model met: ours,
+    or the strike itself."""
     if isinstance(error, infinity.InfinityError):
         return not isinstance(error, infinity.InternalError)
     text = str(error)
@@ -325,7 +329,8 @@ def is_strike(error: BaseException | None) -> bool:
 
 
 def is_torchs(error: BaseException) -> bool:
-    """Whether ``error`` is what torch says of a collective of its own inside the model (tensor parallelism), in a backward that nothing of ours
+    """Whether ``error`` is what torch says of a collective of its own inside the model (tensor
+    parallelism), in a backward that nothing of ours
     can catch: a lost connection, or the timeout."""
     frames = [each.filename for each in traceback.extract_tb(error.__traceback__)]
     ours = any(name.startswith(os.path.join(PACKAGE, "distributed")) for name in frames)
@@ -384,7 +389,8 @@ class Player:
         self._accepted[name] = ends
 
     def _go_on(self, name: str, start: int, *, again: bool = False) -> list[str]:
-        """Goes on as all ranks do, until its steps are made; ``again``: once they have done ``name`` again. Returns what was said on the way.
+        """Goes on as all ranks do, until its steps are made; ``again``: once they have done
+        ``name`` again. Returns what was said on the way.
         Raises what ends this rank."""
         made, said, is_done = 0, [], not again
         while True:
@@ -449,7 +455,7 @@ class Player:
             found |= {"outcome": "typed", "said": [*found["said"], f"{type(error).__name__}: {error}"]}
         except BaseException as error:  # noqa: BLE001 - an outcome
             found |= {
-                "outcome": "torch" if is_torchs(error) else "untyped",
+                "outcome": "typed" if is_typed(error) else "torch" if is_torchs(error) else "untyped",
                 "said": [*found["said"], "".join(traceback.format_exception(error)[-6:])],
             }
         found["seconds"] = round(time.monotonic() - began, 2)
@@ -463,7 +469,8 @@ def _copied(state: tuple[list[dict], dict]) -> tuple[list[dict], dict]:
 
 
 def rank_main(folder: Path) -> None:
-    """What each rank runs: the strikes that the driver has written down, from the first that is not played."""
+    """What each rank runs: the strikes that the driver has written down, from the first that is not
+    played."""
     faulthandler.register(signal.SIGUSR1)
     job = json.loads((folder / "job").read_text())
     rank = join()
@@ -482,7 +489,8 @@ def rank_main(folder: Path) -> None:
 
 
 def launch(setup: str, strikes: list[tuple[str, str, int]], folder: Path, patience: float) -> list[dict[str, Any]]:
-    """Plays ``strikes`` on the ranks of a setup until they are through, or cannot go on. What came of each that was begun."""
+    """Plays ``strikes`` on the ranks of a setup until they are through, or cannot go on. What came
+    of each that was begun."""
     world = SETUPS[setup][0]
     (folder / "job").write_text(json.dumps({"setup": setup, "strikes": strikes}))
     with socket.socket() as found:
@@ -538,7 +546,8 @@ def judge(setup: str, strikes: list, folder: Path, ranks: list, hang: str) -> li
             outcome = "hang" if hang else "crash" if crashed or not outcomes <= {"typed", "torch"} else "typed"
         else:
             outcome = next(kind for kind in ("silent", "untyped", "torch", "typed", "same") if kind in outcomes)
-            # Each stage has parameters of its own, and only the one that was struck knows that it did not change them.
+            # Each stage has parameters of its own, and only the one that was struck knows that it
+            # did not change them.
             if outcome == "same" and SETUPS[setup][1] != "stages" and len({line["end"] for line in theirs}) > 1:
                 outcome = "silent"  # some have the old values, and some the new ones
         places = [line["place"] for line in theirs if line is not None and line["place"]]
