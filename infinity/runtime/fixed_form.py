@@ -1,6 +1,8 @@
-"""FixedForm: keeps the form of a wrapped model: which parameters its modules have, on what device and in what dtype.
+"""FixedForm: keeps the form of a wrapped model: which parameters its modules have, on what device
+and in what dtype.
 
-Conversions walk over the modules and change buffers on their way; functions that put something in a parameter's place take that off first.
+Conversions walk over the modules and change buffers on their way; functions that put something in a
+parameter's place take that off first.
 So both are refused where they begin, and not by the first weight that they touch.
 """
 
@@ -26,7 +28,8 @@ class Removable(Protocol):
 
 
 def fix_forms(roots: Iterable[nn.Module]) -> list[Removable]:
-    """Keeps the form of every module of ``roots`` that has managed parameters, its own or in what it contains."""
+    """Keeps the form of every module of ``roots`` that has managed parameters, its own or in what
+    it contains."""
     modules = dict.fromkeys(module for root in roots for module in root.modules())
     holding = [module for module in modules if any(handle_of(param) is not None for param in module.parameters())]
     return [FixedForm(module) for module in holding]
@@ -71,8 +74,8 @@ def _refuse_conversion(fn: Callable[[torch.Tensor], torch.Tensor], params: Itera
 
 
 class FixedParameters(dict):
-    """The parameters of one module by name: a managed one is not taken off, and gets no other name. Inside a forward some modules make
-    their own anew."""
+    """The parameters of one module by name: a managed one is not taken off, and gets no other name.
+    Inside a forward some modules make their own anew."""
 
     def __setitem__(self, name: str, param: Any) -> None:
         if name not in self:

@@ -1,9 +1,12 @@
-"""Apart: keeps the engine's own work out of what a user's operations run in, and refuses passes whose tensors have no bytes.
+"""Apart: keeps the engine's own work out of what a user's operations run in, and refuses passes
+whose tensors have no bytes.
 
-mode        what torch asks in place of the operations of a thread, or around them: counters, selective checkpoints, FakeTensorMode, tracers
+mode        what torch asks in place of the operations of a thread, or around them: counters,
+            selective checkpoints, FakeTensorMode, tracers
 transform   a level of torch.func
 
-Bytes that come from home under a mode would be what the mode makes of them: nothing, under FakeTensorMode, or what it has kept of another time.
+Bytes that come from home under a mode would be what the mode makes of them: nothing, under
+FakeTensorMode, or what it has kept of another time.
 """
 
 from __future__ import annotations
@@ -61,14 +64,16 @@ def is_compiling() -> bool:
 
 
 def has_bytes(tensor: torch.Tensor) -> bool:
-    """Tells whether ``tensor`` has bytes of its own: not one on meta, of FakeTensorMode, or of a transform."""
+    """Tells whether ``tensor`` has bytes of its own: not one on meta, of FakeTensorMode, or of a
+    transform."""
     local = local_of(tensor)
     return not (local.is_meta or isinstance(local, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(local))
 
 
 def refuse_without_bytes(what: str, *, transforms: bool = True) -> None:
-    """Raises UsageError where ``what`` would run on tensors without bytes, or be recorded to run without the engine. ``transforms``: also where
-    a transform has to keep what its backward needs."""
+    """Raises UsageError where ``what`` would run on tensors without bytes, or be recorded to run
+    without the engine. ``transforms``: also where a transform has to keep what its backward
+    needs."""
     if _is_plain() and torch._C._get_tracing_state() is None:
         return
     if (found := _without_bytes(transforms)) is not None:

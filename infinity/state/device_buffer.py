@@ -1,12 +1,16 @@
-"""DeviceBuffer: holds the weights of one shard on the device, and makes its parameters views of them.
+"""DeviceBuffer: holds the weights of one shard on the device, and makes its parameters views of
+them.
 
-The storage of a buffer is emptied and filled again, and not replaced: views that a graph or a module has kept stay valid.
+The storage of a buffer is emptied and filled again, and not replaced: views that a graph or a
+module has kept stay valid.
 
-held    somebody beside the engine refers to the storage: an array of NumPy, an export by DLPack, a view that a module has kept
+held    somebody beside the engine refers to the storage: an array of NumPy, an export by DLPack, a
+        view that a module has kept
 fixed   torch cannot resize the storage any more: NumPy had it, or it was moved to shared memory
 left    the unit is at home, and its memory stays all the same, since it is held
 
-Memory that is held is never freed, and a fixed storage that is not held is replaced by another one, which nobody can tell from it. So nothing
+Memory that is held is never freed, and a fixed storage that is not held is replaced by another one,
+which nobody can tell from it. So nothing
 that is done with weights in a forward can keep the engine from taking a unit home.
 """
 
@@ -31,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceBuffer:
-    """The device's memory of one shard. ``flat`` is the whole of it, and stays the same object. What is asked of its storage is asked
-    while that is accessible."""
+    """The device's memory of one shard. ``flat`` is the whole of it, and stays the same object.
+    What is asked of its storage is asked while that is accessible."""
 
     _has_told = False  # of memory that is left
 
@@ -43,7 +47,8 @@ class DeviceBuffer:
         self._left_sum: int | None = None  # of the bits of memory that is left
 
     def list_in(self, storages: WeightStorages, unit: object) -> None:
-        """Enters its storage, now and whenever another one is taken, into ``storages`` as one of ``unit``."""
+        """Enters its storage, now and whenever another one is taken, into ``storages`` as one of
+        ``unit``."""
         self._storages = storages
         storages.enter(unit, self.flat)
 
@@ -55,7 +60,8 @@ class DeviceBuffer:
 
     @property
     def _is_shown(self) -> bool:
-        """Whether the parameters are views of this buffer: not while they are of another version of the weights."""
+        """Whether the parameters are views of this buffer: not while they are of another version of
+        the weights."""
         with DisableTorchFunction():
             return storage_guard.identity(local_of(self.shard.params[0])) == storage_guard.identity(self.flat)
 
@@ -88,7 +94,8 @@ class DeviceBuffer:
         self._left_sum = None
 
     def empty(self, behind: Event) -> None:
-        """Takes its memory away after what was computed so far and ``behind``. Memory that it cannot take is made inaccessible to torch."""
+        """Takes its memory away after what was computed so far and ``behind``. Memory that it
+        cannot take is made inaccessible to torch."""
         storage_guard.open(self.flat.untyped_storage())
         if self.is_held and not self.is_moved:
             self._leave(behind)
@@ -99,7 +106,8 @@ class DeviceBuffer:
         self._device.resize(self.flat.untyped_storage(), 0, behind=behind)
 
     def _leave(self, behind: Event) -> None:
-        """Leaves the memory to those who hold it, as if they had a copy. The next time it is filled where it is."""
+        """Leaves the memory to those who hold it, as if they had a copy. The next time it is filled
+        where it is."""
         storage = self.flat.untyped_storage()
         if storage.nbytes() and self._left_sum is None:
             self._left_sum = sum_of_bits(self.flat)
@@ -117,7 +125,8 @@ class DeviceBuffer:
             )
 
     def check_left(self) -> None:
-        """Raises UsageError, once, where memory that was left has been written to since: the home does not have that."""
+        """Raises UsageError, once, where memory that was left has been written to since: the home
+        does not have that."""
         if self._left_sum is None:
             return
         storage = self.flat.untyped_storage()
@@ -134,7 +143,8 @@ class DeviceBuffer:
     # --- another storage ---
 
     def _move_to(self, other: torch.UntypedStorage) -> None:
-        """Moves everything of the engine's to ``other``. Cut short, :meth:`align` takes it back: what it goes by comes last."""
+        """Moves everything of the engine's to ``other``. Cut short, :meth:`align` takes it back:
+        what it goes by comes last."""
         is_shown = self._is_shown
         if self._storages is not None:
             self._storages.replace(self.flat, other)
@@ -150,7 +160,8 @@ class DeviceBuffer:
                 view.set_(storage, view.storage_offset(), view.size(), view.stride())
 
     def align(self, *, shows: bool) -> None:
-        """Puts right what an exception left of a move to another storage. ``shows``: makes the parameters views of this buffer."""
+        """Puts right what an exception left of a move to another storage. ``shows``: makes the
+        parameters views of this buffer."""
         if any(storage_guard.identity(view) != storage_guard.identity(self.flat) for view in self._views):
             self._put_views(self.flat.untyped_storage())
         if shows and not self._is_shown:

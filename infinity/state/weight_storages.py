@@ -26,7 +26,8 @@ class WeightStorages:
         }
 
     def find(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor] | None:
-        """Returns the unit of which strided ``tensor`` is a weight, or a part of one, and the buffer that it lies in; None of any other."""
+        """Returns the unit of which strided ``tensor`` is a weight, or a part of one, and the
+        buffer that it lies in; None of any other."""
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return None  # which has no storage
         key = storage_guard.identity(tensor)

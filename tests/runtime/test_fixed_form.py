@@ -1,4 +1,5 @@
-"""The form of a wrapped model is fixed: what would change it is refused before anything has changed, and what asks for a shape only works."""
+"""The form of a wrapped model is fixed: what would change it is refused before anything has
+changed, and what asks for a shape only works."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 def test_a_change_of_form_is_refused_before_anything_changed(home, tmp_path):
-    """Method: each is tried on one model, whose parameters, buffers and names are compared behind it; then it trains and is unwrapped."""
+    """Method: each is tried on one model, whose parameters, buffers and names are compared behind
+    it; then it trains and is unwrapped."""
     model, optimizer = made(home, tmp_path)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     names = [name for name, _ in model.named_parameters()]
@@ -106,7 +108,8 @@ ASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 def test_what_asks_for_a_shape_only_works_at_rest(home, tmp_path):
-    """Method: what these return of parameters at rest, contiguous and not, beside what a plain parameter's do."""
+    """Method: what these return of parameters at rest, contiguous and not, beside what a plain
+    parameter's do."""
     plain = nn.ParameterList([torch.ones(3, 5), torch.ones(5, 4).t()])
     model, _ = infinity.wrap_model(
         nn.ParameterList([p.detach().clone() for p in plain]), None, {"params": home, "nvme_paths": [str(tmp_path)]}
@@ -123,7 +126,8 @@ def test_what_asks_for_a_shape_only_works_at_rest(home, tmp_path):
 
 
 def test_a_mistake_is_refused_at_its_first_question():
-    """Method: the twin of the last; another optimizer's step asks for zeros of a weight's shape, and gets none."""
+    """Method: the twin of the last; another optimizer's step asks for zeros of a weight's shape,
+    and gets none."""
     model, _ = infinity.wrap_model(*trainable(), {"params": "host", "optimizer": "host"})
     other = torch.optim.RMSprop(model.parameters())
     model(torch.ones(1, 4)).sum().backward()

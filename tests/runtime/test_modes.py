@@ -1,6 +1,8 @@
-"""Modes and transforms that a user's operations run in: the engine's own work runs outside of them, and what has no bytes is refused.
+"""Modes and transforms that a user's operations run in: the engine's own work runs outside of them,
+and what has no bytes is refused.
 
-Words used here: **mode** and **transform** as in infinity/state/apart.py. **counting** modes let every operation be.
+Words used here: **mode** and **transform** as in infinity/state/apart.py. **counting** modes let
+every operation be.
 """
 
 from __future__ import annotations
@@ -96,7 +98,8 @@ WITHOUT_BYTES: dict[str, Callable] = {
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 def test_a_pass_without_bytes_is_refused_and_changes_nothing(home, tmp_path):
-    """Method: each is tried on one model, whose values are compared behind it; then it trains as plain torch does that never saw any."""
+    """Method: each is tried on one model, whose values are compared behind it; then it trains as
+    plain torch does that never saw any."""
     model, optimizer = made(home, tmp_path)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for what, run in WITHOUT_BYTES.items():
@@ -117,7 +120,8 @@ def test_a_plain_model_is_asked_the_same(what, tmp_path):
 
 
 class Doubling(TorchDispatchMode):
-    """Doubles what copies and sums return: nothing that a Linear computes, and much of what an engine does."""
+    """Doubles what copies and sums return: nothing that a Linear computes, and much of what an
+    engine does."""
 
     CHANGED = {torch.ops.aten.sum.default, torch.ops.aten.copy_.default, torch.ops.aten.clone.default}
 
@@ -160,7 +164,8 @@ WITH_BYTES: dict[str, Callable[[nn.Module], torch.Tensor]] = {
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 @pytest.mark.parametrize("what", WITH_BYTES)
 def test_modes_see_nothing_of_the_engine(what, home, tmp_path):
-    """Method: a forward and backward in a mode, beside plain torch's; the gradients are equal in bits, and so is what is trained then."""
+    """Method: a forward and backward in a mode, beside plain torch's; the gradients are equal in
+    bits, and so is what is trained then."""
     plain, plain_optimizer = made(None, tmp_path)
     model, optimizer = made(home, tmp_path)
     for each in (plain, model):
@@ -172,7 +177,8 @@ def test_modes_see_nothing_of_the_engine(what, home, tmp_path):
 
 @pytest.mark.parametrize("home", ["device", "host"])
 def test_transforms_that_need_no_graph_are_torchs(home, tmp_path):
-    """Method: vmap without gradients, and batched gradients of an ordinary forward, beside plain torch."""
+    """Method: vmap without gradients, and batched gradients of an ordinary forward, beside plain
+    torch."""
 
     def results(model: nn.Module) -> list[torch.Tensor]:
         with torch.no_grad():

@@ -1,4 +1,5 @@
-"""A weight of another block, in a forward: it comes where a function asks, and is named where none does."""
+"""A weight of another block, in a forward: it comes where a function asks, and is named where none
+does."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def test_a_weight_of_another_block_is_gathered(use, home, tmp_path):
 @pytest.mark.parametrize("use", NOT_ASKING)
 @pytest.mark.filterwarnings("ignore")
 def test_where_no_function_asks_the_weight_is_named(use, home, tmp_path):
-    """Method: a UsageError out of the module call, with the weight's name; then the model trains without that as plain torch does."""
+    """Method: a UsageError out of the module call, with the weight's name; then the model trains
+    without that as plain torch does."""
     model, optimizer = made(NOT_ASKING[use], home, tmp_path)
     with pytest.raises(infinity.UsageError, match=r"one\.weight.*clone\(\)"):
         trained(model, optimizer)
@@ -108,7 +110,8 @@ def test_a_plain_weight_is_used_so(use, tmp_path):
 
 
 def test_another_error_of_a_forward_stays_what_it_is(tmp_path):
-    """Method: the twin; a RuntimeError that is nothing of the engine's comes out as it was raised."""
+    """Method: the twin; a RuntimeError that is nothing of the engine's comes out as it was
+    raised."""
 
     def fails(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("mine")

@@ -1,6 +1,7 @@
 """What holds a weight's memory beyond a forward keeps it, and keeps the engine from nothing.
 
-Words used here: **held** and **fixed** as in infinity/state/device_buffer.py. **inside**: in the forward that owns the weight.
+Words used here: **held** and **fixed** as in infinity/state/device_buffer.py. **inside**: in the
+forward that owns the weight.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def nothing_kept():
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 @pytest.mark.parametrize("export", EXPORTS)
 def test_an_export_of_a_weight_inside_changes_no_bit(export, home, tmp_path):
-    """Method: three steps whose forwards export weights, beside plain torch; then everything that follows a training."""
+    """Method: three steps whose forwards export weights, beside plain torch; then everything that
+    follows a training."""
     plain, plain_optimizer = made(EXPORTS[export], None, tmp_path)
     expected = trained(plain, plain_optimizer)
     KEPT.clear()
@@ -96,7 +98,8 @@ def test_an_export_of_a_weight_inside_changes_no_bit(export, home, tmp_path):
 @pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("export", ["numpy, kept", "dlpack, kept"])
 def test_an_export_keeps_its_values_until_the_next_forward(export, home, tmp_path):
-    """Method: an export of each forward is compared with the weight there, after the unit has gone home and others have come."""
+    """Method: an export of each forward is compared with the weight there, after the unit has gone
+    home and others have come."""
     model, optimizer = made(EXPORTS[export], home, tmp_path)
     values = model.state_dict()["0.weight"].clone()
     model(torch.ones(1, 8)).sum().backward()
@@ -109,7 +112,8 @@ def test_an_export_keeps_its_values_until_the_next_forward(export, home, tmp_pat
 
 
 def test_memory_that_nobody_holds_goes_home(tmp_path):
-    """Method: the twin of the last; after an export that was dropped no memory stays, and another storage is there."""
+    """Method: the twin of the last; after an export that was dropped no memory stays, and another
+    storage is there."""
     model, _ = made(EXPORTS["numpy, dropped"], "host", tmp_path)
     before = model[0].weight.untyped_storage()._cdata, model[2].weight.untyped_storage()._cdata
     model(torch.ones(1, 8)).sum().backward()
@@ -119,7 +123,8 @@ def test_memory_that_nobody_holds_goes_home(tmp_path):
 
 
 def test_a_write_to_an_export_outside_of_a_forward_is_told(tmp_path):
-    """Method: an array of NumPy that a forward has left is written to behind it; the next forward refuses, and the values stand."""
+    """Method: an array of NumPy that a forward has left is written to behind it; the next forward
+    refuses, and the values stand."""
     model, optimizer = made(EXPORTS["numpy, kept"], "host", tmp_path)
     trained(model, optimizer, 1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -132,7 +137,8 @@ def test_a_write_to_an_export_outside_of_a_forward_is_told(tmp_path):
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 def test_sharing_the_memory_of_a_weight_is_refused(home, tmp_path):
-    """Method: share_memory_() inside a forward, whose weight goes on as it was; and then without it."""
+    """Method: share_memory_() inside a forward, whose weight goes on as it was; and then without
+    it."""
     model, optimizer = made(lambda layer, out: print(layer.weight.detach().share_memory_()), home, tmp_path)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(infinity.UsageError, match="Share a copy"):
@@ -146,7 +152,8 @@ def test_sharing_the_memory_of_a_weight_is_refused(home, tmp_path):
 
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_recovery_needs_no_storage_that_others_hold(home, tmp_path):
-    """Method: a forward exports a weight and raises; what follows has the bits of a run without it."""
+    """Method: a forward exports a weight and raises; what follows has the bits of a run without
+    it."""
 
     def struck(layer: nn.Linear, out: torch.Tensor) -> None:
         KEPT.append(layer.weight.detach().numpy())
@@ -163,7 +170,8 @@ def test_recovery_needs_no_storage_that_others_hold(home, tmp_path):
 
 
 def test_what_is_held_is_not_parked(tmp_path):
-    """Method: an array of NumPy over weights at home on the device; park refuses, and parks when it is dropped."""
+    """Method: an array of NumPy over weights at home on the device; park refuses, and parks when it
+    is dropped."""
     model, optimizer = made(EXPORTS["numpy, kept"], "device", tmp_path)
     trained(model, optimizer)
     with pytest.raises(infinity.UsageError, match="clone"):
@@ -185,7 +193,8 @@ HOOKS: dict[str, Callable[[nn.Module, Callable[[], None]], object]] = {
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 @pytest.mark.parametrize("where", HOOKS)
 def test_an_export_in_a_hook_changes_no_bit(where, home, tmp_path):
-    """Method: hooks that were registered behind the wrap keep arrays of weights, of their own layer and of another one."""
+    """Method: hooks that were registered behind the wrap keep arrays of weights, of their own layer
+    and of another one."""
 
     def run(home: str | None) -> tuple[list[float], nn.Module]:
         model, optimizer = made(None, home, tmp_path)
