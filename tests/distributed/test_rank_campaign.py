@@ -29,7 +29,7 @@ def check(setup: str, chosen: list[tuple[str, str, int]]) -> None:
 
 def test_two_ranks_go_on_after_strikes():
     """Injected exceptions and real signals, on one rank or on both, in steps, edits and loads."""
-    check("dp2", strikes("dp2", ["step", "clip", "write", "load"], rank_campaign.HOWS, 10))
+    check("dp2", strikes("dp2", ["step", "clip", "write", "load"], rank_campaign.HOWS, 6))
 
 
 def test_two_stages_go_on_after_strikes():
