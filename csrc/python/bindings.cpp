@@ -553,17 +553,19 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("hooks", &Scopes::hooks)
       .def_readonly("running", &Scopes::running)
       .def_property_readonly("running_here", [](const Scopes& scopes) { return scopes.here().scopes; })
-      .def_property_readonly("tasks_here", [](const Scopes& scopes) { return scopes.here().tasks; })
       .def_property_readonly("is_used_elsewhere", &Scopes::is_used_elsewhere)
+      .def_property_readonly("has_to_wait", &Scopes::has_to_wait)
       .def_readonly("changes", &Scopes::changes)
-      .def_readwrite("waited", &Scopes::waited)
       .def_readwrite("interrupted", &Scopes::interrupted)
-      .def("task", [](const std::shared_ptr<Scopes>& scopes) { return std::make_shared<Task>(scopes); })
+      .def("task",
+           [](const std::shared_ptr<Scopes>& scopes, const py::object& wait) { return std::make_shared<Task>(scopes, wait); },
+           py::arg("wait") = py::none())
       .def("scope",
-           [](const std::shared_ptr<Scopes>& scopes, py::object pack, py::object unpack, py::object wait) {
-             return std::make_shared<Scope>(scopes, std::move(pack), std::move(unpack), std::move(wait));
+           [](const std::shared_ptr<Scopes>& scopes, py::object pack, py::object unpack, py::object wait, py::object prepare) {
+             return std::make_shared<Scope>(scopes, std::move(pack), std::move(unpack), std::move(wait), std::move(prepare));
            },
-           py::arg("pack") = py::none(), py::arg("unpack") = py::none(), py::arg("wait") = py::none());
+           py::arg("pack") = py::none(), py::arg("unpack") = py::none(), py::arg("wait") = py::none(),
+           py::arg("prepare") = py::none());
   shared_class<Task>(m, "Task").def("__call__", [](const Task&) {});
   m.def("insist", &insist, py::arg("work"), py::arg("tries") = 4);
   shared_class<Scope>(m, "Scope")

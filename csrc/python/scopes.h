@@ -10,6 +10,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+#include <map>
 #include <memory>
 #include <thread>
 #include <unordered_map>
@@ -58,6 +60,22 @@ class Scopes {
     return running > mine.scopes || tasks > mine.tasks;
   }
 
+  // Whether this thread, which waits or looks on, may not begin yet: another one has scopes or tasks, or came before it.
+  bool has_to_wait() const {
+    if (is_used_elsewhere()) return true;
+    const auto me = std::this_thread::get_id();
+    const auto mine = std::find_if(waiting_.begin(), waiting_.end(), [me](const auto& each) { return each.second == me; });
+    return mine != waiting_.end() && mine != waiting_.begin();
+  }
+
+  // Where this thread begins something first of all: calls `wait` until it may. What it counts next comes before another can.
+  void wait_for_others(const py::object& wait) {
+    const Count mine = here();
+    if (wait.is_none() || mine.scopes > 0 || mine.tasks > 0) return;
+    const Turn turn(*this);
+    while (has_to_wait()) wait();
+  }
+
   void count(std::thread::id thread, int scopes, int tasks_too) {
     Count& of = of_threads_[thread];
     of.scopes += scopes, of.tasks += tasks_too;
@@ -69,19 +87,31 @@ class Scopes {
   int running = 0;           // scopes that are entered
   int tasks = 0;             // runs of autograd that were told of and are not over
   long changes = 0;          // how often one of either began or ended
-  double waited = 0;         // when a thread last waited for the others; 0 once it has come in
   bool interrupted = false;  // whether an exception left all scopes, or struck inside
 
  private:
+  // A place in the queue of threads that wait, given up however the wait ends.
+  struct Turn {
+    explicit Turn(Scopes& of) : scopes(of), number(of.next_turn_++) {
+      scopes.waiting_.emplace(number, std::this_thread::get_id());
+    }
+    ~Turn() { scopes.waiting_.erase(number); }
+    Scopes& scopes;
+    const long number;
+  };
+
   std::unordered_map<std::thread::id, Count> of_threads_;
+  std::map<long, std::thread::id> waiting_;
+  long next_turn_ = 0;
   const py::object push_, pop_;
   std::unordered_map<std::thread::id, int> hooks_;
 };
 
-// Counts a run of autograd for as long as autograd holds this object, which it calls when the run is over.
+// Counts a run of autograd for as long as autograd holds this object, which it calls when the run is over. `wait`: as a scope's.
 class Task {
  public:
-  explicit Task(std::shared_ptr<Scopes> scopes) : scopes_(std::move(scopes)), thread_(std::this_thread::get_id()) {
+  Task(std::shared_ptr<Scopes> scopes, const py::object& wait) : scopes_(std::move(scopes)), thread_(std::this_thread::get_id()) {
+    scopes_->wait_for_others(wait);
     scopes_->count(thread_, 0, 1);
   }
 
@@ -92,19 +122,26 @@ class Task {
   const std::thread::id thread_;
 };
 
-// One use of a `with` statement, inside which a pair of hooks may be pushed from the start. `wait` is called on the way in
-// while another thread has scopes or tasks.
+// One use of a `with` statement, inside which a pair of hooks may be pushed from the start. On the way in `wait` is called while
+// another thread has scopes or tasks, then `prepare`, when this one has the engine to itself.
 class Scope {
  public:
-  explicit Scope(std::shared_ptr<Scopes> scopes, py::object pack, py::object unpack, py::object wait)
-      : scopes_(std::move(scopes)), pack_(std::move(pack)), unpack_(std::move(unpack)), wait_(std::move(wait)) {}
+  Scope(std::shared_ptr<Scopes> scopes, py::object pack, py::object unpack, py::object wait, py::object prepare)
+      : scopes_(std::move(scopes)), pack_(std::move(pack)), unpack_(std::move(unpack)), wait_(std::move(wait)),
+        prepare_(std::move(prepare)) {}
 
   void enter() {
-    while (!wait_.is_none() && scopes_->is_used_elsewhere()) wait_();
-    hooks_ = scopes_->hooks();
-    if (!pack_.is_none()) scopes_->push_hooks(pack_, unpack_);
+    scopes_->wait_for_others(wait_);
     thread_ = std::this_thread::get_id();
     scopes_->count(thread_, 1, 0);
+    try {
+      if (!prepare_.is_none()) prepare_();
+      hooks_ = scopes_->hooks();
+      if (!pack_.is_none()) scopes_->push_hooks(pack_, unpack_);
+    } catch (...) {
+      scopes_->count(thread_, -1, 0);
+      throw;
+    }
     entered_ = true;
   }
 
@@ -127,7 +164,7 @@ class Scope {
 
  private:
   const std::shared_ptr<Scopes> scopes_;
-  const py::object pack_, unpack_, wait_;
+  const py::object pack_, unpack_, wait_, prepare_;
   std::thread::id thread_;
   int hooks_ = 0;
   bool entered_ = false;

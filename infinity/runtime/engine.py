@@ -42,7 +42,7 @@ from .admission import admit
 from .in_common import InCommon
 from .joined_pass import JoinedPass
 from .older_weights import OlderWeights
-from .one_thread import wait_for_others
+from .one_thread import refuse_at_the_end, wait_for_others
 from .parking import Parking
 from .passes import Passes
 from .prefetch import Prefetcher
@@ -172,15 +172,19 @@ class Engine(Refusals):
         self.store.check_process()
         if self.scopes.running_here or torch._C._current_graph_task_id() != -1:
             return self.scopes.scope()
-        wait = partial(wait_for_others, self.scopes)
-        wait()
+        prepare = partial(self._prepare, repairing=repairing)
+        return self.scopes.scope(wait=partial(wait_for_others, self.scopes), prepare=prepare)
+
+    @torch.compiler.disable  # a compiled function may be what uses the engine
+    def _prepare(self, *, repairing: bool) -> None:
+        """Puts right what an exception left, first of all in a use that is not part of another one."""
+        refuse_at_the_end()
         self.parking.resume()
         self.recover(finishing=not repairing)
         if self._halted is not None and not repairing:
             error = self._halted()
             self.collectives.warn(error)  # other ranks are not to wait for this one
             raise error
-        return self.scopes.scope(wait=wait)
 
     @property
     def is_open(self) -> bool:

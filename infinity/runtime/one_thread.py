@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 from .. import native
 from ..errors import UsageError
 
 PATIENCE = 60.0  # seconds in which other threads neither begin nor end anything: they may be waiting for this one
 PAUSE = 0.0002  # seconds between two looks
-RECENT = 0.01  # seconds since another one's last look, in which it still waits: it is let in first
 
 
 def wait_for_others(scopes: native.Scopes) -> None:
-    """Waits until no other thread uses the engine of ``scopes``. Raises UsageError when those do not come further."""
-    if time.monotonic() - scopes.waited < RECENT:
-        time.sleep(5 * PAUSE)
+    """Waits until no other thread uses the engine of ``scopes`` and none came before. Raises UsageError when others do not come further. Scopes
+    and tasks call it as they are entered, look again, and are counted in the same step."""
     changes, since = scopes.changes, time.monotonic()
-    while scopes.is_used_elsewhere:
-        scopes.waited = time.monotonic()
+    while scopes.has_to_wait:
         time.sleep(PAUSE)
         if scopes.changes != changes:
             changes, since = scopes.changes, time.monotonic()
@@ -35,14 +33,20 @@ def wait_for_others(scopes: native.Scopes) -> None:
                 "another use of this model: one thread uses a wrapped model at a time. Call it from one thread, or from another one only when "
                 "the first has returned."
             )
-    scopes.waited = 0.0
 
 
 def begin_task(scopes: native.Scopes) -> native.Task:
     """Returns what counts a run of autograd for as long as autograd holds it, once no other thread uses the engine. Raises UsageError
     as :func:`wait_for_others` does."""
     # Autograd's own threads, one for each accelerator, work for whoever called backward, maybe inside a scope of theirs.
-    if threading.get_ident() in {thread.ident for thread in threading.enumerate()}:
-        while not scopes.running_here and not scopes.tasks_here and scopes.is_used_elsewhere:
-            wait_for_others(scopes)
-    return scopes.task()
+    of_python = threading.get_ident() in {thread.ident for thread in threading.enumerate()}
+    return scopes.task(partial(wait_for_others, scopes) if of_python else None)
+
+
+def refuse_at_the_end() -> None:
+    """Raises UsageError in a daemon thread while the process ends: the homes are about to go."""
+    main = threading.main_thread()
+    if not main.is_alive() and threading.current_thread() is not main:
+        raise UsageError(
+            f"thread {threading.current_thread().name} uses a wrapped model, and the process ends: join it before that"
+        )

@@ -91,7 +91,8 @@ class Refusals:
 
     def refuse(self, what: str) -> None:
         """Raises UsageError where ``what`` is refused in something that goes on, by the table. What an exception left is put right first."""
-        self.using(repairing=what == "load_checkpoint")  # not entered: an exception in a scope would end what goes on
+        with self.using(repairing=what == "load_checkpoint"):
+            pass  # an exception in here would end what goes on
         refused = REFUSED[what]
         if While.JOINED in refused:
             self.refuse_between(what)

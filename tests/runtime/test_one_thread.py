@@ -43,23 +43,44 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 12) -
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("home", TIERS)
-def test_an_evaluation_in_a_thread_beside_training_changes_no_bit(home, tmp_path):
-    """Twin: the same training alone. The thread evaluates from before the first step until behind the last one."""
+def evaluate(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    with torch.no_grad():
+        assert model(batch(0)).isfinite().all()
+
+
+def read(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    for param in model.parameters():
+        if (grad := param.grad) is not None:
+            grad.norm()
+    model.state_dict()
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    infinity.save_checkpoint(folder / "saved", model, optimizer)
+
+
+@pytest.mark.parametrize(("use", "home"), [*((evaluate, home) for home in TIERS), (read, "host"), (save, "host")])
+def test_a_use_in_a_thread_beside_training_changes_no_bit(use, home, tmp_path):
+    """Twin: the same training alone. The thread goes on from before the first step until behind the last one; all that it is told is
+    typed, a save between a backward and its step, say."""
     found = []
     for beside in (True, False):
         model = seeded(SEED, Stack)
         model, optimizer = infinity.wrap_model(model, adamw(model, 1e-2), at_home(home, home, tmp_path))
-        outputs: list[torch.Tensor] = []
         begun, over = threading.Event(), threading.Event()
+        foreign: list[BaseException] = []
 
-        def evaluate(model=model, outputs=outputs, begun=begun, over=over) -> None:
-            while not over.is_set():
-                with torch.no_grad():
-                    outputs.append(model(batch(0)))
+        def go_on(model=model, optimizer=optimizer, begun=begun, over=over, foreign=foreign) -> None:
+            while not over.wait(0.02):
+                try:
+                    use(model, optimizer, tmp_path)
+                except infinity.InfinityError:
+                    pass
+                except Exception as error:  # noqa: BLE001 - the thread has nobody to raise it to
+                    foreign.append(error)
                 begun.set()
 
-        thread = threading.Thread(target=evaluate)
+        thread = threading.Thread(target=go_on)
         if beside:
             thread.start()
             assert begun.wait(60)
@@ -67,7 +88,7 @@ def test_an_evaluation_in_a_thread_beside_training_changes_no_bit(home, tmp_path
         over.set()
         if beside:
             thread.join(60)
-            assert not thread.is_alive() and all(output.isfinite().all() for output in outputs)
+            assert not thread.is_alive() and foreign == []
         found.append(infinity.unwrap_model(model, optimizer)[0].state_dict())
     assert differing(*found) == []
 
