@@ -259,6 +259,30 @@ def test_ranks_that_are_at_other_steps_are_told(both):
     assert both(work, axis="stages") == ["met"] * 2
 
 
+@pytest.mark.parametrize("agree", [True, False])
+def test_a_step_of_parts_is_written_down_only_where_they_have_the_same(agree):
+    """Where no data ranks meet behind them: as soon as the spans are known, before the meeting returns. Twin: spans that differ."""
+    told: list[str] = []
+
+    class Place:
+        def spans(self, what: str, values: list[int], then: Callable) -> list[tuple[int, int]]:
+            then([(1, 1 if agree else 2)])
+            told.append("met")
+            return [(1, 1 if agree else 2)]
+
+    def check(spans: list[tuple[int, int]]) -> None:
+        if not in_common.agrees(spans):
+            raise UsageError("differ")
+
+    in_common = SimpleNamespace(values=lambda: [1], agrees=lambda spans: all(least == most for least, most in spans), check=check)
+    collectives = Collectives(DataRanks(tensor=Place()))
+    try:
+        collectives.meet_for_step("step()", over_stages=None, trace=[], in_common=in_common, then=lambda: told.append("written"))
+    except UsageError:
+        told.append("refused")
+    assert told == (["written", "met"] if agree else ["met", "refused"])
+
+
 def test_closing_gives_this_thread_its_processors_back_once():
     allowed = frozenset(os.sched_getaffinity(0))
     collectives, one = Collectives(DataRanks(allowed_processors=allowed)), {min(allowed)}
