@@ -62,8 +62,9 @@ def load_folder(path: Any, map_location: Any = None, weights_only: bool | None =
     else:
         files = WeightFiles(folder)
         state = {name: files.read(name) for name in files.tensors}
-    tied = {name: state[first] for name, first in checkpoint.pop(TIED, {}).items()}
-    return checkpoint | {"state_dict": state | tied}
+    tied = checkpoint.pop(TIED, {})
+    state |= {first: state[name] for name, first in tied.items() if name in state}  # a file has any one of them
+    return checkpoint | {"state_dict": state | {name: state[first] for name, first in tied.items()}}
 
 
 saving.pl_load = load_folder

@@ -9,6 +9,7 @@ Members          the parameters that the groups step, read from the groups at ea
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from operator import is_
@@ -24,6 +25,7 @@ from ..state.handle import ParamHandle, handle_of
 from .lent_state import STEP, checked_step
 from .step_target import StepTarget
 
+GONE = "optimizer.state: the optimizer that wrap_model returned is gone, and its state with it"
 Owner = Callable[[], tuple[StepTarget, list[dict[str, Any]]]]  # the engine and the groups
 
 
@@ -65,8 +67,17 @@ class StateEntry(_Shown):
     """The optimizer state of one parameter, as torch's optimizers keep it. Made without ``books`` it is a dict."""
 
     def __init__(self, *args: Any, books: OptimizerBooks | None = None, handle: ParamHandle | None = None):
-        self._books, self._handle = books, handle
+        self._of = None if books is None else weakref.ref(books)  # no cycle: both go with the last reference
+        self._handle = handle
         self.update(*args)
+
+    @property
+    def _books(self) -> OptimizerBooks | None:
+        if self._of is None:
+            return None
+        if (books := self._of()) is None:
+            raise UsageError(GONE)
+        return books
 
     @property
     def _at_home(self) -> tuple[str, ...]:
@@ -123,7 +134,7 @@ class StateEntry(_Shown):
     def part(self) -> None:
         """Makes this a dict of its own, with the values that it shows: another one takes its place."""
         dict.update(self, {name: self[name] for name in self._at_home})
-        self._books = None
+        self._of = None
 
     @property
     def own(self) -> dict[Any, Any]:

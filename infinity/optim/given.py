@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -34,7 +35,7 @@ class Given:
         books.take_own(self.optimizer.state)
         self.optimizer.state.clear()
         self.optimizer.state = books
-        self.optimizer.step = MethodType(_refuse_step, self.optimizer)  # which would write into these books
+        self.optimizer.step = MethodType(_refuse_step, weakref.proxy(self.optimizer))  # it would write into these books
 
     def give_back_step(self) -> None:
         """Lets it step again. A second call does nothing."""
@@ -46,7 +47,7 @@ class Given:
 
 def _refuse_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
     raise UsageError(
-        f"step() of the {type(optimizer).__name__} that was wrapped: it is not the optimizer that wrap_model returned. "
+        f"step() of the {optimizer.__class__.__name__} that was wrapped: it is not the optimizer that wrap_model returned. "
         "Call step() of that one: model, optimizer = infinity.wrap_model(model, optimizer, ...)."
     )
 

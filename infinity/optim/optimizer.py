@@ -24,7 +24,7 @@ from ..gradients.record import refuse_torn
 from ..state.dtensors import is_distributed
 from ..state.handle import handle_of
 from ..state.unit import ParamUnit
-from .books import Members, OptimizerBooks
+from .books import GONE, Members, OptimizerBooks
 from .clipping import clip_factor
 from .given import Given
 from .optimizer_state import OptimizerState
@@ -47,7 +47,7 @@ def _plainly(value: Any) -> Any:
 def _parts(optimizer: weakref.ref[InfinityOptimizer]) -> tuple[StepTarget, list[dict[str, Any]]]:
     """Returns the engine and the groups of an optimizer, which its books do not keep alive."""
     if (alive := optimizer()) is None:
-        raise UsageError("optimizer.state: the optimizer that wrap_model returned is gone, and its state with it")
+        raise UsageError(GONE)
     return alive._engine, alive.param_groups
 
 
@@ -195,8 +195,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             refuse_torn(handle)
         self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
         # A factor of the plan, not a change of the gradients: a step that is cut short can be made again.
-        max_norm = engine.config.max_grad_norm
-        clip = clip_factor(self.total_norm(), max_norm) if max_norm is not None else 1.0
+        clip = 1.0 if (most := engine.config.max_grad_norm) is None else clip_factor(self.total_norm(), most)
         if not begun:
             engine.begin_step()
         version = engine.steps.index if begun else engine.steps.index + 1

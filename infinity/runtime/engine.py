@@ -288,8 +288,6 @@ class Engine(Refusals):
         """Has the running backward end what it holds."""
         self.backward.join()
 
-    # --- what passes ask ---
-
     def release_idle(self) -> None:
         """Sends idle units home where the pass is over."""
         if not self.joined.is_open:
@@ -341,8 +339,6 @@ class Engine(Refusals):
         """Ends a step, whose updates are submitted: the next forward's first units follow them from the disk."""
         self.prefetcher.fetch_ahead(self.schedule.first())
         self.updates.end_step()
-
-    # --- everything ---
 
     def wait_idle(self) -> None:
         """Waits until every byte is at home, what users changed in the optimizer's state too. Raises what went wrong."""

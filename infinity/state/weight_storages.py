@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ class WeightStorages:
     """The storages of all device buffers. Another storage may take the place of one."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[Any, torch.Tensor]] = {}
+        # Weakly: a unit's buffers refer to this object.
+        self._entries: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}
 
     def enter(self, unit: Any, flat: torch.Tensor) -> None:
         """Enters the storage of ``flat``, a device buffer of ``unit``."""
-        self._entries[storage_guard.identity(flat)] = (unit, flat)
+        self._entries[storage_guard.identity(flat)] = (weakref.ref(unit), flat)
 
     def replace(self, flat: torch.Tensor, other: torch.UntypedStorage) -> None:
         """Enters ``other``, which is about to become the storage of ``flat``."""
@@ -32,8 +34,10 @@ class WeightStorages:
             return None  # which has no storage
         key = storage_guard.identity(tensor)
         entry = self._entries.get(key)
-        # An address may be another storage's by now.
-        return entry if entry is not None and self._is_current(key, entry[1]) else None
+        if entry is None or not self._is_current(key, entry[1]):  # an address may be another storage's by now
+            return None
+        unit = entry[0]()
+        return None if unit is None else (unit, entry[1])
 
     @staticmethod
     def _is_current(key: int, flat: torch.Tensor) -> bool:

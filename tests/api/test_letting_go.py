@@ -440,11 +440,11 @@ def holds_the_shards(monkeypatch) -> None:
     class Held(list):
         pass
 
-    def partial(function, store, contents, *rest):
+    def partial(function, scopes, store, contents, *rest):
         own = {id(each) for each in contents}
         shards = Held(each for each in gc.get_objects() if isinstance(each, engines.ParamUnit))
         shards = Held(shard for unit in shards for shard in unit.shards if id(shard.contents) in own)
-        return lambda: (shards.clear(), shut_down(store, contents, *rest))
+        return lambda: (shards.clear(), shut_down(scopes, store, contents, *rest))
 
     real = engines.partial
     monkeypatch.setattr(engines, "partial", lambda function, *args: (partial if function is shut_down else real)(function, *args))

@@ -376,11 +376,11 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(wrong, tmp_p
     else:
         monkeypatch.setattr("transformers.core_model_loading.SplitModulelist.convert", lambda *_, **__: 1 / 0)
     with pytest.raises(infinity.ConfigError):
-        infinity.save_pretrained(model, tmp_path, max_shard_size=size)
+        infinity.save_pretrained(model, tmp_path, max_shard_size=size, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"] and (
         tmp_path / "model.safetensors"
     ).read_text() == "old"
     monkeypatch.undo()
     model.__dict__.pop("hf_quantizer", None)
-    infinity.save_pretrained(model, tmp_path)
+    infinity.save_pretrained(model, tmp_path, overwrite=True)
     assert len(load_file(tmp_path / "model.safetensors")) > 10

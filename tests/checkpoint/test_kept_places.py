@@ -51,9 +51,7 @@ def test_save_pretrained_keeps_another_model(tmp_path):
     assert contents(tmp_path / "other") != before
 
 
-@pytest.mark.parametrize(
-    "name", ["pytorch_model.bin", "model-00001-of-00002.safetensors", "config.json", "adapter_model.safetensors"]
-)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-00001-of-00002.safetensors", "adapter_model.safetensors"])
 def test_save_pretrained_keeps_whatever_is_of_a_model(name, tmp_path):
     """Method: one file of each kind. Twin: a tokenizer's file and a page, which a model's save
     leaves alone."""

@@ -40,6 +40,7 @@ from infinity.api.lay_out import lay_out
 from infinity.forwards import checkpointed
 from infinity.machine.tiers import Tier
 from infinity.planning.activation_choice import ActivationChoice, Measured, choose
+from infinity.planning.memory_plan import BUFFERS
 from infinity.runtime import activation_store
 from infinity.runtime.registry import wrapped
 
@@ -73,7 +74,8 @@ def wrap(model: nn.Module, choice: str | None, *, spare: int | None = None, host
     if choice:
         planned, _ = lay_out(model, optimizer, Config.make(config))
         spare = (1 << 24 if choice == "kept" else 0) if spare is None else spare
-        config["device_memory"] = planned.planned_nbytes(Tier.DEVICE) + spare
+        buffers = planned.terms[Tier.HOST].get(BUFFERS, 0) if host is None else 0  # the device's where its budget alone is given
+        config["device_memory"] = planned.planned_nbytes(Tier.DEVICE) + buffers + spare
         config["host_memory"] = None if host is None else planned.planned_nbytes(Tier.HOST) + host
     model, optimizer = infinity.wrap_model(model, optimizer, config)
     if choice:

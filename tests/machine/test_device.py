@@ -215,6 +215,8 @@ def test_the_share_is_where_both_are_done_together(kernels):
 
 def races_of(monkeypatch, config, kernels=None, **how):
     """What the detector finds in a run, and how often the host stood still in its last step."""
+    # The detector is a mode that has to see the engine's own work.
+    monkeypatch.setattr("infinity.state.apart._is_plain", lambda: True)
     with detecting(monkeypatch, kernels) as detector:
         model, optimizer = infinity.wrap_model(*a_model(), config)
         with Watch(detector()):

@@ -156,8 +156,11 @@ def test_bad_input_is_a_usage_error(stand_in):
         stand_in.step(wrong, weight=0, grad=0, runs=[])
     right = native.Layout(rule=native.Rule.ADAMW, weight=native.DType.FLOAT32, master=native.Master.OWN,
                           grad=native.DType.FLOAT32, moments=native.DType.FLOAT32)  # fmt: skip
+    runs = [native.Run(2, 8, native.Hyperparameters())]
+    with pytest.raises(UsageError, match="an array for each of its moments"):
+        stand_in.step(right, weight=0, grad=0, exp_avg=64, runs=runs)
     with pytest.raises(UsageError, match="multiple of 4"):
-        stand_in.step(right, weight=0, grad=0, runs=[native.Run(2, 8, native.Hyperparameters())])
+        stand_in.step(right, weight=0, grad=0, exp_avg=64, exp_avg_sq=64, runs=runs)
 
 
 def test_the_module_for_gpus_is_built_where_there_is_a_compiler():

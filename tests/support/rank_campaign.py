@@ -572,7 +572,7 @@ def play(setup: str, strikes: list[tuple[str, str, int]], patience: float = 10) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, among in (("setups", SETUPS), ("operations", OPERATIONS), ("hows", HOWS)):
         parser.add_argument(f"--{name}", default=",".join(among))
     parser.add_argument("--strikes", type=int, default=5000, help="that hit, in all")

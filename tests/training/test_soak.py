@@ -129,7 +129,7 @@ def play(
                 seen.append(params[first].detach().clone())
         if step["reload"]:
             optimizer.zero_grad()
-            infinity.save_checkpoint(folder / "checkpoint", model, optimizer, extra={"number": number})
+            infinity.save_checkpoint(folder / "checkpoint", model, optimizer, extra={"number": number}, overwrite=True)
             assert infinity.load_checkpoint(folder / "checkpoint", model, optimizer) == {"number": number}
     state = {name: value.clone() for name, value in model.state_dict().items()}
     moments = {f"{i}.{key}": value.clone() for i, of_one in optimizer.state_dict()["state"].items()
