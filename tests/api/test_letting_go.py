@@ -447,7 +447,9 @@ def holds_the_shards(monkeypatch) -> None:
         return lambda: (shards.clear(), shut_down(scopes, store, contents, *rest))
 
     real = engines.partial
-    monkeypatch.setattr(engines, "partial", lambda function, *args: (partial if function is shut_down else real)(function, *args))
+    monkeypatch.setattr(
+        engines, "partial", lambda function, *args, **how: (partial if function is shut_down else real)(function, *args, **how)
+    )
 
 
 @pytest.mark.parametrize(

@@ -571,7 +571,6 @@ def test_models_on_meta_are_the_first_ranks(two):
     ("budget everywhere", "CapacityError", "host_memory is 500 B"),
     ("bad model", "", "the optimizer has a parameter"),
     ("folder", "", "no folder /nowhere"),
-    ("mesh", "ConfigError", "both have a parameter"),
     ("axis", "ConfigError", "axes must be named dp_replicate, dp, dp_shard"),
 ])  # fmt: skip
 def test_what_one_rank_gets_wrong_is_an_error_on_all_and_the_next_wrap_works(two, what, kind, said):

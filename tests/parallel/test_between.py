@@ -90,13 +90,14 @@ def test_a_schedule_is_refused_after_an_exception_between_its_messages(monkeypat
     def complains() -> None:
         raise ValueError("arguments")
 
+    engine = SimpleNamespace(collectives=SimpleNamespace(warn=lambda error: None))
     for work, ranks, is_refused in ((_step_microbatches, 2, True), (complains, 2, False), (_step_microbatches, 1, False)):
         monkeypatch.setattr(schedules.dist, "get_world_size", lambda group, ranks=ranks: ranks)
         schedule = SimpleNamespace()
         with pytest.raises((KeyboardInterrupt, ValueError)), schedules._noting_cuts(schedule, [SimpleNamespace(group=None)]):
             work()
         if not is_refused:
-            schedules._refuse_cut_short(schedule)
+            schedules._refuse_cut_short(schedule, engine)
             continue
         with pytest.raises(infinity.UsageError, match="new process group"):
-            schedules._refuse_cut_short(schedule)
+            schedules._refuse_cut_short(schedule, engine)

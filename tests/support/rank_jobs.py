@@ -679,8 +679,6 @@ def refused(what: str) -> dict[str, Any]:
         config |= {"params": "nvme", "nvme_paths": ["/nowhere" if rank == 1 else "."]}
     elif what == "bad model" and rank == 1:
         optimizer = torch.optim.AdamW(build().parameters())
-    elif what == "mesh":
-        arguments["mesh"] = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
     elif what == "axis":
         arguments["mesh"] = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "x"))
     try:
