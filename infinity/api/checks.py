@@ -68,7 +68,8 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
             )
     _check_storages(names)
     if optimizer is not None:
-        check_expected(optimizer, config.expects_optimizer)
+        expected = config.expects_optimizer
+        check_expected(optimizer, expected if expected is None else dict(expected).items())
         _check_optimizer(optimizer, names, config)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import nn
@@ -153,10 +154,10 @@ class Materialized:
             module._buffers[name] = buffer
         for tensor, before in self._overwritten:
             tensor.detach().copy_(before)
-        for part, before in self._noted:
+        for part, noted in self._noted:
             for key in NOTED & part.__dict__.keys():
                 del part.__dict__[key]
-            part.__dict__.update(before)
+            part.__dict__.update(noted)
 
     def _make_real(self, unfilled: set[torch.Tensor]) -> set[torch.Tensor]:
         """Makes every meta tensor a real one, managed parameters without storage. Returns the real ones of ``unfilled``."""
@@ -189,7 +190,7 @@ class Materialized:
         """Streams what the file has as the model does. ``renamed``: the model's names -> the file's."""
         targets = dict(_targets(self._model))
         own = {origin: targets[name] for name, origin in renamed.items()}
-        managed = {origin: tensor for origin, tensor in own.items() if self._goes_home(tensor)}
+        managed = {origin: cast(nn.Parameter, tensor) for origin, tensor in own.items() if self._goes_home(tensor)}
         self.sent |= set(managed.values())
         for piece in files.stream(own, {origin: home.span(param) for origin, param in managed.items()}):
             self._take(own[piece.name], piece.begin, piece.values, home)
@@ -198,7 +199,7 @@ class Materialized:
     def _convert(self, sources: dict[str, Source], home: Home) -> None:
         """Reads what transformers makes of the file's tensors, those that come together one after the other."""
         targets = dict(_targets(self._model))
-        self.sent |= {targets[name] for name in sources if self._goes_home(targets[name])}
+        self.sent |= {cast(nn.Parameter, targets[name]) for name in sources if self._goes_home(targets[name])}
         for name, source in sources.items():
             flat = source.read().reshape(-1)
             for begin in range(0, flat.numel(), PIECE_ELEMENTS):
@@ -207,7 +208,7 @@ class Materialized:
     def _take(self, tensor: torch.Tensor, begin: int, values: torch.Tensor, home: Home) -> None:
         """Takes elements of ``tensor`` from ``begin`` on, home where they have one."""
         if tensor in self.sent:
-            home.send(tensor, begin, values, drawn=False)
+            home.send(cast(nn.Parameter, tensor), begin, values, drawn=False)
             return
         if tensor not in self._real:
             self._real.add(tensor)

@@ -66,9 +66,9 @@ class Machine:
             known = ", ".join(sorted(each.stem for each in MACHINES.glob("*.toml")))
             raise ConfigError(f"--machine {given}: {error}. Give a TOML file, or one of {known}") from None
         values = {(part, key): _value(found, part, key, given) for part, keys in FIELDS.items() for key in keys}
-        known = isinstance(found["devices"], dict) and "bandwidth" in found["devices"]
+        has_rate = isinstance(found["devices"], dict) and "bandwidth" in found["devices"]
         return cls(
-            device_bandwidth=_value(found, "devices", "bandwidth", given) if known else None,
+            device_bandwidth=_value(found, "devices", "bandwidth", given) if has_rate else None,
             name=str(found.get("name", given)), devices=int(values["devices", "count"]), device_memory=int(values["devices", "memory"]),
             device_flops=values["devices", "flops"] * values["devices", "efficiency"], host_memory=int(values["host", "memory"]),
             host_bandwidth=values["host", "bandwidth"], checksum_rate=values["host", "checksum"], disks=int(values["disks", "count"]),
@@ -140,7 +140,7 @@ def predict_cluster(
         / machine.disks,
         "meetings": MEETINGS * 2 * max(1, math.ceil(math.log(ranks, CHILDREN))) * machine.latency if ranks > 1 else 0.0,
     }
-    assumptions = (
+    assumptions: tuple[str, ...] = (
         f"{machine.name}: rates of the machine file, which names its sources; devices reach {machine.device_flops / 1e12:.0f} TFLOP/s",
         "one rank for each device, all of them data ranks (ZeRO-3); every disk has an equal part of the state",
         f"rings: each rank receives all but its own part, in {ranks - 1} messages a collective, {machine.latency * 1e6:g} us each between nodes",

@@ -39,6 +39,9 @@ class Averaged(Running, Protocol):
     def step_index(self) -> int:
         """Optimizer steps that were made."""
 
+    def refuse(self, what: str) -> None:
+        """Raises UsageError where ``what`` is refused in something that goes on."""
+
     def refuse_averaged(self, what: str) -> None:
         """Raises UsageError while the model has the averages for its weights."""
 
