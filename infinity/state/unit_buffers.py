@@ -72,9 +72,14 @@ class UnitBuffers:
         """Whether the weights as they are now can be gathered inside the machine."""
         return self._second_version == self.version
 
+    @cached_property  # asked for every unit that may come next, at each use of one
+    def lies_on_disk(self) -> bool:
+        """Whether the weights' home is NVMe."""
+        return any(shard.weight.tier is Tier.NVME for shard in self.shards)
+
     @property
     def is_staged_from_disk(self) -> bool:
-        return not self.has_second_slice and any(shard.weight.tier is Tier.NVME for shard in self.shards)
+        return self.lies_on_disk and not self.has_second_slice
 
     def attach(self) -> None:
         """Makes every parameter a view of its shard's device buffer. The values must already be at home. Nothing here can fail
