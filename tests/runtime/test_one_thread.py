@@ -8,7 +8,7 @@ from pathlib import Path
 import prepared
 import pytest
 import torch
-from models import TIERS, at_home, differing, seeded
+from models import TIERS, at_home, differing, in_child, seeded
 from runs import adamw
 from torch import nn
 
@@ -97,6 +97,11 @@ def test_threads_that_would_wait_for_each_other_get_an_error(monkeypatch):
     """Method: a forward waits for a thread that calls the same model; that one is refused, the forward goes on. Twin: the same call when the
     forward has returned."""
     monkeypatch.setattr(one_thread, "PATIENCE", 0.1)
+    # A worker of pytest's may run tests outside of the main thread; a child's is this one.
+    in_child(_threads_that_would_wait)
+
+
+def _threads_that_would_wait() -> None:
     model, plain = seeded(SEED, Stack), seeded(SEED, Stack)
     model, optimizer = infinity.wrap_model(model, adamw(model, 1e-2), {"params": "host", "optimizer": "host"})
     errors: list[Exception] = []
