@@ -81,6 +81,6 @@ class Schedule:
     def _expected(self, backward: bool) -> Iterator[int]:
         expected = self._traces.get(self._kind)
         if expected is not None:
-            yield from expected[self._position :]
+            yield from (expected[position] for position in range(self._position, len(expected)))
         elif backward:  # the first backward: the forward, reversed
             yield from reversed(self._current)

@@ -19,7 +19,7 @@ from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
-from ..planning.lookahead import LookAhead
+from ..planning.lookahead import DEEPEST, LookAhead
 from ..planning.schedule import Schedule
 from ..state.apart import apart
 from ..state.journal import Journal
@@ -32,6 +32,7 @@ from .window import Window
 COPIES_AHEAD = 2  # units on their way to the device beside the one that computes
 # The same with other ranks in a forward, whose units may still be stepped: each is waited for before the compute starts.
 GATHERS_AHEAD = 1
+REACH = 4 * DEEPEST  # of the units that come, those among which the next ones from disk are looked for
 
 
 class Prefetcher:
@@ -53,6 +54,7 @@ class Prefetcher:
         journal: Journal,
     ):
         self.units, self.schedule = units, schedule
+        self._reads_disk = any(unit.lies_on_disk for unit in units)
         self._store, self._ledger, self._journal = store, ledger, journal
         self._window, self._slots = Window(window_nbytes), StagingSlots(units, store)
         # Beside a device that computes by itself the host does not see how long that takes.
@@ -68,6 +70,7 @@ class Prefetcher:
     def add(self, units: Sequence[ParamUnit]) -> None:
         """Moves ``units``, too: those that come are numbered from the last one on. Where no budget limits the device they have room of their own."""
         self.units = [*self.units, *units]
+        self._reads_disk = any(unit.lies_on_disk for unit in self.units)
         if self._ledger.accounts[Tier.DEVICE].budget_nbytes is None:
             self._window.widen(sum(unit.weight_nbytes for unit in units))
         self._slots = StagingSlots(self.units, self._store)
@@ -240,8 +243,10 @@ class Prefetcher:
 
     def fetch_ahead(self, upcoming: Iterable[int]) -> None:
         """Starts reading the next units that come from disk, as far as the staging pool reaches."""
+        if not self._reads_disk:
+            return
         ahead = 0
-        for index in upcoming:
+        for index in islice(upcoming, REACH):
             unit = self.units[index]
             if ahead >= self.look_ahead.depth:
                 return
@@ -286,14 +291,21 @@ class Prefetcher:
 
     def _finds_room(self, unit: ParamUnit, coming: Sequence[ParamUnit]) -> bool:
         """Whether ``unit`` fits the window, ahead of its use, once others that are idle and not ``coming`` have made room."""
-        idle = [other for other in self._idle() if other not in coming and not self._ranks.keeps_weights]
-        while (is_full := self._resident_nbytes() + unit.weight_nbytes > self._window.nbytes) and idle:
-            self._evict(idle.pop(0))
-        return not is_full
+        if self._fits(unit):
+            return True
+        for other in self._idle() if not self._ranks.keeps_weights else ():
+            if other not in coming:
+                self._evict(other)
+                if self._fits(unit):
+                    return True
+        return False
+
+    def _fits(self, unit: ParamUnit) -> bool:
+        return self._resident_nbytes() + unit.weight_nbytes <= self._window.nbytes
 
     def _make_room(self, unit: ParamUnit) -> None:
         """Evicts idle units, then ones that the backward can do without for now, until ``unit`` fits the window."""
-        while self._resident_nbytes() + unit.weight_nbytes > self._window.nbytes:
+        while not self._fits(unit):
             idle = self._idle()
             if idle:
                 self._evict(idle[0])

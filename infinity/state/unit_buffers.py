@@ -52,7 +52,7 @@ class UnitBuffers:
         """The whole device buffers, one for each shard."""
         return [buffer.flat for buffer in self.buffers]
 
-    @property
+    @cached_property
     def weight_nbytes(self) -> int:
         """Bytes on the device while resident, and in staging while staged."""
         return sum(shard.weight_nbytes for shard in self.shards)

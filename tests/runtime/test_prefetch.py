@@ -25,7 +25,7 @@ FLEETING = {Residency.FETCHING: ["drop"], Residency.STAGED: ["drop"], Residency.
 class Unit:
     """One that notes what is asked of it."""
 
-    index, name, weight_nbytes, stays = 0, "a unit", 8, False
+    index, name, weight_nbytes, stays, lies_on_disk = 0, "a unit", 8, False, False
 
     def __init__(self, residency: Residency):
         self.residency, self.asked, self.older = residency, [], None
@@ -66,7 +66,8 @@ class Gathered(Unit):
 
     def __init__(self, index: int, asked: list[tuple[str, int]], *, on_disk: bool = False):
         super().__init__(Residency.STAGED if on_disk else Residency.STORED)
-        self.index, self.is_staged_from_disk, self.shards, self.asked = index, on_disk, (), asked
+        self.index, self.shards, self.asked = index, (), asked
+        self.is_staged_from_disk = self.lies_on_disk = on_disk
         self.arriving, self.copies_while_fetching = PAST, False
 
     def start_gather(self, store, ledger, *, offered: int = 0) -> int:
