@@ -44,15 +44,16 @@ void ThreadPool::run(const std::function<void(int)>& work) {
 }
 
 void ThreadPool::for_range(std::size_t begin, std::size_t end, std::size_t grain,
-                           const std::function<void(std::size_t, std::size_t)>& work) {
+                           const std::function<void(std::size_t, std::size_t)>& work, int most) {
   if (begin >= end) return;
   const std::size_t count = end - begin;
-  if (workers_.empty() || count <= grain) return work(begin, end);
+  if (workers_.empty() || most == 1 || count <= grain) return work(begin, end);
   // More pieces than threads, taken as they are ready: a thread whose processor does something else holds nobody up.
   const std::size_t pieces = kPiecesPerThread * static_cast<std::size_t>(thread_count());
   const std::size_t share = round_up((count + pieces - 1) / pieces, grain);
   std::atomic<std::size_t> next{0};
-  run([&](int) {
+  run([&](int part) {
+    if (most > 0 && part >= most) return;
     for (std::size_t from; (from = begin + share * next++) < end;) work(from, std::min(end, from + share));
   });
 }

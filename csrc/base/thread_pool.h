@@ -24,9 +24,9 @@ class ThreadPool {
   void run(const std::function<void(int part)>& work);
 
   // Splits [begin, end) into pieces, a few per thread, cut at multiples of `grain` from `begin`, and runs
-  // work(begin, end) on each.
+  // work(begin, end) on each. `most`: threads that take pieces, 0 for all.
   void for_range(std::size_t begin, std::size_t end, std::size_t grain,
-                 const std::function<void(std::size_t, std::size_t)>& work);
+                 const std::function<void(std::size_t, std::size_t)>& work, int most = 0);
 
  private:
   void worker(int part);

@@ -514,12 +514,12 @@ void bind_update(py::module_& m) {
       .def_readonly("ticket", &UnitUpdate::ticket);
   shared_class<Updater>(m, "Updater")
       .def(py::init([](std::shared_ptr<IoEngine> engine, Address address, std::size_t nbytes, int slot_count,
-                       int thread_count, std::shared_ptr<Region> owner, bool checksums) {
+                       int thread_count, std::shared_ptr<Region> owner, bool checksums, bool measured) {
              return kept_in_children(new Updater(std::move(engine), Span{at(address), nbytes}, slot_count, thread_count,
-                                                 std::move(owner), checksums));
+                                                 std::move(owner), checksums, measured));
            }),
            py::arg("engine"), py::arg("address"), py::arg("nbytes"), py::arg("slot_count"), py::arg("thread_count"),
-           py::arg("owner") = nullptr, py::arg("checksums") = true)
+           py::arg("owner") = nullptr, py::arg("checksums") = true, py::arg("measured") = false)
       .def("submit", &Updater::submit, py::arg("update"), py::call_guard<py::gil_scoped_release>())
       .def("submit_all", &Updater::submit_all, py::arg("updates"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("step_seconds", [](const Updater& u) { return u.totals().step_seconds; })

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <mutex>
 #include <numeric>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -228,6 +229,23 @@ TEST(base, thread_pool_uses_all_its_threads) {
   pool.run([&](int part) { ids[part] = std::this_thread::get_id(); });
   CHECK(ids[0] == std::this_thread::get_id());
   CHECK(ids[1] != ids[0] && ids[2] != ids[0] && ids[1] != ids[2]);
+}
+
+TEST(base, thread_pool_leaves_threads_out) {
+  // A range with at most one, two and three of three threads: each element once, by no more threads than that.
+  ThreadPool pool(3);
+  for (int most = 1; most <= 3; ++most) {
+    std::mutex mutex;
+    std::set<std::thread::id> seen;
+    std::vector<int> counts(1000);
+    pool.for_range(0, counts.size(), 1, [&](std::size_t begin, std::size_t end) {
+      for (std::size_t i = begin; i < end; ++i) ++counts[i];
+      std::lock_guard<std::mutex> lock(mutex);
+      seen.insert(std::this_thread::get_id());
+    }, most);
+    CHECK(static_cast<int>(seen.size()) <= most, seen.size(), " threads of at most ", most);
+    CHECK(std::all_of(counts.begin(), counts.end(), [](int count) { return count == 1; }));
+  }
 }
 
 TEST(base, thread_pool_without_threads_is_refused) {

@@ -449,6 +449,38 @@ TEST_OF_BACKENDS(update, an_updater_that_is_destroyed_finishes_what_it_was_given
   }
 }
 
+TEST(update, as_many_threads_step_as_are_worth_it) {
+  // Steps chunks whose seconds are given by a rule, until the size is settled and once round again: the fastest size, of
+  // two alike the smaller one, and no size tried below one that is slower. Chunks too small to tell are not counted.
+  struct Case {
+    const char* machine;
+    int most;
+    double (*seconds)(int threads);
+    int expected, least_tried;
+  };
+  const Case cases[] = {
+      {"every thread counts", 8, [](int threads) { return 1.0 / threads; }, 8, 4},
+      {"two threads of one core", 2, [](int threads) { return threads == 2 ? 1.1 : 1.0; }, 1, 1},
+      {"a memory that four fill", 16, [](int threads) { return 1.0 / std::min(threads, 4); }, 4, 2},
+      {"one processor", 1, [](int) { return 1.0; }, 1, 1},
+      {"an odd number", 6, [](int threads) { return threads > 3 ? 0.5 : 1.0 / threads; }, 3, 1},
+  };
+  for (const Case& each : cases) {
+    TeamSize size(each.most);
+    int least_tried = each.most;
+    for (int round = 0; round < 2; ++round)
+      for (int chunk = 0; chunk < TeamSize::kChunksBetween + 30; ++chunk) {
+        const int threads = size.next(TeamSize::kLeastElements);
+        least_tried = std::min(least_tried, threads);
+        size.note(TeamSize::kLeastElements, each.seconds(threads));
+        size.note(TeamSize::kLeastElements - 1, 1e-9);
+      }
+    CHECK(size.next(TeamSize::kLeastElements) == each.expected, each.machine, ": ", size.next(TeamSize::kLeastElements));
+    CHECK(size.next(1) == each.expected);
+    CHECK(least_tried == each.least_tried, each.machine, ": ", least_tried);
+  }
+}
+
 TEST(update, unusable_updates_are_refused_and_change_nothing) {
   // Counts, extents, runs and slots that do not fit together; then one that does.
   const Disk disk("threads");

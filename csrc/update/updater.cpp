@@ -110,7 +110,7 @@ void check_update(const UnitUpdate& update, const Kernel& kernel) {
 }  // namespace
 
 Updater::Updater(std::shared_ptr<IoEngine> engine, Span slots, int slot_count, int thread_count,
-                 std::shared_ptr<void> owner, bool checksums)
+                 std::shared_ptr<void> owner, bool checksums, bool measured)
     : engine_(std::move(engine)),
       slots_(slots),
       slot_nbytes_(slot_count ? round_down(slots.nbytes / slot_count, kBlockNbytes) : 0),
@@ -119,6 +119,7 @@ Updater::Updater(std::shared_ptr<IoEngine> engine, Span slots, int slot_count, i
       slot_saves_(slot_count),
       slot_taken_(slot_count),
       pool_(thread_count) {
+  if (measured) team_size_.emplace(pool_.thread_count());
   INFINITY_REQUIRE(engine_, "an updater needs an I/O engine");
   INFINITY_REQUIRE(slot_count == 0 || is_aligned(slots.data, kBlockNbytes), "the slots are not aligned to ",
                    kBlockNbytes, " bytes");
@@ -442,14 +443,17 @@ void Updater::step(Chunk& chunk) {
   std::vector<Constants> constants;
   for (const Run& run : update.runs) constants.push_back(prepare(update.layout.rule, run.hyper));
   Failure failure;
+  const int threads = team_size_ ? team_size_->next(chunk.end - chunk.begin) : 0;
+  const auto start = Clock::now();
   pool_.for_range(chunk.begin, chunk.end, grain, [&](std::size_t begin, std::size_t end) {
     try {
       for (std::size_t at = begin; at < end; at += grain) step_tile(chunk, constants, at, std::min(at + grain, end));
     } catch (...) {
       failure.set(std::current_exception());
     }
-  });
+  }, threads);
   if (const auto error = failure.get()) std::rethrow_exception(error);
+  if (team_size_) team_size_->note(chunk.end - chunk.begin, seconds_since(start));
   for (const Role& role : kRoles)
     if (Extent* const target = target_of(update, role)) target->set_version(update.version);
 }

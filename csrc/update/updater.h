@@ -18,6 +18,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -28,6 +29,7 @@
 #include "io/engine.h"
 #include "io/extent.h"
 #include "io/ticket.h"
+#include "update/team_size.h"
 
 namespace infinity {
 
@@ -68,9 +70,10 @@ struct UpdaterEvent {
 class Updater {
  public:
   // `slots` is slot_count equal parts of staging memory, empty when every home is memory; `owner` keeps that memory.
-  // Without `checksums` what is loaded is not verified, and what is saved not summed.
+  // Without `checksums` what is loaded is not verified, and what is saved not summed. With `measured` as many of the
+  // threads step as were found to be worth it.
   Updater(std::shared_ptr<IoEngine> engine, Span slots, int slot_count, int thread_count,
-          std::shared_ptr<void> owner = nullptr, bool checksums = true);
+          std::shared_ptr<void> owner = nullptr, bool checksums = true, bool measured = false);
   ~Updater();  // finishes what was submitted
   Updater(const Updater&) = delete;
   Updater& operator=(const Updater&) = delete;
@@ -186,6 +189,7 @@ class Updater {
   std::vector<bool> slot_taken_;
   std::vector<std::shared_ptr<Job>> unfinished_;  // started, not at home yet
   ThreadPool pool_;
+  std::optional<TeamSize> team_size_;  // none: all threads
   const int process_ = getpid();
 
   mutable std::mutex mutex_;

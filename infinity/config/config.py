@@ -72,8 +72,9 @@ class Config:
         What computes: ``"cuda"``, ``"cuda:1"``, ``"cpu"``. None: where the model's parameters are; the CPU for one on ``meta``.
         Buffers, and parameters that the engine does not move, are moved there.
     update_threads
-        Threads of the optimizer's kernels; None: as many as torch computes with, but no more than this rank's part of the processors; under torchrun,
-        which tells torch to compute with one, that part.
+        Threads of the optimizer's kernels. None: at most as many as torch computes with, and as
+        this rank's part of the processors; under torchrun, which tells torch to compute with one,
+        that part. The first steps measure whether fewer are as fast, and then fewer are used.
     speculate
         Whether units are updated in the backward already, as if clipping will not change their gradients; where it does, the
         update is made again from the state that was kept. The bits are the same. It takes room for a second copy of

@@ -44,9 +44,10 @@ def begin_task(scopes: native.Scopes) -> native.Task:
 
 
 def refuse_at_the_end() -> None:
-    """Raises UsageError in a daemon thread while the process ends: the homes are about to go."""
+    """Raises UsageError in a daemon thread while the process ends: the homes are about to go. The
+    process waits for every other thread."""
     main = threading.main_thread()
-    if not main.is_alive() and threading.current_thread() is not main:
+    if threading.current_thread().daemon and not main.is_alive():
         raise UsageError(
             f"thread {threading.current_thread().name} uses a wrapped model, and the process ends: join it before that"
         )

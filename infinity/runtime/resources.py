@@ -137,6 +137,7 @@ class Resources:
             self._config.update_threads or processors.for_updates(torch.get_num_threads()),
             owner=slots,
             checksums=bool(self._config.checksums),
+            measured=self._config.update_threads is None,
         )
 
     def make_activations(self) -> ActivationStore | None:

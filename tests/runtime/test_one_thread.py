@@ -148,6 +148,26 @@ def evaluate():
 threading.Thread(target=evaluate, daemon=True).start()
 assert begun.wait(60)
 """
+BEYOND_MAIN = """
+import sys, threading, torch, infinity
+from torch import nn
+
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+config = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [sys.argv[1]]}
+model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+
+def train():
+    main = threading.main_thread()
+    while main.is_alive():
+        main.join(0.05)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+    print("steps made:", infinity.stats(model).steps)
+
+threading.Thread(target=train).start()
+"""
 
 
 def test_a_thread_that_evaluates_as_the_process_ends_does_not_abort_it(tmp_path: Path):
@@ -155,4 +175,11 @@ def test_a_thread_that_evaluates_as_the_process_ends_does_not_abort_it(tmp_path:
     done = prepared.run("-c", AT_THE_END, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Fatal" not in done.stderr and "terminate" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_thread_that_the_process_waits_for_trains_on_when_the_main_thread_is_over(tmp_path: Path):
+    """In a child. The twin is the test above: nobody waits for that thread."""
+    done = prepared.run("-c", BEYOND_MAIN, tmp_path)
+    assert done.returncode == 0 and "steps made: 3" in done.stdout, done.stderr
     assert list(tmp_path.iterdir()) == []
