@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 
@@ -118,13 +118,14 @@ class GradValues:
         record.norm = order, norm.clone()
         return norm.to(handle.shard.spec.grad_dtype)
 
-    def total_norm(self, order: float) -> torch.Tensor:
-        """Computes the norm of all gradients together, in fp32: the same bits on every rank.
+    def total_norm(self, order: float, *, among: Container[ParamHandle]) -> torch.Tensor:
+        """Computes the norm of the gradients of ``among`` together, in fp32: the same bits on every
+        rank.
 
         Each element counts once: of what the ranks of a mesh hold in common, the first one's.
         """
         self.norms.ask(order)
-        handles = [handle for handle in self._handles if handle.grad.state is not GradState.ABSENT]
+        handles = [handle for handle in self._handles if handle.grad.state is not GradState.ABSENT and handle in among]
         everyones = self._norms_here(handles, order) if handles else torch.zeros(0, dtype=torch.float32, device=self.device.where)
         if (stages := self.ranks.stages) is None:
             return torch.linalg.vector_norm(everyones, order)

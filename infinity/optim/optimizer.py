@@ -240,8 +240,9 @@ class InfinityOptimizer(torch.optim.Optimizer):
             total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
             return total.full_tensor() if is_distributed(total) else total
         with engine.using():
+            self.read_groups()
             engine.gradients.average()
-            total = engine.gradients.total_norm(float(norm_type))
+            total = engine.gradients.total_norm(float(norm_type), among=self._members.group_of)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped")
         return total

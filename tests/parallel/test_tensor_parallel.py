@@ -64,6 +64,7 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
         }  # fmt: skip
         jobs[f"scaled:{short}"] = {"kind": kind, "config": config_of("nvme", swap)}
         jobs[f"round_trips:{short}"] = {"kind": kind, "config": config_of("nvme", swap)}
+    jobs["norms_without:"] = {"left_out": 3, "config": config_of("host", swap)}
     jobs["trained:sequences-torch's clip"] = {"kind": "sequences", "config": config_of("host", swap), "clip": "torch's"}
     jobs["scaled:one process"] = {"kind": "columns and rows", "config": None}
     jobs["frozen"] = {"config": config_of("nvme", swap)}
@@ -149,6 +150,11 @@ def test_a_norm_counts_each_element_once_with_the_same_bits_on_all_ranks(two, ki
     by_config = two[f"trained:{kind}-clipped by the config"]
     assert [rank["losses"] for rank in by_config] == [rank["losses"] for rank in (first, second)]
     assert not models.differing(by_config[0]["weights"], first["weights"])
+
+
+def test_what_was_taken_out_of_the_groups_is_not_in_the_norm(two):
+    norms = two["norms_without:"][0]
+    assert near([norms["ours"]], [norms["plain"]]) and not near([norms["plain"]], [norms["of all"]])
 
 
 def test_torchs_own_clipping_has_the_right_norm_of_stand_ins(two):

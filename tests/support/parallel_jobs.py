@@ -224,6 +224,19 @@ def trained(
                    "unwrapped": not models.differing(weights, after), "again": again["losses"]}  # fmt: skip
 
 
+def norms_without(left_out: int, config: dict) -> dict[str, float]:
+    """The norm of all gradients once the first parameters were taken out of the groups."""
+    mesh, one, kind = mesh_of(), decoder(), "columns and rows"
+    loss_of(one, tokens(0), "plain").backward()
+    gradients = [param.grad for param in one.parameters()]
+    model = parallel(decoder(), mesh["tp"], kind)
+    model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh)
+    loss_of(model, tokens(0), kind).backward()
+    del optimizer.param_groups[0]["params"][:left_out]
+    norms = {"ours": optimizer.total_norm(), "plain": nn.utils.get_total_norm(gradients[left_out:])}
+    return {name: norm.item() for name, norm in norms.items()} | {"of all": nn.utils.get_total_norm(gradients).item()}
+
+
 def round_trips(kind: str, config: dict) -> dict[str, Any]:
     """Loads, edits and reads, each against torch's own tensors."""
     mesh = mesh_of()["tp"]
