@@ -59,14 +59,19 @@ def save_pretrained(
         Replaces a model that is in ``folder``. One of the same names and shapes, which this process
         has saved there, is replaced in any case.
 
-    Raises ConfigError where another model is there, for a quantised model, for a size that is none, and for what no file holds, with
-    the folder as it was; StorageError.
+    Raises ConfigError for a quantised model, for a size that is none, and for what no file holds,
+    with the folder as it was; StorageError. Where another model is in the folder, that stays: this
+    one is written to a new folder beside it, which the ConfigError names that is raised then.
     """
     engine = engine_of(model)
     engine.refuse("save_pretrained")
     engine.refuse_alike("save_pretrained")
-    with engine.using(), engine.collectives.together("save_pretrained"), own_place(model, engine, Path(folder), overwrite):
-        _save_model(whole_of(model), parts_of(whole_of(model))[0], engine, Path(folder), max_shard_size)
+    with (
+        engine.using(),
+        engine.collectives.together("save_pretrained"),
+        own_place(model, engine, Path(folder), overwrite) as place,
+    ):
+        _save_model(whole_of(model), parts_of(whole_of(model))[0], engine, place, max_shard_size)
 
 
 # What this process has saved to which folder: the names and shapes of a model. The same may be
@@ -75,14 +80,40 @@ _saved: dict[Identity, frozenset[tuple[str, torch.Size]]] = {}
 
 
 @contextmanager
-def own_place(model: nn.Module, engine: Engine, folder: Path, overwrite: bool) -> Iterator[None]:
-    """Lets the block write a model to ``folder``. Raises ConfigError, on the rank that writes,
-    where another model is there."""
+def own_place(model: nn.Module, engine: Engine, folder: Path, overwrite: bool) -> Iterator[Path]:
+    """Yields the folder that the block writes a model to: ``folder``, or a new one beside it where
+    another model is there. Then ConfigError is raised behind the block: nothing is lost, neither
+    what was trained nor what was there."""
     tensors = frozenset((name, param.shape) for name, param in whole_of(model).named_parameters(remove_duplicate=False))
+    refusal, beside = "", ""
     if engine.ranks.is_first and not overwrite and _saved.get(identity_of(folder)) != tensors:
-        check_free(Output("folder", folder, replaces=WEIGHT_NAMES), way="overwrite=True")
-    yield
-    _saved[identity_of(folder)] = tensors
+        try:
+            check_free(Output("folder", folder, replaces=WEIGHT_NAMES), way="overwrite=True")
+        except ConfigError as error:
+            refusal, beside = str(error), str(_new_beside(folder))
+    told = engine.collectives.collect((refusal, beside), "the folder to write to")
+    refusal, beside = max(told)  # of the only rank that looked
+    place = Path(beside) if beside else folder
+    try:
+        yield place
+    finally:
+        if beside and engine.ranks.is_first and not os.listdir(place):
+            place.rmdir()
+    _saved[identity_of(place)] = tensors
+    if refusal:
+        raise ConfigError(f"{refusal} This model was written to {place}.")
+
+
+def _new_beside(folder: Path) -> Path:
+    """Makes a folder whose name is that of ``folder`` and a number."""
+    whole, number = Path(os.path.abspath(folder)), 1
+    while os.path.lexists(place := whole.with_name(f"{whole.name}-{number}")):
+        number += 1
+    try:
+        place.mkdir()
+    except OSError as error:
+        raise StorageError(error.errno or 0, f"{folder} holds another model, and {place} cannot be made", str(place)) from error
+    return place
 
 
 def is_adapted(model: nn.Module) -> bool:

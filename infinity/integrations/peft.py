@@ -67,14 +67,18 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool 
     """Writes a wrapped PEFT model with its active adapters merged as a folder that ``from_pretrained`` loads. The model stays as it is.
 
     Equal to ``model.merge_and_unload().save_pretrained(folder)``. Raises UsageError for a base
-    model that is not transformers', ConfigError where another model is in ``folder`` and
-    ``overwrite`` is not said.
+    model that is not transformers'. Where another model is in ``folder`` and ``overwrite`` is not
+    said, it writes to a new folder beside that one, and raises ConfigError, which names it.
     """
     engine = engine_of(model)
     if not is_adapted(model) or not hasattr(base := model.get_base_model(), "config"):
         raise UsageError(f"{type(model).__name__}: give a PEFT model of a transformers model")
     engine.refuse("save_merged")
-    with engine.using(), engine.collectives.together("save_merged"), own_place(model, engine, Path(folder), overwrite):
+    with (
+        engine.using(),
+        engine.collectives.together("save_merged"),
+        own_place(model, engine, Path(folder), overwrite) as place,
+    ):
         engine.wait_idle()
         tensors = adapter_tensors(model)
         hollow = _hollow(lambda: type(base)(base.config))
@@ -83,9 +87,9 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool 
         sources = {plain: source for name, source in sources_of(model).items() if (plain := _plain_name(name)) in names}
         written = hub_sources(base, merged(sources, twin))
         numel = sum(source.shape.numel() for name, source in sources.items() if name in params)
-        write_sources(Path(folder), written, writes=engine.ranks.is_first, max_shard_size=shard_size_of(base), numel=numel)
+        write_sources(place, written, writes=engine.ranks.is_first, max_shard_size=shard_size_of(base), numel=numel)
         if engine.ranks.is_first:
-            write_configs(base, Path(folder))
+            write_configs(base, place)
 
 
 def _twin_of(model: nn.Module, hollow: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import infinity
@@ -31,15 +32,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_save_pretrained_keeps_another_model(tmp_path):
-    """Method: a folder with weights that the model has not saved: refused, with every byte as it
-    was; the model goes on. Twins: the model's own folder, saved twice, and overwrite=True."""
+    """Method: a folder with weights that the model has not saved: they stay, and the model is in a new one beside it, which the error names,
+    twice; the model goes on. Twins: the model's own folder, saved twice, and overwrite=True."""
     model, optimizer = wrapped()
     other, _ = wrapped(8)
     infinity.save_pretrained(other, tmp_path / "other")
     before = contents(tmp_path)
-    with pytest.raises(ConfigError, match="model.safetensors.*overwrite=True"):
-        infinity.save_pretrained(model, tmp_path / "other")
-    assert contents(tmp_path) == before
+    for number in (1, 2):
+        with pytest.raises(ConfigError, match=f"model.safetensors.*overwrite=True.*written to .*other-{number}"):
+            infinity.save_pretrained(model, tmp_path / "other")
+        saved = load_file(tmp_path / f"other-{number}" / "model.safetensors")
+        assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+    assert {path: content for path, content in contents(tmp_path).items() if path in before} == before
     for _ in range(2):
         step(model, optimizer)
         infinity.save_pretrained(model, tmp_path / "own")
