@@ -23,7 +23,7 @@ from .channel import HEARING_SECONDS, Channel
 from .data_ranks import DataRanks
 from .kinds import bytes_of
 from .pending import ranks_lost
-from .transfer import Operation, Transfer, all_gather, broadcast, exchange_objects
+from .transfer import Operation, Transfer, all_gather, broadcast, end_groups, exchange_objects
 
 
 @dataclass
@@ -239,12 +239,7 @@ class Exchanges:
         if self.ranks.allowed_processors is not None and not self._is_closed:
             os.sched_setaffinity(0, self.ranks.allowed_processors)
         self._is_closed = True
-        for group in self.ranks.own_groups:
-            try:
-                dist.destroy_process_group(group)
-            except (RuntimeError, ValueError, AssertionError, AttributeError):
-                pass  # the job's process group went first
-        self.ranks.own_groups.clear()
+        end_groups(self.ranks.own_groups)
         for channel in self.ranks.all_channels:
             channel.close()
 

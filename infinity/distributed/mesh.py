@@ -20,13 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError
+from ..errors import ConfigError, InfinityError
 from ..machine import numa
 from . import farewell
+from .attempt import Attempt
 from .channel import Channel
 from .data_ranks import DataRanks, ExpertRow
 from .pending import ranks_lost
-from .transfer import group_timeout
+from .transfer import end_groups, group_timeout
 from .tree import Tree, family_of
 
 SLICE_AXES = ("dp", "dp_shard", "fsdp", "cp", "sp")  # of these only one of the first three may be larger than 1
@@ -54,8 +55,19 @@ def data_ranks(mesh: Any, *, divides_experts: bool = False) -> DataRanks:
         return DataRanks()
     rows, wrap, divides_experts = _agree_on_rows(mesh, divides_experts)  # [stages, parts, replicas, slices]
     farewell.join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
-    me, local_size, own_groups = dist.get_rank(), _local_size(), []
-    allowed = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), local_size)
+    own_groups: list[dist.ProcessGroup] = []
+    try:
+        return _join(mesh, rows, wrap, divides_experts, own_groups)
+    except BaseException as error:
+        end_groups(own_groups)
+        if isinstance(error, RuntimeError) and not isinstance(error, InfinityError):
+            raise ranks_lost("wrap_model", error) from error
+        raise
+
+
+def _join(mesh: Any, rows: torch.Tensor, wrap: int, divides_experts: bool, own_groups: list[dist.ProcessGroup]) -> DataRanks:
+    """Makes this rank's channels, of groups that are added to ``own_groups``. ``rows``: [stages, parts, replicas, slices]."""
+    me, local_size = dist.get_rank(), _local_size()
     stage, part, replica, rank = (int(at) for at in (rows == me).nonzero()[0])
     here = rows[stage]
     row, column, others = (line.tolist() for line in (here[part, replica], here[part, :, rank], here[:, replica, rank]))
@@ -75,6 +87,7 @@ def data_ranks(mesh: Any, *, divides_experts: bool = False) -> DataRanks:
     if rows.size(0) > 1:
         of_stages = _channel(rows[:, part, replica, rank].tolist(), f"stages of wrap {wrap}", own_groups)
     experts = _expert_row(mesh, row, wrap, own_groups) if divides_experts else None
+    allowed = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), local_size)
     return DataRanks(
         wrap=wrap, rank=rank, size=len(row), local_size=local_size, row=of_row, replicas=of_replicas, both=of_both, tensor=of_tensor,
         stages=of_stages, experts=experts, allowed_processors=frozenset(allowed) if allowed is not None else None, own_groups=own_groups,
@@ -143,56 +156,27 @@ def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
 
 
 def _agree_on_rows(mesh: Any, divides_experts: bool) -> tuple[torch.Tensor, int, bool]:
-    """Reads the rows off ``mesh`` on every rank. Returns them, how many wraps of this job came before this one, and whether any rank's part of
-    the model has divided experts: a stage of a pipeline may have none.
+    """Reads the rows off ``mesh`` on every rank. Returns them, how many attempts of this job came before this one, and whether any rank's
+    part of the model has divided experts: a stage of a pipeline may have none.
 
     Passes through the store alone, before there is any group: a rank that was given another mesh, or none that fits, would make other
     groups than those that wait for it. Raises ConfigError on all ranks then.
     """
-    store, me, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torch may keep one store over restarts
-    wrap = (store.add(f"infinity/{start}/wraps", 1) - 1) // world  # every rank comes here in every wrap
-    at = f"infinity/{start}/wraps/{wrap}"
-    store.add(f"{at}/divides", int(divides_experts))
-    _arrive(store, f"{at}/told", world)
-    divides_experts = store.add(f"{at}/divides", 0) > 0
-    rows, refused = None, None
-    try:
+    with Attempt() as attempt:
+        attempt.add("divides", int(divides_experts))
+        attempt.arrive("told")
+        divides_experts = attempt.total("divides") > 0
         rows = rank_rows(mesh, divides_experts=divides_experts)
-        store.set(f"{at}/rows/{me}", f"{rows.tolist()} of {mesh}")
-    except ConfigError as error:
-        refused = error
-        _refuse(store, at, f"rank {me}: {error}")
-    _arrive(store, f"{at}/read", world)
-    if refused is None and not _is_refused(store, at):
-        first = store.get(f"{at}/rows/0").decode()
+        attempt.tell(f"{rows.tolist()} of {mesh}")
+        attempt.arrive("read")
+        first = attempt.said_by(0)
         if not first.startswith(f"{rows.tolist()} of "):
-            _refuse(store, at, f"mesh: rank 0 was given {first}, rank {me} {rows.tolist()} of {mesh}: give every rank the same")
-    _arrive(store, f"{at}/compared", world)
-    if refused is not None:
-        raise refused
-    if _is_refused(store, at):
-        raise ConfigError(store.get(f"{at}/why").decode())
-    return rows, wrap, divides_experts
-
-
-def _refuse(store: Any, at: str, why: str) -> None:
-    store.set(f"{at}/why", why)
-    store.add(f"{at}/refused", 1)
-
-
-def _is_refused(store: Any, at: str) -> bool:
-    return store.add(f"{at}/refused", 0) > 0
-
-
-def _arrive(store: Any, at: str, world: int) -> None:
-    """Waits until every rank has come here. Raises PeerError when one does not within the process group's timeout."""
-    if store.add(f"{at}/count", 1) == world:
-        store.set(f"{at}/all", "")
-    try:
-        store.wait([f"{at}/all"], group_timeout()) if group_timeout() is not None else store.wait([f"{at}/all"])
-    except RuntimeError as error:
-        raise ranks_lost("wrap_model", error) from error
+            attempt.refuse(
+                f"mesh: rank 0 was given {first}, rank {dist.get_rank()} {rows.tolist()} of {mesh}: give every rank the same",
+                of_all=True,
+            )
+        attempt.arrive("compared")
+        return rows, attempt.number, divides_experts
 
 
 def gloo_group(ranks: list[int], what: str) -> dist.ProcessGroup:

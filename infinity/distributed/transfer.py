@@ -117,6 +117,16 @@ def group_timeout() -> timedelta | None:
         return None
 
 
+def end_groups(groups: list[dist.ProcessGroup]) -> None:
+    """Ends process groups that were made for a job."""
+    for group in groups:
+        try:
+            dist.destroy_process_group(group)
+        except (RuntimeError, ValueError, AssertionError, AttributeError):
+            pass  # the job's process group went first
+    groups.clear()
+
+
 # --- operations ---
 
 

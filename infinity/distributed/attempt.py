@@ -1,0 +1,103 @@
+"""Attempt: brings all ranks of the job to the same wrap, before they have a group to meet in.
+
+attempt   one call of wrap_model on every rank. It is over when one rank says so: all were there,
+          or an exception ended it on one. A rank that comes later makes the next one
+station   a place in it to which every rank comes before any goes on
+
+All of it is in the job's store, so nothing of it is lost with what an exception strikes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import ConfigError, InfinityError, PeerError
+from .pending import ranks_lost
+from .transfer import group_timeout
+
+STATIONS = ("told", "read", "compared")
+
+
+class Attempt:
+    """This rank's part of an attempt. Use it as a block, inside which an exception ends the attempt
+    on all ranks."""
+
+    def __init__(self) -> None:
+        self._me, self._world = dist.get_rank(), dist.get_world_size()
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torch may keep one store over restarts
+        self._store = dist.PrefixStore(f"infinity/{start}/wraps", dist.distributed_c10d._get_default_store())
+        self.number = self._store.add("over", 0)
+        while not self._joins():
+            self.number += 1
+
+    def _joins(self) -> bool:
+        """Whether this rank can still come to the attempt with its number: once, before it is over."""
+        if self._read("over"):  # an exception struck between the two lines of _end
+            return False
+        if self._store.add(self._key(f"came/{self._me}"), 1) == 1:
+            return True
+        self.refuse("it was interrupted in wrap_model")  # and could not say so
+        self._end()
+        return False
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # of a store that is gone: so is the job
+            if error is not None and not self._read("refused"):
+                why = f"{type(error).__name__}: {error}".rstrip(": ")
+                self.refuse(why if isinstance(error, InfinityError) else f"{why}, in wrap_model")
+            self._end()
+
+    def _end(self) -> None:
+        if self._store.add(self._key("over"), 1) == 1:
+            self._store.add("over", 1)
+        for station in STATIONS:  # nobody waits any more
+            self._store.set(self._key(f"{station}/all"), "")
+
+    def _key(self, name: str) -> str:
+        return f"{self.number}/{name}"
+
+    def _read(self, name: str) -> int:
+        return self._store.add(self._key(name), 0)
+
+    def add(self, name: str, value: int) -> None:
+        """Adds ``value`` to a number that all ranks share."""
+        self._store.add(self._key(name), value)
+
+    def total(self, name: str) -> int:
+        """Returns what all ranks have added. Ask behind a station."""
+        return self._read(name)
+
+    def tell(self, text: str) -> None:
+        """Says ``text`` to the other ranks."""
+        self._store.set(self._key(f"text/{self._me}"), text)
+
+    def said_by(self, rank: int) -> str:
+        """Returns what ``rank`` has said. Ask behind a station."""
+        return self._store.get(self._key(f"text/{rank}")).decode()
+
+    def refuse(self, why: str, *, of_all: bool = False) -> None:
+        """Has every rank raise at its next station. ``of_all``: what is given to the ranks together does not fit, which is a ConfigError."""
+        self._store.set(self._key("why"), f"{'all' if of_all else self._me} {why}")
+        self.add("refused", 1)
+
+    def arrive(self, station: str) -> None:
+        """Waits until every rank has come to ``station``. Raises PeerError when one does not within the process group's timeout, and what
+        a rank has refused."""
+        if self._store.add(self._key(f"{station}/count"), 1) == self._world:
+            self._store.set(self._key(f"{station}/all"), "")
+        try:
+            self._store.wait([self._key(f"{station}/all")], *[limit for limit in (group_timeout(),) if limit is not None])
+        except RuntimeError as error:
+            raise ranks_lost("wrap_model", error) from error
+        if self._read("refused"):
+            who, _, why = self._store.get(self._key("why")).decode().partition(" ")
+            if who == "all" or why.startswith("ConfigError: "):
+                raise ConfigError(why if who == "all" else f"rank {who}: {why.removeprefix('ConfigError: ')}")
+            raise PeerError(f"rank {who} failed: {why}")
