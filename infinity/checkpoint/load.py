@@ -18,7 +18,8 @@ from .. import native
 from ..distributed.collectives import Collectives
 from ..errors import CorruptionError, InfinityError, UsageError
 from ..machine.kernel import running_kernel
-from ..optim.optimizer import OF_PARAMETERS, InfinityOptimizer
+from ..optim.optimizer import InfinityOptimizer
+from ..optim.step_inputs import OF_PARAMETERS
 from ..runtime.engine import Engine
 from ..runtime.registry import whole_of
 from ..state.handle import ParamHandle
@@ -216,6 +217,7 @@ def _load_units(manifest: dict[str, Any], data: Path, engine: Engine, once: Read
     handles = [handle for unit in engine.units for handle in unit.handles]
     for handle in handles:
         handle.changed()
+        handle.edits = 0
     encoded_anew = []
     with SavedTensors(data, manifest) as saved, engine.store.writing_behind() as store:
         for handle in handles:

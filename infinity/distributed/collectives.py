@@ -61,14 +61,30 @@ def _flags_of(lockstep: Lockstep, key: bytes) -> list[int]:
     return [*said, *(255 - byte for byte in said)]
 
 
-def _meet_parts(exchanges: Exchanges, what: str, in_common: InCommon, then: Callable[[], None] = lambda: None) -> None:
-    """Meets the ranks with other parts of the tensors for a step. Raises UsageError, and does not call ``then``, where they do not have the same."""
+class Inputs(InCommon, Protocol):
+    """What a step goes by, and what stages have in common of it."""
+
+    @property
+    def common(self) -> str:
+        """What ranks with the same units say, and those with other parts of the tensors."""
+
+    @property
+    def own(self) -> str:
+        """What ranks with the same units say beside it."""
+
+    @property
+    def of_stages(self) -> str:
+        """What stages say."""
+
+
+def _compare(meet: Callable, what: str, in_common: InCommon, then: Callable[[], None] = lambda: None) -> None:
+    """Comes to ``meet`` with the values of ``in_common``. Raises UsageError, and does not call ``then``, where ranks do not have the same."""
 
     def go_on(spans: list[tuple[int, int]]) -> None:
         if in_common.agrees(spans):
             then()
 
-    in_common.check(exchanges.spans_over_tensors(what, in_common.values(), then=go_on))
+    in_common.check(meet(what, in_common.values(), then=go_on))
 
 
 class Collectives(Exchanges):
@@ -126,19 +142,25 @@ class Collectives(Exchanges):
             self.ranks.data.lockstep.begin(key, agreed=agreed, foreseen=foreseen)
 
     def meet_for_step(
-        self, what: str, *, over_stages: str | None, trace: Iterable[int], in_common: InCommon, then: Callable[[], None]
+        self, inputs: Inputs, *, over_stages: Inputs | None, trace: Iterable[int], in_common: InCommon, then: Callable[[], None]
     ) -> None:
-        """Waits until every rank is at the step ``what``, of which other stages are told ``over_stages``; None: they do not meet. With it goes how a forward after a step
-        went last time, of which the units of ``trace`` are expected: where all say the same of that, it has begun, and does not meet. ``then``:
-        called as soon as it is known that all are there, whatever strikes this rank meanwhile. Ranks with other parts of the tensors say the values of ``in_common``. Data ranks meet last: what is raised before they hear.
+        """Waits until every rank is at the step that goes by ``inputs``, and stages at that by
+        ``over_stages``; None: they do not meet. Ranks with other parts of the tensors say the values
+        of ``in_common``. Data ranks meet last: what is raised before they hear.
+
+        With it goes how a forward after a step went last time, of which the units of ``trace`` are
+        expected: where all say the same of that, it has begun, and does not meet. ``then``: called as
+        soon as it is known that all are there, whatever strikes this rank meanwhile.
         """
         meetings: list[Callable] = []
         if over_stages is not None and self.ranks.stages is not None:
-            meetings.append(partial(self.meet_stages, over_stages))
+            meetings.append(partial(_compare, self.spans_over_stages, over_stages.of_stages, over_stages))
         if self.ranks.tensor is not None:
-            meetings.append(partial(_meet_parts, self, what, in_common))
+            meetings.append(partial(_compare, self.spans_over_tensors, inputs.common, in_common))
         if self.ranks.data is not None:
-            meetings.append(partial(self._meet_data_ranks, what, _key_of(trace, self._found_after_step, 1)))
+            meetings.append(
+                partial(self._meet_data_ranks, f"{inputs.common}{inputs.own}", _key_of(trace, self._found_after_step, 1))
+            )
         in_turn(meetings, then)
 
     def _meet_data_ranks(self, what: str, key: bytes, then: Callable[[], None] = lambda: None) -> None:

@@ -207,6 +207,18 @@ class Exchanges:
                 self.fail_elsewhere(stages, error)
                 raise
 
+    def spans_over_stages(
+        self, what: str, values: Sequence[int], *, then: Callable[[list[tuple[int, int]]], None] = lambda spans: None
+    ) -> list[tuple[int, int]]:
+        """The same. Returns the least and the largest of each of the ``values`` of all stages. ``then``: given these spans as soon as they are
+        known."""
+        stages = self.ranks.stages
+        try:
+            return stages.spans(f"{what} {self._progress_on(stages)}", values, then=then)
+        except InfinityError as error:
+            self.fail_elsewhere(stages, error)
+            raise
+
     def spans_over_tensors(
         self, what: str, values: Sequence[int], *, then: Callable[[list[tuple[int, int]]], None] = lambda spans: None
     ) -> list[tuple[int, int]]:

@@ -22,6 +22,7 @@ import torch
 from ..errors import InternalError, UsageError
 from ..machine.device import PAST, Event
 from ..state.handle import ParamHandle
+from ..state.tensors import checksum_of
 
 SAMPLED = 64  # elements of a gradient
 
@@ -58,6 +59,8 @@ class GradRecord:
     landing: Event = PAST  # when the norm is known
     averaged: bool = False  # over the ranks; with others only this rank's slice is true then
     sample: torch.Tensor | None = None  # fp32; None where nothing has landed, or nobody asked for it
+    edits: int = 0  # a digest of what users have changed it by: of factors, and of values that all ranks have whole
+    own_edits: int = 0  # of values that other ranks have other parts of
     viewed: bool = False  # a view was handed out, through which the bytes may change unheard: norms are taken anew
 
     @property
@@ -68,6 +71,14 @@ class GradRecord:
     def take_sample(self, grad: torch.Tensor) -> None:
         """Adds a few elements of ``grad``, which lands, to the sample."""
         self.sample = sample_of(grad) if self.sample is None else self.sample.add_(sample_of(grad))
+
+    def note_edit(self, by: torch.Tensor | float, *, is_own: bool) -> None:
+        """Notes what a user has changed it by: a factor, or the values that are its now."""
+        values = by if isinstance(by, torch.Tensor) else torch.tensor(by, dtype=torch.float64, device="cpu")
+        if is_own:
+            self.own_edits = checksum_of(values, self.own_edits)
+        else:
+            self.edits = checksum_of(values, self.edits)
 
     def move(self, to: GradState) -> None:
         """Makes the gradient ``to``. Raises InternalError for a move that is not in the table."""

@@ -127,8 +127,10 @@ class LandedGrad(_AtHome):
         lent_args, lent_kwargs = tree_map_only(LandedGrad, lend, (args, kwargs))
         result = func(*lent_args, **lent_kwargs)
         for grad in mutated:
-            if isinstance(grad, LandedGrad) and (len(from_disk) > 1 or id(grad) in copied):
-                grad._values.put(grad._infinity_grad, lent[id(grad)])
+            if isinstance(grad, LandedGrad):
+                grad._values.note_edit(grad._infinity_grad, lent[id(grad)])
+                if len(from_disk) > 1 or id(grad) in copied:
+                    grad._values.put(grad._infinity_grad, lent[id(grad)])
         if mutated and isinstance(result, torch.Tensor):
             return next((grad for grad in mutated if isinstance(grad, LandedGrad)), result)
         return result
@@ -142,9 +144,10 @@ def _unscale(func, args: tuple) -> None:
         else:
             func([grad], *args[1:])
     if landed := [grad for grad in args[0] if isinstance(grad, LandedGrad)]:
-        args[1].copy_(
-            landed[0]._values.collectives.exchange(args[1], "overflow of gradients", over_tensors=True, over_stages=True).amax(0)
-        )
+        values, what = landed[0]._values, "overflow of gradients"
+        if not values.ranks.alone:
+            what = f"{what} that are multiplied by {args[2].item()!r}"  # a scaler's own on every rank
+        args[1].copy_(values.collectives.exchange(args[1], what, over_tensors=True, over_stages=True).amax(0))
 
 
 class GradView(_AtHome):
@@ -206,6 +209,7 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
         return subject
     handle = subject._infinity_grad
     if func is aten.zero_.default:
+        subject._values.note_edit(handle, 0.0)
         subject._values.zero(handle)
         return subject
     if func in (aten.mul_.Tensor, aten.mul_.Scalar):
@@ -217,7 +221,8 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
             subject._values.scale(writable(handle), torch.tensor(factor, dtype=torch.float32, device="cpu").item())
             return subject
     if func in (aten.div_.Tensor, aten.div_.Scalar) and isinstance(args[1], (int, float)) and len(args) == 2:
-        subject._values.change_own(writable(handle), lambda own: own.div_(args[1]))
+        subject._values.note_edit(writable(handle), 1 / args[1])
+        subject._values.change_own(handle, lambda own: own.div_(args[1]))
         return subject
     return None
 

@@ -10,7 +10,7 @@ import torch
 
 from .. import native
 from ..distributed.collectives import Collectives
-from ..state.dtensors import counts_here, is_distributed
+from ..state.dtensors import counts_here, is_common, is_distributed
 from ..state.handle import ParamHandle
 from ..storage.store import ShardStore
 from .changes import GradChanges, multiply
@@ -29,6 +29,7 @@ class GradValues:
         self._store = store
         self._factor: tuple[Callable, int, float] = (lambda: None, 0, 1.0)  # the last tensor gradients were multiplied by
         self._handles: list[ParamHandle] = []  # whose gradients these are
+        self.clips: list[float] = []  # factors by which users have clipped all of them since the last step
 
     def track(self, handle: ParamHandle) -> None:
         """Gives ``handle`` the record of a gradient that is absent."""
@@ -75,6 +76,11 @@ class GradValues:
             with self._store.traffic.copying("host->device", flat.nbytes, handle.name):
                 value = torch.empty_like(flat, device=self.device.where).copy_(flat)
         return multiply(value, handle.grad.factors).as_strided(place.shape, place.stride)
+
+    def note_edit(self, handle: ParamHandle, by: torch.Tensor | float) -> None:
+        """Notes what a user has changed a gradient by, which other ranks have to do, too: a factor, or the values that are its now."""
+        if not self.ranks.alone:
+            handle.grad.note_edit(by, is_own=isinstance(by, torch.Tensor) and not is_common(handle.param))
 
     def put(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Makes ``value`` the gradient."""
@@ -244,6 +250,7 @@ class GradValues:
         record = handle.grad
         if factor == 1.0:
             return
+        self.note_edit(handle, factor)
         record.norm = None
         if len(record.factors) == native.MAX_GRAD_FACTORS:
             self.changes.apply_factors(handle, self.homes.slice(handle, write=True))

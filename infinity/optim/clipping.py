@@ -44,10 +44,13 @@ def clip_grad_norm_(
             "torch.nn.utils.clip_grad_norm_"
         )
     total = optimizer.total_norm(norm_type, error_if_nonfinite=error_if_nonfinite)
-    factor = clip_factor(total, float(max_norm))
+    factor, noted = clip_factor(total, float(max_norm)), False
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None:
                 handle = handle_of(param)
+                if not noted:
+                    handle.engine.gradients.clips.append(factor)
+                    noted = True
                 handle.engine.gradients.scale_as_user(handle, factor)
     return total

@@ -72,12 +72,21 @@ class LentState:
         self._store, self._steps, self._journal = store, steps, journal
         self._lent: dict[tuple[ParamHandle, str], _Lent] = {}
         self._left_count, self._left_nbytes = TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES  # until a trim
-        self._edits = hashlib.blake2b(digest_size=8)
+        self._edits: dict[ParamHandle, tuple[bytes, bytes]] = {}
 
     @property
-    def edits(self) -> str:
-        """A digest of what was written since the last step: data ranks must have written the same."""
-        return self._edits.hexdigest()
+    def edits(self) -> list[bytes]:
+        """Digests of what was written since the last step: all ranks must have written the same."""
+        return [self._edits[handle][0] for handle in sorted(self._edits, key=_name_of)]
+
+    @property
+    def own_edits(self) -> list[bytes]:
+        """The same of values of which other ranks have other parts."""
+        return [own for handle in sorted(self._edits, key=_name_of) if (own := self._edits[handle][1])]
+
+    def edits_of(self, handle: ParamHandle) -> tuple[bytes, bytes] | None:
+        """Returns both of one parameter; None where nothing was written."""
+        return self._edits.get(handle)
 
     def read(self, handle: ParamHandle, name: str) -> torch.Tensor:
         """Returns array ``name`` of a parameter, or its step count, as a tensor that may be changed."""
@@ -109,17 +118,26 @@ class LentState:
                 f"optimizer.state of {handle.name} inside `with optimizer.step_in_backward()`: "
                 "change it before that block, or after step()"
             )
+        values = {
+            name: value if name == STEP else part_of(handle.param, value, f"{name} of {handle.name}")
+            for name, value in values.items()
+        }
+        common, own = self._edits.get(handle, (b"", b""))
         for name, value in values.items():
-            self._edits.update(f"{handle.name} {name} ".encode())
-            if not is_distributed(handle.param):
-                self._edits.update(_digest(value))
-        self._journal.carry_out(partial(self._write, handle, dict(values)))
+            told = _digest(value)
+            common += name.encode()
+            if name == STEP or not is_distributed(handle.param):
+                common += told
+            else:
+                own = hashlib.blake2b(own + told, digest_size=16).digest()
+        self._edits[handle] = hashlib.blake2b(common, digest_size=16).digest(), own
+        self._journal.carry_out(partial(self._write, handle, values))
 
     def restart(self, handle: ParamHandle, names: list[str]) -> None:
         """Makes the state of a parameter that of one that was never stepped. Lent tensors are the user's from then on."""
         if handle.has_state:
             shape = local_of(handle.param).shape
-            zeros = torch.zeros((), dtype=torch.float32, device="cpu").expand(shape)
+            zeros = like(handle.param, torch.zeros((), dtype=torch.float32, device="cpu").expand(shape))
             self.write(handle, {name: zeros for name in names} | {STEP: torch.tensor(0.0, device="cpu")})
             handle.keeps_moments = False
         for key in [key for key in self._lent if key[0] is handle]:
@@ -134,14 +152,15 @@ class LentState:
                         f"optimizer.state: {name} of {handle.name} was read at step {lent.index} and changed "
                         f"after step {self._steps.index}. With several ranks read it again after each step."
                     )
-                self.write(handle, {name: lent.bytes.clone()})
+                value = lent.bytes.clone()
+                self.write(handle, {name: value if name == STEP else like(handle.param, value)})
                 lent.note(self._steps.index)
             if not lent.is_held:
                 del self._lent[handle, name]
 
     def forget_edits(self) -> None:
         """Begins a new digest of what is written: a step has applied all that was."""
-        self._edits = hashlib.blake2b(digest_size=8)
+        self._edits = {}
 
     def refresh(self) -> None:
         """Reads again what somebody still holds: a step has changed it."""
@@ -154,6 +173,7 @@ class LentState:
     def forget(self) -> None:
         """Leaves all lent tensors to their users: the state is about to be set anew."""
         self._lent.clear()
+        self._edits = {}
 
     def _refresh(self, handle: ParamHandle, name: str, lent: _Lent) -> bool:
         """Returns False where the tensor stays as it is, since other ranks do not read now."""
@@ -182,9 +202,12 @@ class LentState:
                 if name == STEP:
                     handle.step = int(value.item())
                 else:
-                    part = part_of(handle.param, value, f"{name} of {handle.name}")
-                    handle.shard.write_moment(self._store, name, handle.index, part, version=self._steps.index)
+                    handle.shard.write_moment(self._store, name, handle.index, value, version=self._steps.index)
         handle.keeps_moments = not handle.step
+
+
+def _name_of(handle: ParamHandle) -> str:
+    return handle.name
 
 
 def checked_step(value: object, name: str) -> torch.Tensor:

@@ -9,7 +9,6 @@ by half, nor twice.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,19 +28,9 @@ from .clipping import clip_factor
 from .given import Given
 from .optimizer_state import OptimizerState
 from .rules import moment_names, refuse_flags
+from .step_inputs import StepInputs, settings_of
 from .step_target import StepTarget
 from .stepper import ShardStep, Stepper
-
-OF_PARAMETERS = ("params", "param_names")  # keys of a group: other stages have others
-
-
-def _plainly(value: Any) -> Any:
-    """``value`` as it reads the same on every rank: of what is not a number or text, its kind."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, (list, tuple)):
-        return [_plainly(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def _parts(optimizer: weakref.ref[InfinityOptimizer]) -> tuple[StepTarget, list[dict[str, Any]]]:
@@ -87,7 +76,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
     @property
     def settings(self) -> list[dict[str, Any]]:
         """The groups' settings, which read the same on every rank that has the same ones, whatever parameters it has."""
-        return [{key: _plainly(value) for key, value in group.items() if key not in OF_PARAMETERS} for group in self.param_groups]
+        return settings_of(self.param_groups)
 
     @property
     def state(self) -> OptimizerBooks:
@@ -224,10 +213,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
         if engine.collectives.ranks.alone:
             then()
             return
+        inputs = StepInputs(engine, self.param_groups, self._members.group_of, clip)
         # Without flush other stages are at other batches, and nobody waits for them.
-        stages = None if engine.keeps_older else self._digest(clip, of_parameters=False)
+        stages = None if engine.keeps_older else inputs
         trace = engine.schedule.expected_after_step()
-        engine.collectives.meet_for_step(self._digest(clip), over_stages=stages, trace=trace, in_common=engine.in_common, then=then)
+        engine.collectives.meet_for_step(inputs, over_stages=stages, trace=trace, in_common=engine.in_common, then=then)
 
     def total_norm(self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Computes the norm of all gradients together, as torch.nn.utils.get_total_norm does, over every rank that has a part of them.
@@ -250,21 +240,10 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def _finish(self, stepper: Stepper, steps: list[ShardStep], version: int) -> None:
         stepper.carry_out(steps)
         self._engine.lent.forget_edits()
+        self._engine.gradients.clips.clear()
         self._engine.count_backwards(0)
         self._engine.steps.finish(version)
         self._engine.collectives.note_progress(steps=version, backwards=0)
-
-    def _digest(self, clip: float, *, of_parameters: bool = True) -> str:
-        """Digests the step's inputs: ranks that differ raise. Other stages have other parameters, with the same settings."""
-        inputs: list = [clip, *self.settings]
-        group_of = self._members.group_of
-        for handle in self._engine.trained if of_parameters else ():
-            inputs.append((handle.step, handle.grad.state.name, handle.grad.factors, group_of.get(handle)))
-        if of_parameters:
-            inputs.append(self._engine.lent.edits)
-        digest = hashlib.blake2b(repr(inputs).encode(), digest_size=8).hexdigest()
-        rates = ", ".join(f"{float(group['lr']):g}" for group in self.param_groups)
-        return f"a step ({digest} stands for all settings, clipping, gradients and optimizer.state) with learning rates {rates}"
 
     @contextmanager
     def step_in_backward(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..state.dtensors import describe_placements
+from ..state.tensors import digest_of
 
 T = TypeVar("T")
 LONGEST = 200  # characters of what a rank was given, in an error
@@ -61,13 +62,16 @@ def agree(what: str, group: dist.ProcessGroup | None, describe: Callable[[], tup
 
 
 def describe_model(model: nn.Module) -> dict[str, str]:
-    """Describes a model before it is cut: its parameters and which of them are one, its modules, what its configuration says."""
+    """Describes a model before it is cut: its parameters and which of them are one, its buffers, its modules, what its configuration says."""
     found = {"the model": type(model).__name__}
     names: dict[torch.Tensor, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
         kind = "trained" if param.requires_grad else "frozen"
         found[f"parameter {name}"] = f"{tuple(param.shape)}{describe_placements(param)} {param.dtype} {kind}"
+    for name, buffer in model.named_buffers():
+        shape, dtype, digest = (tuple(buffer.shape), buffer.dtype, None) if buffer.is_meta else digest_of(buffer)
+        found[f"buffer {name}"] = f"{shape} {dtype} {f'with digest {digest.hex()}' if digest is not None else 'on meta'}"
     found["parameters that are one"] = "; ".join(" = ".join(each) for each in names.values() if len(each) > 1) or "none"
     found |= {f"module {name}" if name else "the model": type(module).__name__ for name, module in model.named_modules()}
     settings = getattr(getattr(model, "config", None), "to_dict", dict)()

@@ -33,6 +33,8 @@ from .ties import Ties
 IGNORED = -100  # a label that no loss counts
 KEPT_SHAPES = 4  # of batches whose buffers are kept
 
+MODE = "the mode"
+
 
 def pipeline(
     model: nn.Module,
@@ -159,6 +161,10 @@ def _refuse_others(everyones: list[tuple[int, dict[str, Any]]]) -> None:
     (first, theirs), *others = everyones
     for rank, digests in others:
         if differing := [name for name in {**theirs, **digests} if theirs.get(name) != digests.get(name)]:
+            if differing == [MODE]:
+                raise UsageError(
+                    f"rank {first} is in {theirs[MODE]} and rank {rank} in {digests[MODE]}: call the same on the chunks of all ranks"
+                )
             raise UsageError(
                 f"ranks {first} and {rank} have other batches ({', '.join(differing)}), though they have other parts of one model: give all ranks "
                 "of one coordinate of the data axes the same batch (a sampler by mesh.get_local_rank('dp'), not by the rank)"
@@ -183,7 +189,9 @@ class Pipeline:
         self._loss_fn, self._ties = loss_fn, ties
         self._between = Between(self._engine, mesh["pp"], self._give_all_up)
         self._teller = self._between.rank_of(choice.last_rank)  # it has the losses
-        self._schedules = OrderedDict[tuple, Any]()  # by the shapes of their batches and whether they train, the last one used last
+        self._schedules = OrderedDict[
+            tuple, Any
+        ]()  # by the shapes of their batches, what is trained and whether they train, the last one used last
         self._counted = 1  # labels of the batch that the loss counts
         shares = axis_that_shares(chunks[0], mesh)
         self._boundaries = (
@@ -316,14 +324,20 @@ class Pipeline:
                 given = {"the inputs": inputs, "the targets": target, **batch}
                 tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
                 digests = {name: digest_of(value) for name, value in tensors.items()}
-                mine = dist.get_rank(), digests | {name: repr(given[name]) for name in given if is_plain(given[name])}
+                digests |= {name: repr(given[name]) for name in given if is_plain(given[name])}
+                mine = dist.get_rank(), digests | {MODE: "train()" if self.chunks[0].training else "eval()"}
             channels = [channel for channel in (ranks.tensor, ranks.stages) if channel is not None]
-            said = mine, self._between.said
+            trained = tuple(any(param.requires_grad for param in chunk.parameters()) for chunk in self.chunks)
+            said = mine, self._between.said, trained
             everyones = collectives.collect(said, "digests of the batch of a pipeline", channels)
-            self._between.settle([state for _, state in everyones])
+            self._between.settle([state for _, state, _ in everyones])
             with collectives.together("having compared the batch of a pipeline"):  # other data ranks have others, and do not see it
-                _refuse_others([theirs for theirs, _ in everyones])
-            shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in tensors.items())
+                _refuse_others([theirs for theirs, _, _ in everyones])
+            # What passes between stages has a gradient where a stage before it is trained.
+            shapes = (
+                tuple((name, tuple(value.shape), value.dtype) for name, value in tensors.items()),
+                tuple(t for _, _, t in everyones),
+            )
             # The first step of a shape, and of another kind than the last one, runs a micro-batch more, which gathers weights: where one data
             # rank does, all others do with theirs.
             (is_new,) = collectives.agree([(shapes, trains) not in self._schedules], "the shapes of the batch of a pipeline")

@@ -1,7 +1,9 @@
 """InCommon: compares, where they meet anyway, what ranks with other parts of the same tensors must have in common.
 
 given     the tensors that a root forward gets: their digests are compared before anything is computed with them
-drawn     the state in which a generator was before a root forward drew from it: compared at the meeting that follows
+drawn     the state in which a generator was before a root forward drew from it, torch's, NumPy's or Python's: compared at the meeting that
+          follows
+changed   buffers that were changed since the wrap: these are compared as what is given is
 sample    a few elements of a tensor: of gradients of parameters that each of these ranks has whole, compared before a step within rounding
 sketch    a random projection of a gradient, with its norm: of what reaches an output. Where an output is the same on all ranks, this must be, too
 
@@ -10,6 +12,7 @@ Reading what lies on an accelerator waits for it: there values are compared in t
 
 from __future__ import annotations
 
+import random
 import struct
 import weakref
 from collections import deque
@@ -17,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
 
+import numpy
 import torch
 
 from .. import native
@@ -31,13 +35,12 @@ from ..state.step_counter import StepCounter
 
 FIRST_STEPS, LATER_STEPS = 8, 32  # on an accelerator: the first so many are compared, and one of so many later
 FORWARDS = 4  # of such a step whose values are compared
+MASK = 2**62 - 1  # of a number that is said at a meeting
 MOST_OUTPUTS = 256  # between two steps
 CACHES = ("past", "cache")  # in names of what holds other heads on every rank
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the norm, by which projections may differ
 OTHER_TOLERANCE = 3e-2
-SAME_BATCH = (
-    "Give all ranks of one coordinate of the data axes the same batch (a sampler by mesh.get_local_rank('dp'), not by the rank)."
-)
+SAME_BATCH = "Give all ranks of one coordinate of the data axes the same batch (a sampler by mesh.get_local_rank('dp'), not by the rank), in the same mode."
 SAME_SEED = (
     "Seed these ranks alike, by the coordinate of the data axes (torch.manual_seed(seed + mesh.get_local_rank('dp'))): infinity.parallel.tensor_parallel "
     "draws other masks where ranks have other heads."
@@ -61,6 +64,8 @@ class InCommon:
     def __init__(self, engine: Owner):
         self._engine = weakref.ref(engine)  # the engine holds this object
         self._channel = engine.collectives.ranks.tensor
+        self._buffers: list[tuple[torch.nn.Module, str, str]] = []  # and their names
+        self._versions: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # of what was compared last
         self._before: dict[str, int] = {}  # states of the generators as the running forward began
         self._drawn: dict[str, int] = {}  # of those that forwards have drawn from since the last meeting
         self._of_parts = weakref.WeakKeyDictionary[torch.nn.Module, bool]()  # roots, and whether they are given parts of a sequence
@@ -69,6 +74,28 @@ class InCommon:
         self._root: torch.nn.Module | None = None  # whose forward runs
         # Of an output that a backward has reached, a sample, and the sketch of its gradient; of more than so many the last ones.
         self._outputs: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=MOST_OUTPUTS)
+
+    def note_buffers(self, model: torch.nn.Module) -> None:
+        """Takes the buffers of ``model`` as they are for the same on all of these ranks, or for a rank's own."""
+        if self._channel is not None:
+            self._buffers = [
+                (module, key, f"buffer {path}.{key}" if path else f"buffer {key}")
+                for path, module in model.named_modules()
+                for key in module._buffers
+            ]
+            self._changed_buffers()
+
+    def _changed_buffers(self) -> dict[str, torch.Tensor]:
+        """Lists the buffers that were changed since the last time."""
+        found: dict[str, torch.Tensor] = {}
+        for module, key, name in self._buffers:
+            if (buffer := module._buffers.get(key)) is None or buffer.is_inference():
+                continue
+            known, version = self._versions.get(name, (lambda: None, -1))
+            if known() is not buffer or version != buffer._version:
+                self._versions[name] = weakref.ref(buffer), buffer._version
+                found[name] = buffer
+        return found
 
     # --- a root forward ---
 
@@ -82,7 +109,8 @@ class InCommon:
         self._forwards += 1
         engine.gradients.takes_samples = self._is_due
         if not self._is_compared:
-            self.compare("a forward", {"the mode": _mode_of(root), **self._described(root, args, kwargs)})
+            buffers = {name: self.describe(buffer) for name, buffer in self._changed_buffers().items()}
+            self.compare("a forward", {"the mode": self._mode_of(root), **self._described(root, args, kwargs), **buffers})
         # Ranks that are given parts of a sequence drop in parts, too.
         self._before, self._root = {} if self._takes_parts(root) else self._states(), root
 
@@ -141,7 +169,8 @@ class InCommon:
     def _described(self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, str]:
         are_parts = self._takes_parts(root)
         named = _tensors([*enumerate(args), *kwargs.items()], "")
-        return {name or "the input": self.describe(tensor, with_values=not are_parts) for name, tensor in named}
+        plain = {f"argument {key}": repr(value) for key, value in [*enumerate(args), *kwargs.items()] if _is_plain(value)}
+        return {name or "the input": self.describe(tensor, with_values=not are_parts) for name, tensor in named} | plain
 
     def describe(self, tensor: torch.Tensor, *, with_values: bool = True) -> str:
         """Describes what was given so that it compares: by its values, too, where they are the same on all ranks and can be read."""
@@ -244,6 +273,11 @@ class InCommon:
 
     # --- what is read ---
 
+    def _mode_of(self, root: torch.nn.Module) -> str:
+        kind, where = "training" if root.training else "evaluation", self._engine().device.where.type
+        cast = f", in autocast to {torch.get_autocast_dtype(where)}" if torch.is_autocast_enabled(where) else ""
+        return f"{kind}, with{'' if torch.is_grad_enabled() else 'out'} gradients{cast}"
+
     @property
     def _is_due(self) -> bool:
         is_compared = self._step < FIRST_STEPS or self._step % LATER_STEPS == 0
@@ -251,7 +285,11 @@ class InCommon:
 
     def _states(self) -> dict[str, int]:
         """Digests of the generators that dropout draws from."""
-        found = {"torch's generator": native.crc32c(torch.get_rng_state())}
+        found = {
+            "torch's generator": native.crc32c(torch.get_rng_state()),
+            "NumPy's generator": _numpy_state(),
+            "Python's generator": hash(random.getstate()) & MASK,
+        }
         where = self._engine().device.where
         if where.type != "cpu":
             found[f"the generator of {where}"] = native.crc32c(torch.get_device_module(where).get_rng_state(where))
@@ -286,9 +324,13 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
     return is_plain and not tensor.is_meta and tensor.layout is torch.strided and handle_of(tensor) is None
 
 
-def _mode_of(root: torch.nn.Module) -> str:
-    kind = "training" if root.training else "evaluation"
-    return f"{kind}, with{'' if torch.is_grad_enabled() else 'out'} gradients"
+def _numpy_state() -> int:
+    _, key, position, has_gauss, gauss = numpy.random.get_state()
+    return hash((native.crc32c(torch.from_numpy(key.view(numpy.int32))), position, has_gauss, gauss)) & MASK
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str))
 
 
 def _tensors(items: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -63,6 +63,7 @@ class ValueEdits:
         def change() -> None:
             if not is_there:
                 handle.changed()
+                handle.note_edit(value)
                 handle.shard.write_flattened(self._store, handle.index, flat, version=self._steps.index)
 
         def meet(then: Callable[[], None]) -> None:
@@ -75,11 +76,12 @@ class ValueEdits:
         """Sends home the elements of the values that differ from their parameters'; the others keep their master's bits. All of it
         or, where that is refused, nothing. ``meet``: with other ranks, which make the same change."""
         self._prefetcher.release_all([handle.unit for handle, _ in edited])
-        found = [(handle, handle.shard.changes(self._store, handle.index, value)) for handle, value in edited]
+        found = [(handle, value, handle.shard.changes(self._store, handle.index, value)) for handle, value in edited]
 
         def change() -> None:
-            for handle, parts in found:
+            for handle, value, parts in found:
                 handle.changed()
+                handle.note_edit(value)
                 handle.shard.write_changes(self._store, handle.index, parts, version=self._steps.index)
 
         self._journal.carry_out(change, meet)

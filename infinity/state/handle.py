@@ -16,7 +16,8 @@ from ..errors import InternalError, UsageError
 from ..machine.device import Device
 from .dtensors import local_of
 from .shard import ParamShard
-from .shared import is_counted
+from .shared import is_counted, is_shared
+from .tensors import checksum_of
 
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -97,6 +98,8 @@ class ParamHandle:
         "has_loaded_master",
         "lent",
         "is_counted",
+        "is_tied",
+        "edits",
         "_unit",
         "_shard",
         "_engine",
@@ -112,6 +115,8 @@ class ParamHandle:
         self.has_loaded_master = False  # since the last step: a load of the value it belongs to leaves its bits
         self.lent: weakref.ref[Loan] | None = None  # what the parameter stands for in a block of full_params
         self.is_counted = is_counted(self.param)  # in norms and checkpoints: not, where another stage's copy is
+        self.is_tied = is_shared(self.param)  # with another stage's copy
+        self.edits = 0  # of a tied one: a digest of the values that users have set since the wrap, or a load
         self._engine = weakref.ref(engine)
 
     @property
@@ -137,6 +142,11 @@ class ParamHandle:
     def has_state(self) -> bool:
         """Whether the optimizer has state of the parameter."""
         return self.step > 0 or self.keeps_moments
+
+    def note_edit(self, value: torch.Tensor) -> None:
+        """Notes that a user sets the value, which another stage has to do, too, where it has a copy."""
+        if self.is_tied:
+            self.edits = checksum_of(local_of(value), self.edits)
 
     def changed(self) -> None:
         """Notes that the value at home is about to be another one."""

@@ -7,6 +7,7 @@ import hashlib
 import torch
 from torch import nn
 
+from .. import native
 from ..machine import storage_guard
 
 
@@ -21,6 +22,13 @@ def digest_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, bytes]:
     # Of a copy: NumPy would make the storage one that cannot be resized any more.
     flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)
     return tuple(tensor.shape), str(tensor.dtype), hashlib.blake2b(flat.view(torch.uint8).numpy(), digest_size=8).digest()
+
+
+def checksum_of(tensor: torch.Tensor, seed: int = 0) -> int:
+    """Computes the CRC-32C of the elements of a plain tensor, row by row; ``seed`` continues an
+    earlier call."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return native.crc32c(flat.view(torch.uint8), seed) if flat.numel() else seed
 
 
 def sum_of_bits(tensor: torch.Tensor) -> int:

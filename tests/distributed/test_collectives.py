@@ -18,6 +18,11 @@ from infinity.distributed.lockstep import Lockstep
 from infinity.errors import ConfigError, PeerError, UsageError
 
 
+SAID = SimpleNamespace(
+    common="step()", own="", of_stages="a step", values=lambda: [1], agrees=lambda spans: True, check=lambda spans: None
+)
+
+
 def replicas(of: torch.Tensor, monkeypatch) -> Collectives:
     """This rank's collectives beside one replica, which has ``of``; nobody shares the arrays."""
 
@@ -250,7 +255,7 @@ def test_ranks_that_are_at_other_steps_are_told(both):
     def work(collectives: Collectives) -> str:
         collectives.note_progress(steps=2, backwards=collectives.ranks.channels[0].rank)
         try:
-            collectives.meet_for_step("step()", over_stages="a step", trace=[], in_common=SimpleNamespace(), then=lambda: None)
+            collectives.meet_for_step(SAID, over_stages=SAID, trace=[], in_common=SimpleNamespace(), then=lambda: None)
         except UsageError as error:
             return str(error)
         return "met"
@@ -277,7 +282,7 @@ def test_a_step_of_parts_is_written_down_only_where_they_have_the_same(agree):
     in_common = SimpleNamespace(values=lambda: [1], agrees=lambda spans: all(least == most for least, most in spans), check=check)
     collectives = Collectives(DataRanks(tensor=Place()))
     try:
-        collectives.meet_for_step("step()", over_stages=None, trace=[], in_common=in_common, then=lambda: told.append("written"))
+        collectives.meet_for_step(SAID, over_stages=None, trace=[], in_common=in_common, then=lambda: told.append("written"))
     except UsageError:
         told.append("refused")
     assert told == (["written", "met"] if agree else ["met", "refused"])

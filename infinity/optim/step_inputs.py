@@ -1,0 +1,136 @@
+"""StepInputs: says what a step goes by, so that ranks which differ in it are told before any of
+them steps.
+
+common       what all ranks with the same units have alike: settings, counts, which gradients there
+             are, what users did to them, and by which values where all have these whole
+own          the values that were written into what other ranks have other parts of
+over stages  what the stages of a pipeline have alike, each with other units: whether there are
+             gradients, how they were clipped, and a table that two of them share
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+from ..gradients.record import has_landed
+from ..state.handle import ParamHandle
+from .step_target import StepTarget
+
+OF_PARAMETERS = ("params", "param_names")  # keys of a group: other stages have others
+NOTHING_LEAST, NOTHING_MOST = 2**62, -1  # what a stage says of what it does not have: no least, and no largest
+REMEDIES = {
+    "the gradients": "Stages of one pipeline step together: call zero_grad() on all of them, or on none.",
+    "the clipping": "Clip the gradients of all stages by the same norm.",
+    "the shared table": "Two stages have it, and train it as one: make the same change of its value, its gradient, its optimizer state and "
+    "requires_grad on both, or load a checkpoint.",
+}
+
+
+def settings_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the groups' settings, which read the same on every rank that has the same ones,
+    whatever parameters it has."""
+    return [{key: _plainly(value) for key, value in group.items() if key not in OF_PARAMETERS} for group in groups]
+
+
+def _plainly(value: Any) -> Any:
+    """``value`` as it reads the same on every rank: of what is not a number or text, its kind."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [_plainly(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+class StepInputs:
+    """What one step of ``engine`` goes by. ``clip``: the factor of all gradients."""
+
+    def __init__(self, engine: StepTarget, groups: list[dict[str, Any]], group_of: Mapping[ParamHandle, int], clip: float):
+        self._engine, self._group_of, self._clip = engine, group_of, clip
+        self._settings = settings_of(groups)
+        self._rates = ", ".join(f"{float(group['lr']):g}" for group in groups)
+
+    @property
+    def common(self) -> str:
+        """What ranks with the same units say, and those with other parts of the tensors."""
+        inputs: list = [self._clip, *self._settings, self._engine.lent.edits]
+        for handle in self._engine.trained:
+            inputs.append((handle.step, handle.grad.state.name, handle.grad.edits, self._group_of.get(handle)))
+        return self._said(inputs)
+
+    @property
+    def own(self) -> str:
+        """What ranks with the same units say beside it."""
+        changed = [(handle.name, edits) for handle in self._engine.trained if (edits := handle.grad.own_edits)]
+        values = [*changed, *self._engine.lent.own_edits]
+        return f", with values of {_digest(values)} put into gradients or optimizer.state" if values else ""
+
+    @property
+    def of_stages(self) -> str:
+        """What all stages of a pipeline say."""
+        return self._said([self._clip, *self._settings])
+
+    def _said(self, inputs: list) -> str:
+        return f"a step ({_digest(inputs)} stands for all settings, clipping, gradients and optimizer.state) with learning rates {self._rates}"
+
+    # --- over stages ---
+
+    def _over_stages(self) -> dict[str, int | None]:
+        """Numbers of what stages have alike; None of what this one does not have."""
+        engine = self._engine
+        landed = any(map(has_landed, self._group_of))
+        trains = landed or any(handle.param.requires_grad for handle in self._group_of)
+        tied = [handle for handle in engine.trained if handle.is_tied]
+        return {
+            "the gradients": int(landed) if trains else None,
+            "the clipping": _number(engine.gradients.clips) if landed else None,
+            "the shared table": _number([self._of_tied(handle) for handle in tied]) if tied else None,
+        }
+
+    def _of_tied(self, handle: ParamHandle) -> tuple:
+        group = self._group_of.get(handle)
+        of_gradient = handle.grad.state.name, handle.grad.edits, handle.grad.own_edits
+        of_group = self._settings[group] if group is not None else None
+        return handle.step, handle.edits, of_gradient, of_group, self._engine.lent.edits_of(handle), handle.param.requires_grad
+
+    def values(self) -> list[int]:
+        """Makes what is said to other stages, beside words: of each number two, of which the least and
+        the largest are known."""
+        said = self._over_stages().values()
+        return [value for number in said for value in ((NOTHING_LEAST, NOTHING_MOST) if number is None else (number, number))]
+
+    def agrees(self, spans: list[tuple[int, int]]) -> bool:
+        """Tells whether the ``spans`` of what all stages have said show that they have the same."""
+        return not self._differing(spans)
+
+    def _differing(self, spans: list[tuple[int, int]]) -> list[str]:
+        pairs = zip(spans[::2], spans[1::2])
+        return [name for name, ((least, _), (_, most)) in zip(REMEDIES, pairs) if most != NOTHING_MOST and least != most]
+
+    def check(self, spans: list[tuple[int, int]]) -> None:
+        """Raises UsageError, on all stages, where ``spans`` show that they do not have the same."""
+        if not (differing := self._differing(spans)):
+            return
+        name, collectives = differing[0], self._engine.collectives
+        stages = collectives.ranks.stages
+        mine = collectives.ranks.world_rank, self._over_stages()[name]
+        have = [
+            (rank, number) for rank, number in collectives.collect(mine, "what differs at a step", [stages]) if number is not None
+        ]
+        first = have[0]
+        other = next(each for each in have if each[1] != first[1])
+        error = UsageError(f"step(): {name} of rank {first[0]} and of rank {other[0]} differ. {REMEDIES[name]}")
+        collectives.fail_elsewhere(stages, error)
+        raise error
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
+def _number(value: Any) -> int:
+    return int(_digest(value)[:15], 16)
