@@ -117,6 +117,7 @@ class GradientBank(GradValues):
         if was_there and not handle.engine.computing and not any(map(_is_there, reversed(self._handles))):
             if self._reducer is not None:
                 self._reducer.average(are_gone=True)
+            self.clips.clear()
             handle.engine.forget_backwards()
 
     def zero_here(self, handle: ParamHandle) -> None:

@@ -304,6 +304,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                     elif param.grad is not None:
                         param.grad.zero_()
             if not set_to_none:
+                self._engine.gradients.clips.clear()
                 self._engine.forget_backwards()
 
     # --- state ---

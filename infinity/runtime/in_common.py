@@ -288,7 +288,7 @@ class InCommon:
         found = {
             "torch's generator": native.crc32c(torch.get_rng_state()),
             "NumPy's generator": _numpy_state(),
-            "Python's generator": hash(random.getstate()) & MASK,
+            "Python's generator": _python_state(),
         }
         where = self._engine().device.where
         if where.type != "cpu":
@@ -322,6 +322,11 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
     """Tells whether ``tensor`` is a plain one whose elements lie somewhere: not on meta or at home, and no transform's or fake mode's stand-in."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return is_plain and not tensor.is_meta and tensor.layout is torch.strided and handle_of(tensor) is None
+
+
+def _python_state() -> int:
+    _, internal, gauss = random.getstate()
+    return hash((internal, 0.0 if gauss is None else gauss)) & MASK  # None has another hash in each process
 
 
 def _numpy_state() -> int:

@@ -17,7 +17,6 @@ from infinity.distributed.data_ranks import DataRanks
 from infinity.distributed.lockstep import Lockstep
 from infinity.errors import ConfigError, PeerError, UsageError
 
-
 SAID = SimpleNamespace(
     common="step()", own="", of_stages="a step", values=lambda: [1], agrees=lambda spans: True, check=lambda spans: None
 )

@@ -63,6 +63,13 @@ class PairChannel:
         then(found)
         return found
 
+    def spans(self, what: str, values: list[int], *, then: Callable[[list], None] = lambda spans: None) -> list[tuple[int, int]]:
+        self.rendezvous(what)
+        both = self.pair.exchange(self.rank, "spans", list(values))
+        found = [(min(pair), max(pair)) for pair in zip(*both)]
+        then(found)
+        return found
+
     def announce(self, what: str, flags: tuple = (), *, then: Callable[[torch.Tensor], None] = lambda found: None) -> Any:
         found = self.rendezvous(what, flags, then=then)
         return SimpleNamespace(wait=lambda: found)
