@@ -154,9 +154,9 @@ class Collectives(Exchanges):
         """
         meetings: list[Callable] = []
         if over_stages is not None and self.ranks.stages is not None:
-            meetings.append(partial(_compare, self.spans_over_stages, over_stages.of_stages, over_stages))
+            meetings.append(partial(_compare, partial(self.spans_over, self.ranks.stages), over_stages.of_stages, over_stages))
         if self.ranks.tensor is not None:
-            meetings.append(partial(_compare, self.spans_over_tensors, inputs.common, in_common))
+            meetings.append(partial(_compare, partial(self.spans_over, self.ranks.tensor), inputs.common, in_common))
         if self.ranks.data is not None:
             meetings.append(
                 partial(self._meet_data_ranks, f"{inputs.common}{inputs.own}", _key_of(trace, self._found_after_step, 1))

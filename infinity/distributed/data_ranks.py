@@ -50,6 +50,7 @@ class DataRanks:
     replicas: Channel | None = None
     both: Channel | None = None  # all data ranks, where there are a row and replicas
     tensor: Channel | None = None  # the ranks that have the other parts of each tensor
+    sequences: Channel | None = None  # data ranks that have the other parts of the same sequences (cp)
     stages: Channel | None = None  # the ranks that have the other stages of the model
     stage_prefix: str = ""  # of this stage's names of parameters and buffers, where stages call some the same
     experts: ExpertRow | None = None  # where the row divides the model's experts
@@ -144,7 +145,7 @@ class DataRanks:
     def all_channels(self) -> list[Channel]:
         """Every channel that was made for this rank."""
         of_experts = self.experts.channel if self.experts is not None else None
-        found = (self.row, self.replicas, self.both, self.tensor, self.stages, self.node, of_experts)
+        found = (self.row, self.replicas, self.both, self.tensor, self.sequences, self.stages, self.node, of_experts)
         return [channel for channel in found if channel is not None]
 
     @property
@@ -159,8 +160,9 @@ class DataRanks:
 
     @property
     def places(self) -> list[Channel]:
-        """Where this rank meets all others: the data ranks, those with its tensors' other parts, those with its model's other stages."""
-        return [channel for channel in (self.data, self.tensor, self.stages) if channel is not None]
+        """Where this rank meets all others: the data ranks, those with its tensors' other parts, those
+        with its sequences' other parts, those with its model's other stages."""
+        return [channel for channel in (self.data, self.tensor, self.sequences, self.stages) if channel is not None]
 
     @property
     def unit_places(self) -> list[Channel]:

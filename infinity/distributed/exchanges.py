@@ -207,32 +207,26 @@ class Exchanges:
                 self.fail_elsewhere(stages, error)
                 raise
 
-    def spans_over_stages(
-        self, what: str, values: Sequence[int], *, then: Callable[[list[tuple[int, int]]], None] = lambda spans: None
+    def spans_over(
+        self,
+        channel: Channel,
+        what: str,
+        values: Sequence[int],
+        *,
+        then: Callable[[list[tuple[int, int]]], None] = lambda spans: None,
     ) -> list[tuple[int, int]]:
-        """The same. Returns the least and the largest of each of the ``values`` of all stages. ``then``: given these spans as soon as they are
-        known."""
-        stages = self.ranks.stages
+        """Meets the ranks of ``channel`` at ``what``. Returns the least and the largest of each of their ``values``. What is raised here is
+        raised on the other ranks with the same units, too. ``then``: given these spans as soon as they are known."""
         try:
-            return stages.spans(f"{what} {self._progress_on(stages)}", values, then=then)
+            return channel.spans(f"{what} {self._progress_on(channel)}", values, then=then)
         except InfinityError as error:
-            self.fail_elsewhere(stages, error)
-            raise
-
-    def spans_over_tensors(
-        self, what: str, values: Sequence[int], *, then: Callable[[list[tuple[int, int]]], None] = lambda spans: None
-    ) -> list[tuple[int, int]]:
-        """Meets the ranks with other parts of the tensors at ``what``. Returns the least and the largest of each of their ``values``. What is
-        raised here is raised on the other data ranks, too. ``then``: given these spans as soon as they are known."""
-        try:
-            return self.ranks.tensor.spans(f"{what} {self._progress}", values, then=then)
-        except InfinityError as error:
-            self.fail_elsewhere(self.ranks.tensor, error)
+            self.fail_elsewhere(channel, error)
             raise
 
     def fail_elsewhere(self, channel: Channel, error: BaseException) -> None:
         """Comes with ``error``, which all ranks of ``channel`` raise, to the next meeting of the ranks with the same units that meet elsewhere."""
-        for other in reversed(self.ranks.unit_places):
+        of_sequences = [self.ranks.sequences] if self.ranks.sequences is not None else []
+        for other in (*of_sequences, *reversed(self.ranks.unit_places)):
             if other is not channel:
                 other.fail(error)
 

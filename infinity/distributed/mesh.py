@@ -31,6 +31,7 @@ from .transfer import end_groups, group_timeout
 from .tree import Tree, family_of
 
 SLICE_AXES = ("dp", "dp_shard", "fsdp", "cp", "sp")  # of these only one of the first three may be larger than 1
+SEQUENCE_AXES = ("cp", "sp")
 DATA_AXES = ("dp_replicate", *SLICE_AXES)
 OTHER_AXES = ("pp", "tp", "ep")  # of the last two only one may be larger than 1
 
@@ -71,7 +72,7 @@ def _join(mesh: Any, rows: torch.Tensor, wrap: int, divides_experts: bool, own_g
     stage, part, replica, rank = (int(at) for at in (rows == me).nonzero()[0])
     here = rows[stage]
     row, column, others = (line.tolist() for line in (here[part, replica], here[part, :, rank], here[:, replica, rank]))
-    of_row = of_replicas = of_both = of_tensor = of_stages = None
+    of_row = of_replicas = of_both = of_tensor = of_sequences = of_stages = None
     # Each rank makes its own groups only: no collective of the whole job for each.
     if len(row) > 1:
         # Two groups over the same ranks: a reduction's bytes do not wait for a gather's.
@@ -84,14 +85,25 @@ def _join(mesh: Any, rows: torch.Tensor, wrap: int, divides_experts: bool, own_g
         of_both = _channel(sorted(here[part].flatten().tolist()), f"data of wrap {wrap}", own_groups)
     if len(others) > 1:
         of_tensor = _channel(others, f"parts of wrap {wrap}", own_groups)
+    if sequence := _sequence_of(mesh):
+        of_sequences = _channel(sequence, f"sequences of wrap {wrap}", own_groups)
     if rows.size(0) > 1:
         of_stages = _channel(rows[:, part, replica, rank].tolist(), f"stages of wrap {wrap}", own_groups)
     experts = _expert_row(mesh, row, wrap, own_groups) if divides_experts else None
     allowed = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), local_size)
     return DataRanks(
         wrap=wrap, rank=rank, size=len(row), local_size=local_size, row=of_row, replicas=of_replicas, both=of_both, tensor=of_tensor,
-        stages=of_stages, experts=experts, allowed_processors=frozenset(allowed) if allowed is not None else None, own_groups=own_groups,
+        sequences=of_sequences, stages=of_stages, experts=experts, allowed_processors=frozenset(allowed) if allowed is not None else None, own_groups=own_groups,
     )  # fmt: skip
+
+
+def _sequence_of(mesh: Any) -> list[int]:
+    """Lists the ranks with other parts of the sequences that this rank has parts of; empty for none."""
+    for axis, name in enumerate((mesh.mesh_dim_names or ()) if mesh is not None else ()):
+        if name in SEQUENCE_AXES and mesh.mesh.size(axis) > 1:
+            lines = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.mesh.size(axis)).tolist()
+            return sorted(next(line for line in lines if dist.get_rank() in line))
+    return []
 
 
 def expert_rows(mesh: Any, row: Sequence[int]) -> list[list[int]]:

@@ -49,6 +49,7 @@ from .prefetch import Prefetcher
 from .recovery import recover
 from .refusals import Refusals
 from .resources import Resources, make_store, trace_path
+from .sequences import Sequences
 from .shut_down import shut_down
 from .value_edits import ValueEdits
 from .weight_average import WeightAverage
@@ -134,7 +135,7 @@ class Engine(Refusals):
             device=self.device,
             journal=self.journal,
         )
-        self.in_common = InCommon(self)
+        self.in_common, self.sequences = InCommon(self), Sequences(self)
         self.edits = ValueEdits(self.store, self.prefetcher, self.journal, self.collectives, self.steps)
 
     def attach(self, names: dict[torch.Tensor, list[str]]) -> None:

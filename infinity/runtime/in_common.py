@@ -29,15 +29,15 @@ from ..errors import UsageError
 from ..gradients.bank import GradientBank
 from ..gradients.record import sample_of
 from ..machine.device import Device
-from ..state.dtensors import describe_placements, is_common, local_of, takes_parts
+from ..state.dtensors import is_common, local_of, takes_parts
 from ..state.handle import ParamHandle, handle_of
 from ..state.step_counter import StepCounter
+from .described import mode_of, number_of, shape_of, tensors_in
 
 FIRST_STEPS, LATER_STEPS = 8, 32  # on an accelerator: the first so many are compared, and one of so many later
 FORWARDS = 4  # of such a step whose values are compared
 MASK = 2**62 - 1  # of a number that is said at a meeting
 MOST_OUTPUTS = 256  # between two steps
-CACHES = ("past", "cache")  # in names of what holds other heads on every rank
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the norm, by which projections may differ
 OTHER_TOLERANCE = 3e-2
 SAME_BATCH = "Give all ranks of one coordinate of the data axes the same batch (a sampler by mesh.get_local_rank('dp'), not by the rank), in the same mode."
@@ -110,7 +110,7 @@ class InCommon:
         engine.gradients.takes_samples = self._is_due
         if not self._is_compared:
             buffers = {name: self.describe(buffer) for name, buffer in self._changed_buffers().items()}
-            self.compare("a forward", {"the mode": self._mode_of(root), **self._described(root, args, kwargs), **buffers})
+            self.compare("a forward", {"the mode": mode_of(root, engine.device), **self._described(root, args, kwargs), **buffers})
         # Ranks that are given parts of a sequence drop in parts, too.
         self._before, self._root = {} if self._takes_parts(root) else self._states(), root
 
@@ -120,7 +120,7 @@ class InCommon:
             return
         self._root = None
         drawn = [name for name, state in self._states().items() if state != self._before.get(name, state)] if self._before else []
-        self._drawn |= {name: _digest((self._drawn.get(name, 0), self._before[name])) for name in drawn}
+        self._drawn |= {name: number_of((self._drawn.get(name, 0), self._before[name])) for name in drawn}
         if self._engine().gradients.takes_samples and not self._is_compared:
             for output in outputs:
                 if output.requires_grad and is_common(output) and output.numel():
@@ -151,7 +151,7 @@ class InCommon:
         if self._channel is None:
             return
         collectives = self._engine().collectives
-        spans = collectives.spans_over_tensors(what, [_digest(given), _digest(self._drawn)])
+        spans = collectives.spans_over(self._channel, what, [number_of(given), number_of(self._drawn)])
         if any(least != most for least, most in spans):
             self._refuse(what, given if spans[0][0] != spans[0][1] else {})
         self._drawn = {}
@@ -163,19 +163,18 @@ class InCommon:
 
     def compare_batch(self, what: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Raises UsageError, on all of these ranks, where what they come to ``what`` with is not one batch."""
-        named = _tensors([*enumerate(args), *kwargs.items()], "")
+        named = tensors_in([*enumerate(args), *kwargs.items()], "")
         self.compare(what, {name: self.describe(tensor) for name, tensor in named})
 
     def _described(self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, str]:
         are_parts = self._takes_parts(root)
-        named = _tensors([*enumerate(args), *kwargs.items()], "")
+        named = tensors_in([*enumerate(args), *kwargs.items()], "")
         plain = {f"argument {key}": repr(value) for key, value in [*enumerate(args), *kwargs.items()] if _is_plain(value)}
         return {name or "the input": self.describe(tensor, with_values=not are_parts) for name, tensor in named} | plain
 
     def describe(self, tensor: torch.Tensor, *, with_values: bool = True) -> str:
         """Describes what was given so that it compares: by its values, too, where they are the same on all ranks and can be read."""
-        told = f"{str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}{describe_placements(tensor)}"
-        local = local_of(tensor)
+        told, local = shape_of(tensor), local_of(tensor)
         is_read = self._is_due or local.device.type == "cpu"
         if not (with_values and is_read and is_common(tensor) and _has_bytes(local)):
             return told
@@ -192,7 +191,7 @@ class InCommon:
         outputs, reached = [sample for sample, _ in self._outputs], [sketch for _, sketch in self._outputs]
         self._outputs.clear()
         said = [_ordered(number) for tensors in (grads, outputs, reached) for number in _projected(tensors)]
-        return [_digest(self._drawn), *said]
+        return [number_of(self._drawn), *said]
 
     def agrees(self, spans: list[tuple[int, int]]) -> bool:
         """Tells whether the ``spans`` of what these ranks have said show that they have the same: the next step compares what comes from here on."""
@@ -273,11 +272,6 @@ class InCommon:
 
     # --- what is read ---
 
-    def _mode_of(self, root: torch.nn.Module) -> str:
-        kind, where = "training" if root.training else "evaluation", self._engine().device.where.type
-        cast = f", in autocast to {torch.get_autocast_dtype(where)}" if torch.is_autocast_enabled(where) else ""
-        return f"{kind}, with{'' if torch.is_grad_enabled() else 'out'} gradients{cast}"
-
     @property
     def _is_due(self) -> bool:
         is_compared = self._step < FIRST_STEPS or self._step % LATER_STEPS == 0
@@ -336,26 +330,6 @@ def _numpy_state() -> int:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str))
-
-
-def _tensors(items: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in ``items``, pairs of a key and a value, and in mappings and sequences among those; by their names."""
-    for key, value in items:
-        name = f"{prefix}{f'argument {key}' if isinstance(key, int) and not prefix else key}"
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        elif any(word in name for word in CACHES):
-            continue
-        elif isinstance(value, Mapping):
-            yield from _tensors(value.items(), f"{name}.")
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(enumerate(value), f"{name}.")
-
-
-def _digest(value: Any) -> int:
-    """Makes a number of what has the same repr where it is the same; zero of what is empty."""
-    raw = repr(value).encode()
-    return native.crc32c(torch.frombuffer(bytearray(raw), dtype=torch.uint8)) if value else 0
 
 
 def _ordered(number: float) -> int:

@@ -26,6 +26,7 @@ from .activation_store import ActivationStore
 from .in_common import InCommon
 from .prefetch import Prefetcher
 from .scoped_call import ScopeOpener
+from .sequences import Sequences
 
 
 class LateHook(Protocol):
@@ -113,6 +114,7 @@ class Running(ScopeOpener, Protocol):
     reducer: Reducer | None  # None: gradients are averaged with nobody
     prefetcher: Prefetcher
     trained: list[ParamHandle]  # the parameters that have optimizer state
+    sequences: Sequences  # with ranks that have other parts of the sequences
     in_common: InCommon  # with ranks that have other parts of the tensors
 
     storages: WeightStorages  # of the units' device buffers

@@ -18,6 +18,7 @@ CASES = {
     "scaler:": {},
     **{f"state:{how}": {"how": how} for how in ("momentum", "clear")},
     **{f"forwards:{what}": {"what": what} for what in ("NumPy", "Python", "buffer", "argument", "autocast")},
+    **{f"sequences:{what}": {"what": what} for what in ("length", "mode")},
     **{f"stages:{what}": {"what": what} for what in ("clipping", "zero_grad", "mode")},
     **{f"table:{what}": {"what": what} for what in ("momentum", "state", "value", "gradient", "frozen", "buffers")},
 }
@@ -30,6 +31,8 @@ SAID = {
     "forwards:buffer": "UsageError: a forward: buffer gain is float32",
     "forwards:argument": "UsageError: a forward: argument scale is 1.0 on rank 0 and 2.0 on rank 1",
     "forwards:autocast": "UsageError: a forward: the mode is training, with gradients on rank 0 and training, with gradients, in autocast",
+    "sequences:length": "UsageError: a forward: argument 0 is float32 of (2, 4, 16) on rank 0 and float32 of (2, 3, 16) on rank 1",
+    "sequences:mode": "UsageError: a forward: the mode is training, with gradients on rank 0 and evaluation, with gradients on rank 1",
     "stages:clipping": "UsageError: step(): the clipping of rank 0 and of rank 1 differ.",
     "stages:zero_grad": "UsageError: step(): the gradients of rank 0 and of rank 1 differ.",
     "stages:mode": "UsageError: rank 0 is in train() and rank 1 in eval()",

@@ -170,6 +170,26 @@ def forwards(what: str, apart: bool) -> dict[str, Any]:
     return {"said": said}
 
 
+def sequences(what: str, apart: bool) -> dict[str, Any]:
+    """A step of ranks with parts of the same sequences, which are of other lengths or in other modes."""
+    model = stack()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model, optimizer = infinity.wrap_model(model, sgd(model), HOST, mesh=mesh)
+    mine = dist.get_rank() if apart else 1
+
+    def step(*, changed: bool) -> None:
+        optimizer.zero_grad()
+        model.train(not (changed and what == "mode" and mine))
+        given = inputs(dist.get_rank()).view(2, 4, 16)
+        model(given[:, : 3 if changed and what == "length" and mine else 4]).square().mean().backward()
+        optimizer.step()
+
+    said = told(lambda: step(changed=True))
+    goes_on = told(lambda: step(changed=False))
+    infinity.unwrap_model(model, optimizer)
+    return {"said": said, "goes on": goes_on}
+
+
 # --- stages ---
 
 
