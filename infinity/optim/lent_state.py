@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache, partial
 
@@ -73,6 +74,8 @@ class LentState:
         self._lent: dict[tuple[ParamHandle, str], _Lent] = {}
         self._left_count, self._left_nbytes = TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES  # until a trim
         self._edits = hashlib.blake2b(digest_size=8)
+        self._changes: Counter[tuple[ParamHandle, str]] = Counter()  # that were written home
+        self._forgotten = 0  # times that all state was set anew
 
     @property
     def edits(self) -> str:
@@ -110,6 +113,7 @@ class LentState:
                 "change it before that block, or after step()"
             )
         for name, value in values.items():
+            self._changes[handle, name] += 1
             self._edits.update(f"{handle.name} {name} ".encode())
             if not is_distributed(handle.param):
                 self._edits.update(_digest(value))
@@ -154,6 +158,17 @@ class LentState:
     def forget(self) -> None:
         """Leaves all lent tensors to their users: the state is about to be set anew."""
         self._lent.clear()
+        self._forgotten += 1
+
+    def changes_of(self, handle: ParamHandle, name: str) -> tuple[int, int]:
+        """Returns what is another one whenever array ``name`` of a parameter was set outside of steps."""
+        return self._forgotten, self._changes[handle, name]
+
+    def follow(self, handle: ParamHandle, name: str, value: torch.Tensor) -> None:
+        """Shows ``value``, which was written home, in the tensor that was lent, if there is one."""
+        if (lent := self._lent.get((handle, name))) is not None:
+            lent.bytes.copy_(value)
+            lent.note(self._steps.index)
 
     def _refresh(self, handle: ParamHandle, name: str, lent: _Lent) -> bool:
         """Returns False where the tensor stays as it is, since other ranks do not read now."""

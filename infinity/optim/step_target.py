@@ -24,6 +24,16 @@ from .lent_state import LentState
 from .updates import Updates
 
 
+class StateDictTensors(Protocol):
+    """The tensors of state dicts that users hold."""
+
+    def settle(self) -> None:
+        """Sends home what was written to them."""
+
+    def give(self, handle: ParamHandle, array: str, tensor: torch.Tensor) -> None:
+        """Watches ``tensor``, which has the value of ``array`` at home and is about to be a user's."""
+
+
 class StepTarget(Protocol):
     """The engine, as an optimizer sees it."""
 
@@ -31,6 +41,7 @@ class StepTarget(Protocol):
     units: list[ParamUnit]
     trained: list[ParamHandle]  # the parameters that have optimizer state
     lent: LentState
+    handed: StateDictTensors
     steps: StepCounter
     schedule: Schedule
     shadow_policy: ShadowPolicy | None  # None: no updates are made ahead

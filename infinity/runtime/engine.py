@@ -39,6 +39,7 @@ from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from ..state.weight_storages import WeightStorages
 from .admission import admit
+from .handed_out import HandedOut
 from .in_common import InCommon
 from .joined_pass import JoinedPass
 from .older_weights import OlderWeights
@@ -90,6 +91,7 @@ class Engine(Refusals):
         self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives)
         self.updates = Updates(units, self.traffic)
         self.lent = LentState(self.store, self.steps, self.journal)
+        self.handed = HandedOut(self)
         self.parking = Parking(self.store)
         contents = [shard.contents for unit in units for shard in unit.shards]  # of which none leads back to this object
         given_back = self.scopes, self.store, contents, self.updates.recorded, self.updates.names, self.collectives, device
@@ -185,6 +187,13 @@ class Engine(Refusals):
             error = self._halted()
             self.collectives.warn(error)  # other ranks are not to wait for this one
             raise error
+        if self.ranks.alone and not repairing:
+            self.handed.settle()  # several ranks do so where all of them come by
+
+    def settle_outside(self) -> None:
+        """Sends home what users wrote to state dicts. With several ranks all of them come by."""
+        with self.using():
+            self.handed.settle()
 
     @property
     def is_open(self) -> bool:
@@ -266,11 +275,14 @@ class Engine(Refusals):
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Sends the value of ``p.copy_(value)``, outside a forward, home, master and all."""
         with self.using():
+            self.handed.settle()
             self.edits.write_value(handle, value)
+            self.handed.loaded(handle, value)
 
     def read_value(self, handle: ParamHandle) -> torch.Tensor:
         """Reads the value at home, outside a forward."""
         with self.using():
+            self.handed.settle()
             return handle.shard.read_value(self.store, handle.index)
 
     # --- what blocks ask that run another way ---
@@ -341,7 +353,8 @@ class Engine(Refusals):
         self.updates.end_step()
 
     def wait_idle(self) -> None:
-        """Waits until every byte is at home, what users changed in the optimizer's state too. Raises what went wrong."""
+        """Waits until every byte is at home, what users changed in state dicts and the optimizer's state too. Raises what went wrong."""
+        self.handed.settle()
         self.lent.settle()
         for unit in self.units:
             for shard in unit.shards:

@@ -76,6 +76,10 @@ class Refusals:
         """Opens the scope that every use of the engine runs in."""
         raise NotImplementedError
 
+    def settle_outside(self) -> None:
+        """Sends home what users wrote to state dicts. With several ranks all of them come by."""
+        raise NotImplementedError
+
     def check_alive(self) -> None:
         """Raises UsageError after :func:`infinity.unwrap_model`, and in a forked child."""
         self.store.check_process()
@@ -93,6 +97,8 @@ class Refusals:
         """Raises UsageError where ``what`` is refused in something that goes on, by the table. What an exception left is put right first."""
         with self.using(repairing=what == "load_checkpoint"):
             pass  # an exception in here would end what goes on
+        if what != "load_checkpoint":
+            self.settle_outside()
         refused = REFUSED[what]
         if While.JOINED in refused:
             self.refuse_between(what)
