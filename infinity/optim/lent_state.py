@@ -165,7 +165,7 @@ class LentState:
         return self._forgotten, self._changes[handle, name]
 
     def follow(self, handle: ParamHandle, name: str, value: torch.Tensor) -> None:
-        """Shows ``value``, which was written home, in the tensor that was lent, if there is one."""
+        """Makes the tensor that was lent, if there is one, show ``value``, which was written home."""
         if (lent := self._lent.get((handle, name))) is not None:
             lent.bytes.copy_(value)
             lent.note(self._steps.index)

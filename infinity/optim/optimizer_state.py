@@ -84,13 +84,15 @@ class OptimizerState:
             found["master"] = like(param, handle.shard.read_master(store, handle.index))
         return found
 
-    def hand_out(self, state_dict: dict[str, Any]) -> None:
-        """Has what users write to the tensors of ``state_dict``, which :meth:`read` gave, sent home."""
+    def hand_out(self, books: OptimizerBooks) -> dict[str, Any]:
+        """Returns the state dict with masters, and has what users write to its tensors sent home."""
+        state_dict = self.read(books, masters=True)
         kept = {STEP: STEP, MASTER: MASTER} | self.moments
         for index, param in self._params_of(state_dict).items():
             for name, value in state_dict["state"].get(index, {}).items():
                 if name in kept and isinstance(value, torch.Tensor):
                     self._target.handed.give(handle_of(param), kept[name], value)
+        return state_dict
 
     def check(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the groups that loading ``state_dict`` gives. Raises UsageError where it does not fit; changes nothing."""

@@ -41,7 +41,6 @@ class StepTarget(Protocol):
     units: list[ParamUnit]
     trained: list[ParamHandle]  # the parameters that have optimizer state
     lent: LentState
-    handed: StateDictTensors
     steps: StepCounter
     schedule: Schedule
     shadow_policy: ShadowPolicy | None  # None: no updates are made ahead
@@ -51,6 +50,10 @@ class StepTarget(Protocol):
     device: Device
     collectives: Collectives
     updates: Updates
+
+    @property
+    def handed(self) -> StateDictTensors:
+        """The tensors of state dicts that users hold."""
 
     @property
     def in_common(self) -> InCommon:

@@ -91,8 +91,7 @@ class Engine(Refusals):
         self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives)
         self.updates = Updates(units, self.traffic)
         self.lent = LentState(self.store, self.steps, self.journal)
-        self.handed = HandedOut(self)
-        self.parking = Parking(self.store)
+        self.handed, self.parking = HandedOut(self), Parking(self.store)
         contents = [shard.contents for unit in units for shard in unit.shards]  # of which none leads back to this object
         given_back = self.scopes, self.store, contents, self.updates.recorded, self.updates.names, self.collectives, device
         # To its end, though Ctrl-C comes between: nobody would call it again.
@@ -187,13 +186,7 @@ class Engine(Refusals):
             error = self._halted()
             self.collectives.warn(error)  # other ranks are not to wait for this one
             raise error
-        if self.ranks.alone and not repairing:
-            self.handed.settle()  # several ranks do so where all of them come by
-
-    def settle_outside(self) -> None:
-        """Sends home what users wrote to state dicts. With several ranks all of them come by."""
-        with self.using():
-            self.handed.settle()
+        self.handed.begin_use(repairing=repairing)
 
     @property
     def is_open(self) -> bool:
@@ -274,15 +267,12 @@ class Engine(Refusals):
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Sends the value of ``p.copy_(value)``, outside a forward, home, master and all."""
-        with self.using():
-            self.handed.settle()
+        with self.using(), self.handed.loading(handle, value):
             self.edits.write_value(handle, value)
-            self.handed.loaded(handle, value)
 
     def read_value(self, handle: ParamHandle) -> torch.Tensor:
         """Reads the value at home, outside a forward."""
-        with self.using():
-            self.handed.settle()
+        with self.using(), self.handed.settled():
             return handle.shard.read_value(self.store, handle.index)
 
     # --- what blocks ask that run another way ---
@@ -354,8 +344,7 @@ class Engine(Refusals):
 
     def wait_idle(self) -> None:
         """Waits until every byte is at home, what users changed in state dicts and the optimizer's state too. Raises what went wrong."""
-        self.handed.settle()
-        self.lent.settle()
+        self.handed.settle_with_lent()
         for unit in self.units:
             for shard in unit.shards:
                 shard.wait()

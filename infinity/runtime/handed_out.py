@@ -94,7 +94,7 @@ class _Handed:
         return not self.was_freed and storage_guard.is_fixed(self.bytes.untyped_storage())
 
     def is_written(self, engine: Running, *, is_stale: bool) -> bool:
-        """Whether anything has changed it. The bytes of a snapshot are looked at once in a step."""
+        """Tells whether anything has changed it. The bytes of a snapshot are looked at once in a step."""
         if self.was_freed:
             return False
         if self._count() != self._versions:
@@ -121,7 +121,7 @@ class _Handed:
         return not bool(same_bits(self.bytes.contiguous(), home.contiguous().to(self.bytes.dtype)).all())
 
     def is_held(self, *, dying: bool = False) -> bool:
-        """Whether anything but this object has the memory. ``dying``: torch is letting the tensor go, and has it still."""
+        """Tells whether anything but this object has the memory. ``dying``: torch is letting the tensor go, and has it still."""
         if dying:
             return storage_guard.references(self.bytes) > self._own_references + 1
         return self.tensor() is not None or storage_guard.references(self.bytes) > self._own_references
@@ -174,12 +174,31 @@ class HandedOut:
         if not (entry.is_counted or entry.is_exported or entry.is_held(dying=True)):
             self._entries.pop(key, None)
 
-    def loaded(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """Notes that ``value`` has become the parameter's: a tensor that was handed out is the newest one then."""
+    @contextmanager
+    def loading(self, handle: ParamHandle, value: torch.Tensor) -> Iterator[None]:
+        """Surrounds what makes ``value`` the parameter's: a tensor that was handed out is the newest one then."""
+        self.settle()
+        yield
         if self._entries and not local_of(value).is_meta and local_of(value).layout is torch.strided:
             entry = self._entries.get(storage_guard.identity(local_of(value)))
             if entry is not None and entry.handle is handle and entry.array == VALUE:
                 entry.note(self._stamp(entry), self.engine.steps.index)
+
+    def begin_use(self, *, repairing: bool) -> None:
+        """Sends home what was written, at the beginning of a use. Several ranks do so where all of them come by."""
+        if self._entries and self.engine.ranks.alone and not repairing:
+            self.settle()
+
+    def settle_with_lent(self) -> None:
+        """Sends home what was written to state dicts, and to the optimizer's state."""
+        self.settle()
+        self.engine.lent.settle()
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Surrounds what reads the newest values."""
+        self.settle()
+        yield
 
     def settle(self) -> None:
         """Sends home what was written since the last time. Raises UsageError, with nothing changed, for what cannot be: once for each

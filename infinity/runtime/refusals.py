@@ -11,6 +11,7 @@ from ..distributed.pending import ranks_lost
 from ..errors import InfinityError, UsageError
 from ..state.step_counter import StepCounter
 from ..storage.store import ShardStore
+from .handed_out import HandedOut
 from .joined_pass import JoinedPass
 from .older_weights import OlderWeights
 from .passes import Passes
@@ -58,6 +59,7 @@ class Refusals:
     average: WeightAverage | None
     older: OlderWeights | None
     ranks: DataRanks
+    handed: HandedOut
 
     def meaning_of(self, error: RuntimeError) -> Exception:
         """Returns what is raised for ``error`` of a forward: a collective of torch's own in there,
@@ -76,10 +78,6 @@ class Refusals:
         """Opens the scope that every use of the engine runs in."""
         raise NotImplementedError
 
-    def settle_outside(self) -> None:
-        """Sends home what users wrote to state dicts. With several ranks all of them come by."""
-        raise NotImplementedError
-
     def check_alive(self) -> None:
         """Raises UsageError after :func:`infinity.unwrap_model`, and in a forked child."""
         self.store.check_process()
@@ -96,9 +94,8 @@ class Refusals:
     def refuse(self, what: str) -> None:
         """Raises UsageError where ``what`` is refused in something that goes on, by the table. What an exception left is put right first."""
         with self.using(repairing=what == "load_checkpoint"):
-            pass  # an exception in here would end what goes on
-        if what != "load_checkpoint":
-            self.settle_outside()
+            if what != "load_checkpoint":
+                self.handed.settle()  # only an exception of that may end what goes on
         refused = REFUSED[what]
         if While.JOINED in refused:
             self.refuse_between(what)

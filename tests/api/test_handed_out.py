@@ -336,7 +336,7 @@ def test_a_state_dict_that_is_only_read_leaves_nothing_behind(home, tmp_path, mo
     with monkeypatch.context() as patched:
         for name in ("read", "write"):
             patched.setattr(type(engine.store), name, lambda *args, **more: pytest.fail("the home was asked"))
-        engine.settle_outside()
+        engine.wait_idle()
     del states
     assert not engine.handed._entries
     model.state_dict()["0.weight"].numpy()
