@@ -258,7 +258,7 @@ class Engine(Refusals):
     def refusal(self, handle: ParamHandle, operation: str) -> UsageError:
         """Makes the error for touching a parameter at home."""
         own_name = handle.name.removeprefix(self.ranks.stage_prefix)
-        instead = mistakes.advice() or f"Read or change it inside `with infinity.full_params(model, [{own_name!r}]) as params:`."
+        instead = mistakes.advice(handle.param) or mistakes.LENT.format(own_name)
         return UsageError(f"{operation} on parameter {handle.name}, which is at home on {handle.shard.weight.tier}. {instead}")
 
     def saving_tensors(self) -> AbstractContextManager:
