@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -22,10 +23,10 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
     def fill(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
         with engine.handed.filling(state):
             engine.refuse("state_dict()")
-            fill_here(module, state, prefix)
+            # Torch's values can be changed, whatever mode the caller is in.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+                fill_here(module, state, prefix)
 
-    @torch.inference_mode(False)  # torch's values can be changed, whatever mode the caller is in
-    @torch.no_grad()
     def fill_here(module: nn.Module, state: dict, prefix: str) -> None:
         with engine.using():
             for name, param in module._parameters.items():

@@ -27,8 +27,8 @@ from .updates import Updates
 class StateDictTensors(Protocol):
     """The tensors of state dicts that users hold."""
 
-    def settle(self) -> None:
-        """Sends home what was written to them."""
+    def settle_on_ranks(self) -> None:
+        """Sends home what was written to them, with several ranks."""
 
     def give(self, handle: ParamHandle, array: str, tensor: torch.Tensor) -> None:
         """Watches ``tensor``, which has the value of ``array`` at home and is about to be a user's."""

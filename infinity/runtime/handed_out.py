@@ -14,8 +14,10 @@ in whatever thread. Only one that NumPy has had, or of which there are views, wa
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -34,21 +36,20 @@ from ..state.unit import ParamUnit
 from .running import Running
 
 VALUE = "value"  # of a parameter: what is handed out beside MASTER, STEP and the arrays of moments
-PROBED_NBYTES, PROBES, PROBE_NBYTES = 4096, 16, 64  # what is looked at whole; how many pieces of others, and how long
+PROBED_NBYTES, PROBES = 4096, 128  # what is looked at whole, and how many bytes of what is larger
 
 
-def _probes(tensor: torch.Tensor) -> bytes:
-    """Reads the bytes that are looked at. Without torch's dispatcher: it runs wherever a tensor dies."""
-    storage = tensor.untyped_storage()
-    nbytes = storage.nbytes() if tensor.is_cpu else 0
-    if not nbytes:
-        return b""
-    where = storage.data_ptr()
+def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
+    """Shows the bytes of a storage, which stays one that can be resized. Without torch's dispatcher: it runs wherever a tensor dies."""
+    return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr()))
+
+
+def _probes(storage: torch.UntypedStorage) -> bytes:
+    """Reads the bytes that are looked at."""
+    nbytes = storage.nbytes()
     if nbytes <= PROBED_NBYTES:
-        return ctypes.string_at(where, nbytes)
-    stride = (nbytes - PROBE_NBYTES) / (PROBES - 1)
-    places = (where + int(number * stride) for number in range(PROBES))
-    return b"".join(ctypes.string_at(place, PROBE_NBYTES) for place in places)
+        return ctypes.string_at(storage.data_ptr(), nbytes) if nbytes else b""
+    return _bytes_of(storage)[:: nbytes // PROBES | 1].tobytes()  # an odd step: each byte of a number in turn
 
 
 class _Handed:
@@ -60,51 +61,56 @@ class _Handed:
         self._counted = [self.bytes]
         if is_distributed(tensor):  # torch counts the changes of the whole, or of the part, by how they come
             self._counted.append(tensor.detach())
+        self._storage = self.bytes.untyped_storage()
+        self._can_be_looked_at = self.bytes.is_cpu
         self._own_references = storage_guard.references(self.bytes) - 1  # beside the tensor's
         self.tensor = weakref.ref(tensor, on_death)
         self.stamp: Any = None
         self.index = self._looked_at = -1  # steps: when it was taken, and when its bytes were last looked at
         self._digest: bytes | None = None  # of what NumPy has had
+        self.is_seen_here_alone = False  # that it was written: ranks compare with what is at home of each
 
     def note(self, stamp: Any, index: int) -> None:
         """Takes what the tensor holds now for what is at home."""
         self.stamp, self.index = stamp, index
-        self._versions, self._bytes = self._count(), _probes(self.bytes)
+        self._versions, self._bytes = self._count(), self._probe()
         self._digest = self._hash() if self._digest is not None else None
 
     def _count(self) -> list[int]:
         return [each._version for each in self._counted]
 
+    def _probe(self) -> bytes:
+        return _probes(self._storage) if self._can_be_looked_at else b""
+
     def _hash(self) -> bytes:
-        return hashlib.blake2b(_view_of_bytes(self.bytes), digest_size=16).digest()
+        return hashlib.blake2b(_bytes_of(self._storage), digest_size=16).digest()
 
     @property
     def was_freed(self) -> bool:
         """Whether its memory was given back under it."""
-        return self.bytes.numel() > 0 and self.bytes.untyped_storage().nbytes() == 0
+        return self._storage.nbytes() == 0
 
     @property
     def is_counted(self) -> bool:
         """Whether torch has counted a change, or the bytes that are looked at are others."""
-        return not self.was_freed and (self._count() != self._versions or _probes(self.bytes) != self._bytes)
+        return not self.was_freed and (self._count() != self._versions or self._probe() != self._bytes)
 
     @property
     def is_exported(self) -> bool:
         """Whether NumPy, or another process, may have changed it without a word."""
-        return not self.was_freed and storage_guard.is_fixed(self.bytes.untyped_storage())
+        return not self.was_freed and storage_guard.is_fixed(self._storage)
 
     def is_written(self, engine: Running, *, is_stale: bool) -> bool:
         """Tells whether anything has changed it. The bytes of a snapshot are looked at once in a step."""
-        if self.was_freed:
-            return False
         if self._count() != self._versions:
-            return True
-        if is_stale and self._looked_at == engine.steps.index:
+            return not self.was_freed
+        if self.was_freed or (is_stale and self._looked_at == engine.steps.index):
             return False
         self._looked_at = engine.steps.index
-        if _probes(self.bytes) != self._bytes:
+        if self._probe() != self._bytes:
             return True
-        return self.is_exported and self._differs(engine, is_stale=is_stale)
+        self.is_seen_here_alone = self.is_exported and self._differs(engine, is_stale=is_stale)
+        return self.is_seen_here_alone
 
     def _differs(self, engine: Running, *, is_stale: bool) -> bool:
         """Compares all bits: with those at home when it is first asked, and with those of that time from then on."""
@@ -115,10 +121,13 @@ class _Handed:
             return False
         if self.array == VALUE:
             return bool(self.handle.shard.changes(engine.store, self.handle.index, self.bytes))
-        if not engine.ranks.alone:
-            return False
-        home = self.handle.shard.read_moment(engine.store, self.array, self.handle.index)
-        return not bool(same_bits(self.bytes.contiguous(), home.contiguous().to(self.bytes.dtype)).all())
+        shard, index = self.handle.shard, self.handle.index
+        if engine.ranks.alone:
+            home = shard.flattened(shard.read_moment(engine.store, self.array, index), index)
+            return not bool(same_bits(shard.flattened(self.bytes, index), home).all())
+        begin, end = (at - shard.layout.placements[index].offset for at in shard.own_part(self.array, index))
+        home, here = shard.read_own_part(engine.store, self.array, index), shard.flattened(self.bytes, index)[begin:end]
+        return home.dtype == here.dtype and not bool(same_bits(here, home).all())
 
     def is_held(self, *, dying: bool = False) -> bool:
         """Tells whether anything but this object has the memory. ``dying``: torch is letting the tensor go, and has it still."""
@@ -127,18 +136,13 @@ class _Handed:
         return self.tensor() is not None or storage_guard.references(self.bytes) > self._own_references
 
 
-def _view_of_bytes(tensor: torch.Tensor) -> memoryview:
-    """Shows the bytes of a tensor's storage, which stays one that can be resized."""
-    storage = tensor.untyped_storage()
-    return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr()))
-
-
 class HandedOut:
     """The tensors of state dicts of one engine. Given and settled inside a use of the engine; a tensor may die at any time."""
 
     def __init__(self, engine: Running):
         self._engine = weakref.ref(engine)  # the engine holds this object
         self._entries: dict[int, _Handed] = {}  # by their storages, which they keep
+        self._keys: dict[ParamHandle, set[int]] = {}  # of each parameter's entries
         self._filled: weakref.ref[dict] | None = None  # the state dict that was begun last
         self._is_filling = False
 
@@ -165,6 +169,16 @@ class HandedOut:
         entry = _Handed(handle, array, tensor, partial(_died, me, key))
         entry.note(self._stamp(entry), self.engine.steps.index)
         self._entries[key] = entry
+        self._keys.setdefault(handle, set()).add(key)
+
+    def _drop(self, key: int, entry: _Handed) -> None:
+        self._entries.pop(key, None)
+        if (keys := self._keys.get(entry.handle)) is not None:
+            keys.discard(key)
+
+    def _of(self, handle: ParamHandle) -> list[_Handed]:
+        keys = self._keys.get(handle)
+        return [entry for key in keys.copy() if (entry := self._entries.get(key)) is not None] if keys else []
 
     def died(self, key: int, reference: weakref.ref) -> None:
         """Drops what nobody has written to. At any moment, in any thread."""
@@ -172,7 +186,7 @@ class HandedOut:
         if entry is None or entry.tensor is not reference:
             return
         if not (entry.is_counted or entry.is_exported or entry.is_held(dying=True)):
-            self._entries.pop(key, None)
+            self._drop(key, entry)
 
     @contextmanager
     def loading(self, handle: ParamHandle, value: torch.Tensor) -> Iterator[None]:
@@ -187,6 +201,11 @@ class HandedOut:
     def begin_use(self, *, repairing: bool) -> None:
         """Sends home what was written, at the beginning of a use. Several ranks do so where all of them come by."""
         if self._entries and self.engine.ranks.alone and not repairing:
+            self.settle()
+
+    def settle_on_ranks(self) -> None:
+        """Sends home what was written, where several ranks come by; one has done so as the use began."""
+        if not self.engine.ranks.alone:
             self.settle()
 
     def settle_with_lent(self) -> None:
@@ -210,14 +229,14 @@ class HandedOut:
             if entry.is_written(self.engine, is_stale=self._is_stale(entry)):
                 written.append(entry)
             elif not entry.is_held():
-                self._entries.pop(key, None)
-        if written:
-            self._send(written)
+                self._drop(key, entry)
+        if written and (left := self._without_taken(written)):
+            self._send(left)
 
     def refuse_in_backward(self, unit: ParamUnit) -> None:
         """Raises UsageError where values of ``unit`` were written to since the forward, that the running backward needs."""
-        for entry in self._entries.copy().values():
-            if entry.array == VALUE and entry.handle.unit is unit and not self._is_stale(entry) and entry.is_counted:
+        for entry in [each for handle in unit.handles for each in self._of(handle)] if self._entries else ():
+            if entry.array == VALUE and not self._is_stale(entry) and entry.is_counted:
                 raise UsageError(
                     f"this backward needs {entry.handle.name} as it was in its forward, but the state_dict() value was "
                     "written to since. Run backward before that."
@@ -230,7 +249,29 @@ class HandedOut:
         return self.engine.steps.index, self.engine.lent.changes_of(handle, entry.array)
 
     def _is_stale(self, entry: _Handed) -> bool:
-        return entry.stamp != self._stamp(entry)
+        if entry.stamp is not None and entry.stamp != self._stamp(entry):
+            entry.stamp = None  # what was changed once stays so
+        return entry.stamp is None
+
+    def _without_taken(self, written: list[_Handed]) -> list[_Handed]:
+        """Leaves out state that has become another optimizer's, whose load_state_dict() copies nothing: its steps are not for us."""
+        of_others: set[int] = set()
+        if any(entry.array != VALUE and entry.tensor() is not None for entry in written):
+            for each in gc.get_objects():
+                # Not ours, which show what is at home.
+                if issubclass(type(each), torch.optim.Optimizer) and type(state := each.__dict__.get("state")) in (
+                    dict,
+                    defaultdict,
+                ):
+                    entries = [entry for entry in state.values() if isinstance(entry, dict)]
+                    of_others |= {id(value) for entry in entries for value in entry.values()}
+        left = []
+        for entry in written:
+            if entry.array != VALUE and id(entry.tensor()) in of_others:
+                self._drop(storage_guard.identity(entry.bytes), entry)
+            else:
+                left.append(entry)
+        return left
 
     def _send(self, written: list[_Handed]) -> None:
         engine = self.engine
@@ -242,14 +283,15 @@ class HandedOut:
             self._check(written)
         except UsageError:
             for entry in written:  # told once: what they hold is their user's from here on
-                entry.note(None if self._is_stale(entry) else entry.stamp, entry.index)
+                entry.note(None, entry.index)
             raise
         with torch.inference_mode(False), torch.no_grad():
             self._send_values([entry for entry in written if entry.array == VALUE])
             for entry in moments:
                 self._send_moment(entry)
-        for key in [key for key, entry in self._entries.copy().items() if not entry.is_held()]:
-            self._entries.pop(key, None)
+        for key, entry in self._entries.copy().items():
+            if not entry.is_held():
+                self._drop(key, entry)
 
     def _check(self, written: list[_Handed]) -> None:
         """Raises UsageError where one of ``written`` cannot go home."""
@@ -263,6 +305,11 @@ class HandedOut:
                 raise UsageError(
                     f"{what}: a state_dict() value was written to after {since}: it is a snapshot, and the write would put "
                     "old values back. Nothing was changed: take state_dict() anew, or clone() what is to be kept."
+                )
+            if entry.is_seen_here_alone and not self.engine.ranks.alone:
+                raise UsageError(
+                    f"{what}: a state_dict() value was written to through NumPy, of which other ranks cannot tell. Nothing was "
+                    "changed: with several ranks write through torch, on all of them."
                 )
             if entry.array == MASTER:
                 raise UsageError(
@@ -279,8 +326,7 @@ class HandedOut:
 
     def _alike(self, entry: _Handed) -> list[_Handed]:
         """Lists the tensors that show the same value, as of now."""
-        same = [each for each in self._entries.copy().values() if each.handle is entry.handle and each.array == entry.array]
-        return [each for each in same if not self._is_stale(each)]
+        return [each for each in self._of(entry.handle) if each.array == entry.array and not self._is_stale(each)]
 
     def _send_values(self, written: list[_Handed]) -> None:
         if not written:

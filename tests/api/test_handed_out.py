@@ -346,6 +346,86 @@ def test_a_state_dict_that_is_only_read_leaves_nothing_behind(home, tmp_path, mo
     assert not engine.handed._entries
 
 
+def by_full_params(model: nn.Module, optimizer: torch.optim.Optimizer, folder) -> torch.Tensor:
+    with torch.no_grad(), infinity.full_params(model, ["0.weight"]) as params:
+        return params["0.weight"].clone()
+
+
+def by_named_weights(model: nn.Module, optimizer: torch.optim.Optimizer, folder) -> torch.Tensor:
+    return dict(infinity.named_weights(model))["0.weight"]
+
+
+def by_unwrapping(model: nn.Module, optimizer: torch.optim.Optimizer, folder) -> torch.Tensor:
+    return infinity.unwrap_model(model, optimizer)[0].state_dict()["0.weight"]
+
+
+def by_a_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, folder) -> torch.Tensor:
+    infinity.save_checkpoint(folder / "checkpoint", model, optimizer)
+    other, its = infinity.wrap_model(*make(), {"params": "host", "optimizer": "host"})
+    infinity.load_checkpoint(folder / "checkpoint", other, its)
+    return other.state_dict()["0.weight"]
+
+
+def by_parking(model: nn.Module, optimizer: torch.optim.Optimizer, folder) -> torch.Tensor:
+    infinity.park(model, folder)
+    return model.state_dict()["0.weight"]
+
+
+def by_an_average(model: nn.Module, optimizer: torch.optim.Optimizer, folder) -> torch.Tensor:
+    average = infinity.ema(model, 0.9)
+    average.update()
+    return average.state_dict()["0.weight"]
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("see", [by_full_params, by_named_weights, by_unwrapping, by_a_checkpoint, by_parking, by_an_average])
+def test_every_use_sees_what_was_written(see, home, tmp_path):
+    """Method: the first use after a write is each of those that show weights. The twin's write is to a copy."""
+    for copied in (False, True):
+        model, optimizer = wrap(home, tmp_path)
+        train(model, optimizer, 0)
+        value = model.state_dict()["0.weight"]
+        (value.clone() if copied else value).fill_(0.5)
+        del value
+        assert bool((see(model, optimizer, tmp_path) == 0.5).all()) is not copied
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("when", ["at once", "after a step"])
+def test_state_that_another_optimizer_has_loaded_is_its_own(when, home, tmp_path):
+    """Method: a plain optimizer loads our state dict, which it does not copy, and steps; ours goes on as if it had not. The twin is
+    the same write by the user."""
+
+    def run(write: Callable) -> dict[str, torch.Tensor]:
+        model, optimizer = wrap(home, tmp_path)
+        train(model, optimizer, 0)
+        plain, its = make()
+        plain.load_state_dict(model.state_dict())
+        its.load_state_dict(optimizer.state_dict())
+        if when == "after a step":
+            train(model, optimizer, 1)
+        write(plain, its)
+        train(model, optimizer, 2)
+        return everything(model, optimizer)
+
+    def write_as_user(plain: nn.Module, its: torch.optim.Optimizer) -> None:
+        held = [value for entry in its.state.values() for value in entry.values()]
+        its.state.clear()
+        for value in held:
+            value.add_(1.0)
+
+    def stepped(plain: nn.Module, its: torch.optim.Optimizer) -> None:
+        train(plain, its, 3)
+
+    expected = run(lambda plain, its: None)
+    assert differing(run(stepped), expected) == []
+    if when == "at once":
+        assert differing(run(write_as_user), expected) != []
+    else:
+        with pytest.raises(infinity.UsageError, match="snapshot"):
+            run(write_as_user)
+
+
 def test_a_thread_may_let_a_written_tensor_go(tmp_path):
     """Method: the last reference to what was written goes in another thread; it is the model's nevertheless."""
     import threading
