@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 
 import torch
@@ -105,19 +105,18 @@ class LentState:
             self._trim()
         self._lent[handle, name] = _Lent(tensor, self._steps.index)
 
-    def write(self, handle: ParamHandle, values: Mapping[str, torch.Tensor]) -> None:
-        """Sends ``values`` of arrays, and of the step count, home. Their shapes were checked."""
+    def write(self, handle: ParamHandle, values: Mapping[str, torch.Tensor], then: Callable[[], None] = lambda: None) -> None:
+        """Sends ``values`` of arrays, and of the step count, home. Their shapes were checked. ``then``: the end of the change."""
         if self._steps.streaming:
             raise UsageError(
                 f"optimizer.state of {handle.name} inside `with optimizer.step_in_backward()`: "
                 "change it before that block, or after step()"
             )
         for name, value in values.items():
-            self._changes[handle, name] += 1
             self._edits.update(f"{handle.name} {name} ".encode())
             if not is_distributed(handle.param):
                 self._edits.update(_digest(value))
-        self._journal.carry_out(partial(self._write, handle, dict(values)))
+        self._journal.carry_out(partial(self._write, handle, dict(values), then))
 
     def restart(self, handle: ParamHandle, names: list[str]) -> None:
         """Makes the state of a parameter that of one that was never stepped. Lent tensors are the user's from then on."""
@@ -191,15 +190,17 @@ class LentState:
         value = handle.shard.read_moment(self._store, name, handle.index)
         return like(handle.param, value.to(local_of(handle.param).device))
 
-    def _write(self, handle: ParamHandle, values: dict[str, torch.Tensor]) -> None:
+    def _write(self, handle: ParamHandle, values: dict[str, torch.Tensor], then: Callable[[], None]) -> None:
         with self._store.guarding():
             for name, value in values.items():
+                self._changes[handle, name] += 1
                 if name == STEP:
                     handle.step = int(value.item())
                 else:
                     part = part_of(handle.param, value, f"{name} of {handle.name}")
                     handle.shard.write_moment(self._store, name, handle.index, part, version=self._steps.index)
         handle.keeps_moments = not handle.step
+        then()
 
 
 def checked_step(value: object, name: str) -> torch.Tensor:

@@ -16,9 +16,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
+import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -70,10 +71,14 @@ class _Handed:
         self._digest: bytes | None = None  # of what NumPy has had
         self.is_seen_here_alone = False  # that it was written: ranks compare with what is at home of each
 
-    def note(self, stamp: Any, index: int) -> None:
-        """Takes what the tensor holds now for what is at home."""
+    def look(self) -> tuple[list[int], bytes]:
+        """Returns what tells whether the tensor was written to since."""
+        return self._count(), self._probe()
+
+    def note(self, stamp: Any, index: int, looked: tuple[list[int], bytes] | None = None) -> None:
+        """Takes what the tensor holds now, or held when somebody ``looked``, for what is at home."""
         self.stamp, self.index = stamp, index
-        self._versions, self._bytes = self._count(), self._probe()
+        self._versions, self._bytes = looked if looked is not None else self.look()
         self._digest = self._hash() if self._digest is not None else None
 
     def _count(self) -> list[int]:
@@ -331,31 +336,34 @@ class HandedOut:
     def _send_values(self, written: list[_Handed]) -> None:
         if not written:
             return
-        of_each = [self._alike(entry) for entry in written]
+        of_each = [(self._alike(entry), entry.look()) for entry in written]
 
-        def then() -> None:
-            for entry, alike in zip(written, of_each):
-                self._follow(entry, alike)
+        def then() -> None:  # maybe by a later use, when more was written
+            for entry, (alike, looked) in zip(written, of_each):
+                self._follow(entry, alike, looked)
 
         edited = [(entry.handle, entry.bytes) for entry in written]
         self.engine.edits.write_changes(edited, "taking over state_dict() values", then)
 
     def _send_moment(self, entry: _Handed) -> None:
-        alike = self._alike(entry)
+        alike, looked = self._alike(entry), entry.look()
         value = checked_step(entry.bytes, entry.handle.name) if entry.array == STEP else entry.bytes.clone()
         whole = value if entry.array == STEP else like(entry.handle.param, value)
-        self.engine.lent.write(entry.handle, {entry.array: whole})
-        self.engine.lent.follow(entry.handle, entry.array, value)
-        self._follow(entry, alike)
 
-    def _follow(self, entry: _Handed, alike: list[_Handed]) -> None:
+        def then() -> None:
+            self.engine.lent.follow(entry.handle, entry.array, value)
+            self._follow(entry, alike, looked)
+
+        self.engine.lent.write(entry.handle, {entry.array: whole}, then)
+
+    def _follow(self, entry: _Handed, alike: list[_Handed], looked: tuple[list[int], bytes]) -> None:
         """Notes what was written as what is at home, and shows it in the other state dicts that have it."""
         for each in alike:
             if each is not entry:
                 each.bytes.copy_(entry.bytes)
-            each.note(self._stamp(each), self.engine.steps.index)
+            each.note(self._stamp(each), self.engine.steps.index, looked if each is entry else None)
 
 
-def _died(owner: weakref.ref[HandedOut], key: int, reference: weakref.ref) -> None:
-    if (handed := owner()) is not None:
+def _died(owner: weakref.ref[HandedOut], key: int, reference: weakref.ref, *, is_over: Callable = sys.is_finalizing) -> None:
+    if not is_over() and (handed := owner()) is not None:  # at the end modules are no more what they were
         handed.died(key, reference)

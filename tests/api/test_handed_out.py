@@ -16,6 +16,7 @@ from torch import nn
 import infinity
 from infinity.runtime.handed_out import HandedOut
 from infinity.runtime.registry import wrapped
+from infinity.state.shard import ParamShard
 
 HOMES = ("device", "host", "nvme")
 WIDTH = 40  # weights are of more bytes than are looked at whole
@@ -424,6 +425,38 @@ def test_state_that_another_optimizer_has_loaded_is_its_own(when, home, tmp_path
     else:
         with pytest.raises(infinity.UsageError, match="snapshot"):
             run(write_as_user)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("of", ["weights", "moments"])
+def test_what_is_struck_on_its_way_home_comes_there(of, home, tmp_path, monkeypatch):
+    """Method: Ctrl-C strikes the second of four values that were written; the next use has all of them, and a write from between."""
+    model, optimizer = wrap(home, tmp_path)
+    train(model, optimizer, 0)
+    kind, name = (ParamShard, "write_changes") if of == "weights" else (ParamShard, "write_moment")
+    real, calls = getattr(kind, name), []
+
+    def strike(*given: Any, **more: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(*given, **more)
+
+    def values() -> list[torch.Tensor]:
+        if of == "weights":
+            return list(model.state_dict().values())
+        return [entry["exp_avg"] for entry in optimizer.state_dict()["state"].values()]
+
+    written = values()
+    for value in written:
+        value.fill_(0.5)
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, name, strike)
+        with pytest.raises(KeyboardInterrupt):
+            values()
+    written[1].fill_(0.25)
+    assert [float(value.mean()) for value in values()] == [0.5, 0.25, 0.5, 0.5]
+    assert all(bool((value == value.view(-1)[0]).all()) for value in values())
 
 
 def test_a_thread_may_let_a_written_tensor_go(tmp_path):
