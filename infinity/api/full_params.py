@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import nn
 
-from ..distributed.exchanges import in_turn
 from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of, whole_of
-from ..state.dtensors import is_common, local_of
+from ..state.dtensors import local_of
 from ..state.handle import handle_of, managed
 from ..state.lent import Lent
 
@@ -63,22 +61,7 @@ def full_params(
             copy.check_unchanged_at_home()
         if writeback:
             copies_of = [(copy.handle, copy.tensor) for copy in dict.fromkeys(edited.values())]
-            engine.edits.write_changes(copies_of, partial(_meet, engine, list(edited.values())))
-
-
-def _meet(engine: Engine, edited: list[_FullCopy], then: Callable[[], None]) -> None:
-    """Compares what was ``edited`` with the other ranks'. ``then``: called as soon as it is known
-    that all have the same."""
-    comparisons: list[Callable] = []
-    views = dict.fromkeys((engine.collectives, engine.collectives.of_experts))
-    for collectives in views if engine.ranks.data_size > 1 else ():
-        values = [copy.tensor for copy in edited if copy.handle.shard.collectives is collectives]
-        comparisons.append(partial(collectives.same, f"leaving full_params with {len(values)} edited", *values))
-    if engine.ranks.tensor is not None:
-        common = [copy.tensor for copy in edited if is_common(copy.handle.param)]
-        what = f"leaving full_params with {len(common)} edited that all have"
-        comparisons.append(partial(engine.collectives.same, what, *common, over_tensors=True))
-    in_turn(comparisons, then)
+            engine.edits.write_changes(copies_of, "leaving full_params")
 
 
 class _FullCopy:

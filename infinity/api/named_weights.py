@@ -22,5 +22,6 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for unit in engine.units:
         for handle in unit.handles:
             with engine.using(), torch.no_grad():
+                engine.handed.settle()
                 value = like(handle.param, handle.shard.read_value(engine.store, handle.index))
             yield handle.name.removeprefix(engine.ranks.stage_prefix), value

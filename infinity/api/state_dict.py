@@ -1,14 +1,16 @@
-"""State dicts: fills ``state_dict()`` from the homes, and sends ``load_state_dict()`` there."""
+"""State dicts: fills ``state_dict()`` from the homes, and sends ``load_state_dict()`` there, and what is written to the former."""
 
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
 from ..errors import UsageError
 from ..runtime.engine import Engine
+from ..runtime.handed_out import VALUE
 from ..state.dtensors import like
 from ..state.handle import ParamHandle, handle_of
 from ..state.parts import parts_of
@@ -19,7 +21,13 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
     removers = []
 
     def fill(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
-        engine.refuse("state_dict()")
+        with engine.handed.filling(state):
+            engine.refuse("state_dict()")
+            # Torch's values can be changed, whatever mode the caller is in.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+                fill_here(module, state, prefix)
+
+    def fill_here(module: nn.Module, state: dict, prefix: str) -> None:
         with engine.using():
             for name, param in module._parameters.items():
                 value = state.get(prefix + name)
@@ -47,6 +55,7 @@ def _full_value(engine: Engine, handle: ParamHandle, state: dict) -> torch.Tenso
     if known is not None and any(value is known for value in state.values()):
         return known
     value = like(handle.param, handle.shard.read_value(engine.store, handle.index))
+    engine.handed.give(handle, VALUE, value)
     if len(handle.names) > 1:
         engine.tied_copies[handle] = weakref.ref(value)
     return value

@@ -53,6 +53,7 @@ from .agreement import (
     share_of_machine,
     share_processors,
 )
+from .aliases import tell_of_aliases
 from .before import Before, MovedRest
 from .checks import check, check_tensor_parallel, tell_of_the_rest
 from .lay_out import choose_device, groups_of_optimizer, shards_of_group, unit_size
@@ -146,6 +147,7 @@ def _check_everywhere(
     with collectives.together("checking what wrap_model was given"):
         config = Config.make(config if config is not None else NOTHING_CHOSEN)
         check(model, optimizer, config)
+        tell_of_aliases(model, optimizer)
         ties.tie(model, optimizer, config.tied)
         check_tensor_parallel(model, config, collectives.ranks)
         description = {} if collectives.ranks.alone else describe(model, optimizer, config)

@@ -81,7 +81,8 @@ def _let_be_asked() -> None:
 
 def _set(storage: torch.UntypedStorage, value: int) -> None:
     if (flags := _flags()) is not None:
-        ctypes.memset(storage._cdata + flags[0], value, len(flags))  # they are neighbours
+        for flag in flags:  # between them is that for writing, which stays as it is
+            ctypes.memset(storage._cdata + flag, value, 1)
 
 
 def _image(storage: torch.UntypedStorage) -> ctypes.Array:

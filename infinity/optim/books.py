@@ -319,6 +319,7 @@ class OptimizerBooks(_Shown, defaultdict):
                     f"optimizer.state of {handle.name} lacks {', '.join(entry.missing)}: set all of "
                     f"{', '.join(self.names)}, or delete all of them to begin anew"
                 )
+        self._engine.handed.settle_on_ranks()
         self._engine.lent.settle()
 
     def _is_as_kept(self, handle: ParamHandle, array: str, value: torch.Tensor) -> bool:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 
 import torch
@@ -73,6 +74,8 @@ class LentState:
         self._lent: dict[tuple[ParamHandle, str], _Lent] = {}
         self._left_count, self._left_nbytes = TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES  # until a trim
         self._edits: dict[ParamHandle, tuple[bytes, bytes]] = {}
+        self._changes: Counter[tuple[ParamHandle, str]] = Counter()  # that were written home
+        self._forgotten = 0  # times that all state was set anew
 
     @property
     def edits(self) -> list[bytes]:
@@ -111,8 +114,8 @@ class LentState:
             self._trim()
         self._lent[handle, name] = _Lent(tensor, self._steps.index)
 
-    def write(self, handle: ParamHandle, values: Mapping[str, torch.Tensor]) -> None:
-        """Sends ``values`` of arrays, and of the step count, home. Their shapes were checked."""
+    def write(self, handle: ParamHandle, values: Mapping[str, torch.Tensor], then: Callable[[], None] = lambda: None) -> None:
+        """Sends ``values`` of arrays, and of the step count, home. Their shapes were checked. ``then``: the end of the change."""
         if self._steps.streaming:
             raise UsageError(
                 f"optimizer.state of {handle.name} inside `with optimizer.step_in_backward()`: "
@@ -131,7 +134,7 @@ class LentState:
             else:
                 own = hashlib.blake2b(own + told, digest_size=16).digest()
         self._edits[handle] = hashlib.blake2b(common, digest_size=16).digest(), own
-        self._journal.carry_out(partial(self._write, handle, values))
+        self._journal.carry_out(partial(self._write, handle, values, then))
 
     def restart(self, handle: ParamHandle, names: list[str]) -> None:
         """Makes the state of a parameter that of one that was never stepped. Lent tensors are the user's from then on."""
@@ -174,6 +177,17 @@ class LentState:
         """Leaves all lent tensors to their users: the state is about to be set anew."""
         self._lent.clear()
         self._edits = {}
+        self._forgotten += 1
+
+    def changes_of(self, handle: ParamHandle, name: str) -> tuple[int, int]:
+        """Returns what is another one whenever array ``name`` of a parameter was set outside of steps."""
+        return self._forgotten, self._changes[handle, name]
+
+    def follow(self, handle: ParamHandle, name: str, value: torch.Tensor) -> None:
+        """Makes the tensor that was lent, if there is one, show ``value``, which was written home."""
+        if (lent := self._lent.get((handle, name))) is not None:
+            lent.bytes.copy_(value)
+            lent.note(self._steps.index)
 
     def _refresh(self, handle: ParamHandle, name: str, lent: _Lent) -> bool:
         """Returns False where the tensor stays as it is, since other ranks do not read now."""
@@ -196,14 +210,16 @@ class LentState:
         value = handle.shard.read_moment(self._store, name, handle.index)
         return like(handle.param, value.to(local_of(handle.param).device))
 
-    def _write(self, handle: ParamHandle, values: dict[str, torch.Tensor]) -> None:
+    def _write(self, handle: ParamHandle, values: dict[str, torch.Tensor], then: Callable[[], None]) -> None:
         with self._store.guarding():
             for name, value in values.items():
+                self._changes[handle, name] += 1
                 if name == STEP:
                     handle.step = int(value.item())
                 else:
                     handle.shard.write_moment(self._store, name, handle.index, value, version=self._steps.index)
         handle.keeps_moments = not handle.step
+        then()
 
 
 def _name_of(handle: ParamHandle) -> str:

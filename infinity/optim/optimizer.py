@@ -310,14 +310,14 @@ class InfinityOptimizer(torch.optim.Optimizer):
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a state dict that plain torch loads, too. Moments are full tensors, in fp32 or their dtype at rest. The entry of a
-        16-bit parameter with an fp32 master has that too, as ``master``: the model's state dict shows its upper half only."""
+        """Returns a state dict that plain torch loads, too. Moments are full tensors, in fp32 or their dtype at rest; what is written to them
+        goes home. A 16-bit parameter with an fp32 master has that too, as ``master``: the model's state dict shows its upper half only."""
         self._engine.refuse("optimizer.state_dict()")
-        with self._engine.using():
+        with self._engine.using(), torch.inference_mode(False), torch.no_grad():
             self.read_groups()
             self._state.refuse_outside()
             self._books.settle()
-            return self._state.read(self._books, masters=True)
+            return self._state.hand_out(self._books)
 
     def plain_state_dict(self) -> dict[str, Any]:
         """Returns the state dict without masters, which a plain optimizer has no use for."""

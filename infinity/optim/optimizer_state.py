@@ -16,11 +16,13 @@ from ..state.dtensors import is_common, like, local_of, part_of
 from ..state.handle import ParamHandle, handle_of
 from ..state.shard import ParamShard
 from .books import OptimizerBooks
+from .lent_state import STEP
 from .rules import saved_step
 from .step_target import StepTarget
 
 logger = logging.getLogger(__name__)
 
+MASTER = "master"  # the key of a 16-bit parameter's fp32 master, which torch has not
 MASTERS = "absent", "others", "loaded"  # in a state dict: not there, of other weights than the model has, written
 
 
@@ -81,6 +83,16 @@ class OptimizerState:
         if with_master:
             found["master"] = like(param, handle.shard.read_master(store, handle.index))
         return found
+
+    def hand_out(self, books: OptimizerBooks) -> dict[str, Any]:
+        """Returns the state dict with masters, and has what users write to its tensors sent home."""
+        state_dict = self.read(books, masters=True)
+        kept = {STEP: STEP, MASTER: MASTER} | self.moments
+        for index, param in self._params_of(state_dict).items():
+            for name, value in state_dict["state"].get(index, {}).items():
+                if name in kept and isinstance(value, torch.Tensor):
+                    self._target.handed.give(handle_of(param), kept[name], value)
+        return state_dict
 
     def check(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the groups that loading ``state_dict`` gives. Raises UsageError where it does not fit; changes nothing."""

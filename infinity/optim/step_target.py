@@ -24,6 +24,16 @@ from .lent_state import LentState
 from .updates import Updates
 
 
+class StateDictTensors(Protocol):
+    """The tensors of state dicts that users hold."""
+
+    def settle_on_ranks(self) -> None:
+        """Sends home what was written to them, with several ranks."""
+
+    def give(self, handle: ParamHandle, array: str, tensor: torch.Tensor) -> None:
+        """Watches ``tensor``, which has the value of ``array`` at home and is about to be a user's."""
+
+
 class StepTarget(Protocol):
     """The engine, as an optimizer sees it."""
 
@@ -40,6 +50,10 @@ class StepTarget(Protocol):
     device: Device
     collectives: Collectives
     updates: Updates
+
+    @property
+    def handed(self) -> StateDictTensors:
+        """The tensors of state dicts that users hold."""
 
     @property
     def in_common(self) -> InCommon:

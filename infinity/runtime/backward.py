@@ -55,6 +55,7 @@ class Backward:
 
     def gather(self, unit: ParamUnit) -> int | None:
         """Holds ``unit`` in a backward. Returns how many reductions all ranks could start, where they met for its gather."""
+        self.engine.handed.refuse_in_backward(unit)
         reducer = self.engine.reducer
         return self.engine.prefetcher.hold(unit, backward=True, offered=reducer.offered if reducer is not None else 0)
 

@@ -39,6 +39,7 @@ from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from ..state.weight_storages import WeightStorages
 from .admission import admit
+from .handed_out import HandedOut
 from .in_common import InCommon
 from .joined_pass import JoinedPass
 from .older_weights import OlderWeights
@@ -91,7 +92,7 @@ class Engine(Refusals):
         self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives)
         self.updates = Updates(units, self.traffic)
         self.lent = LentState(self.store, self.steps, self.journal)
-        self.parking = Parking(self.store)
+        self.handed, self.parking = HandedOut(self), Parking(self.store)
         contents = [shard.contents for unit in units for shard in unit.shards]  # of which none leads back to this object
         given_back = self.scopes, self.store, contents, self.updates.recorded, self.updates.names, self.collectives, device
         # To its end, though Ctrl-C comes between: nobody would call it again.
@@ -186,6 +187,7 @@ class Engine(Refusals):
             error = self._halted()
             self.collectives.warn(error)  # other ranks are not to wait for this one
             raise error
+        self.handed.begin_use(repairing=repairing)
 
     @property
     def is_open(self) -> bool:
@@ -257,7 +259,7 @@ class Engine(Refusals):
     def refusal(self, handle: ParamHandle, operation: str) -> UsageError:
         """Makes the error for touching a parameter at home."""
         own_name = handle.name.removeprefix(self.ranks.stage_prefix)
-        instead = mistakes.advice() or f"Read or change it inside `with infinity.full_params(model, [{own_name!r}]) as params:`."
+        instead = mistakes.advice(handle.param) or mistakes.LENT.format(own_name)
         return UsageError(f"{operation} on parameter {handle.name}, which is at home on {handle.shard.weight.tier}. {instead}")
 
     def saving_tensors(self) -> AbstractContextManager:
@@ -266,12 +268,12 @@ class Engine(Refusals):
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Sends the value of ``p.copy_(value)``, outside a forward, home, master and all."""
-        with self.using():
+        with self.using(), self.handed.loading(handle, value):
             self.edits.write_value(handle, value)
 
     def read_value(self, handle: ParamHandle) -> torch.Tensor:
         """Reads the value at home, outside a forward."""
-        with self.using():
+        with self.using(), self.handed.settled():
             return handle.shard.read_value(self.store, handle.index)
 
     # --- what blocks ask that run another way ---
@@ -342,8 +344,8 @@ class Engine(Refusals):
         self.updates.end_step()
 
     def wait_idle(self) -> None:
-        """Waits until every byte is at home, what users changed in the optimizer's state too. Raises what went wrong."""
-        self.lent.settle()
+        """Waits until every byte is at home, what users changed in state dicts and the optimizer's state too. Raises what went wrong."""
+        self.handed.settle_with_lent()
         for unit in self.units:
             for shard in unit.shards:
                 shard.wait()

@@ -73,6 +73,8 @@ class Passes:
         self.engine.store.check_process()
         self.engine.check_open(f"this forward of {type(module).__name__}")
         in_backward = torch._C._current_graph_task_id() != -1
+        if not self.frames and not in_backward:
+            self.engine.handed.settle()
         if not self.frames and not in_backward and is_root:
             self.engine.sequences.begin(module, args, kwargs or {})
             self.engine.in_common.begin(module, args, kwargs or {})

@@ -11,6 +11,7 @@ from ..distributed.pending import ranks_lost
 from ..errors import InfinityError, UsageError
 from ..state.step_counter import StepCounter
 from ..storage.store import ShardStore
+from .handed_out import HandedOut
 from .joined_pass import JoinedPass
 from .older_weights import OlderWeights
 from .passes import Passes
@@ -58,6 +59,7 @@ class Refusals:
     average: WeightAverage | None
     older: OlderWeights | None
     ranks: DataRanks
+    handed: HandedOut
 
     def meaning_of(self, error: RuntimeError) -> Exception:
         """Returns what is raised for ``error`` of a forward: a collective of torch's own in there,
@@ -92,7 +94,8 @@ class Refusals:
     def refuse(self, what: str) -> None:
         """Raises UsageError where ``what`` is refused in something that goes on, by the table. What an exception left is put right first."""
         with self.using(repairing=what == "load_checkpoint"):
-            pass  # an exception in here would end what goes on
+            if what != "load_checkpoint":
+                self.handed.settle()  # only an exception of that may end what goes on
         refused = REFUSED[what]
         if While.JOINED in refused:
             self.refuse_between(what)

@@ -15,6 +15,7 @@ from ..gradients.reducer import Reducer
 from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.traffic import Traffic
+from ..optim.lent_state import LentState
 from ..planning.schedule import Schedule
 from ..state.handle import ParamHandle
 from ..state.journal import Journal
@@ -27,6 +28,7 @@ from .in_common import InCommon
 from .prefetch import Prefetcher
 from .scoped_call import ScopeOpener
 from .sequences import Sequences
+from .value_edits import ValueEdits
 
 
 class LateHook(Protocol):
@@ -97,6 +99,16 @@ class Versions(Protocol):
         """Goes back to the newest weights alone, whatever an exception left. Only while nothing is running."""
 
 
+class StateDictTensors(Protocol):
+    """The tensors of state dicts that users hold."""
+
+    def settle(self) -> None:
+        """Sends home what was written to them."""
+
+    def refuse_in_backward(self, unit: ParamUnit) -> None:
+        """Raises UsageError where a value that a backward needs was written to."""
+
+
 class Running(ScopeOpener, Protocol):
     """The engine, as its parts see it. Each has it by a weak reference: the engine holds them."""
 
@@ -118,6 +130,12 @@ class Running(ScopeOpener, Protocol):
     in_common: InCommon  # with ranks that have other parts of the tensors
 
     storages: WeightStorages  # of the units' device buffers
+    lent: LentState
+    edits: ValueEdits
+
+    @property
+    def handed(self) -> StateDictTensors:
+        """The tensors of state dicts that users hold."""
 
     @property
     def older(self) -> Versions | None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 
 import torch
 
 from ..distributed.collectives import Collectives
+from ..distributed.exchanges import in_turn
 from ..errors import InfinityError, UsageError
 from ..state import mistakes
 from ..state.dtensors import is_common, part_of
 from ..state.handle import ParamHandle
-from ..state.journal import Journal, Meet
+from ..state.journal import Journal
 from ..state.step_counter import StepCounter
 from ..storage.store import ShardStore
 from .prefetch import Prefetcher
@@ -72,9 +74,11 @@ class ValueEdits:
 
         self._journal.carry_out(change, meet)
 
-    def write_changes(self, edited: Sequence[tuple[ParamHandle, torch.Tensor]], meet: Meet) -> None:
+    def write_changes(
+        self, edited: Sequence[tuple[ParamHandle, torch.Tensor]], what: str, then: Callable[[], None] = lambda: None
+    ) -> None:
         """Sends home the elements of the values that differ from their parameters'; the others keep their master's bits. All of it
-        or, where that is refused, nothing. ``meet``: with other ranks, which make the same change."""
+        or, where that is refused, nothing. Other ranks make the same change, at ``what``. ``then``: the end of the change."""
         self._prefetcher.release_all([handle.unit for handle, _ in edited])
         found = [(handle, value, handle.shard.changes(self._store, handle.index, value)) for handle, value in edited]
 
@@ -83,5 +87,21 @@ class ValueEdits:
                 handle.changed()
                 handle.note_edit(value)
                 handle.shard.write_changes(self._store, handle.index, parts, version=self._steps.index)
+            then()
 
-        self._journal.carry_out(change, meet)
+        self._journal.carry_out(change, partial(self._meet, edited, what))
+
+    def _meet(self, edited: Sequence[tuple[ParamHandle, torch.Tensor]], what: str, then: Callable[[], None]) -> None:
+        """Compares what was ``edited`` with the other ranks'. ``then``: called as soon as it is known
+        that all have the same."""
+        collectives, comparisons = self._collectives, []
+        views = dict.fromkeys((collectives, collectives.of_experts))
+        for view in views if collectives.ranks.data_size > 1 else ():
+            values = [value for handle, value in edited if handle.shard.collectives is view]
+            comparisons.append(partial(view.same, f"{what} with {len(values)} edited", *values))
+        if collectives.ranks.tensor is not None:
+            common = [value for handle, value in edited if is_common(handle.param)]
+            comparisons.append(
+                partial(collectives.same, f"{what} with {len(common)} edited that all have", *common, over_tensors=True)
+            )
+        in_turn(comparisons, then)

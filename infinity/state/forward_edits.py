@@ -111,4 +111,5 @@ class ForwardEdits:
                 )
             parts = shard.changes(store, index, own_bytes(param), before=before)
             version = shard.weight.extent.version
+            param._infinity.forward_edits += 1
             journal.carry_out(partial(shard.write_changes, store, index, parts, version=version))

@@ -95,6 +95,7 @@ class ParamHandle:
         "step",
         "keeps_moments",
         "version",
+        "forward_edits",
         "has_loaded_master",
         "lent",
         "is_counted",
@@ -111,7 +112,8 @@ class ParamHandle:
         self.grad: Any = None  # the GradientBank's record; None when the optimizer does not step this parameter
         self.step = 0  # optimizer steps applied
         self.keeps_moments = False  # though ``step`` is 0: the user set the count back
-        self.version = 0  # counts changes of the value at home
+        self.version = 0  # counts changes of the value at home, but those that forwards make themselves
+        self.forward_edits = 0  # counts these
         self.has_loaded_master = False  # since the last step: a load of the value it belongs to leaves its bits
         self.lent: weakref.ref[Loan] | None = None  # what the parameter stands for in a block of full_params
         self.is_counted = is_counted(self.param)  # in norms and checkpoints: not, where another stage's copy is

@@ -10,7 +10,14 @@ import os
 import sys
 from types import FrameType
 
+import torch
+
 UNWRAP = "Call model, optimizer = infinity.unwrap_model(model, optimizer) first, do it, and wrap again."
+LENT = "Read or change it inside `with infinity.full_params(model, [{!r}]) as params:`."
+ONLY_SOME = (
+    "backward(inputs=...) asks for weights that are at home. Set requires_grad_(False) on what is to get no gradient, and call backward() without "
+    "inputs; or set their gradients: for p, grad in zip(params, torch.autograd.grad(loss, params)): p.grad = grad"
+)
 
 # End of a path, names of functions there (none: any) -> what was done, and what to do. The first frame that fits, from the inside.
 KNOWN: list[tuple[str, frozenset[str], str]] = [
@@ -44,6 +51,8 @@ KNOWN: list[tuple[str, frozenset[str], str]] = [
         ("torch/ao/quantization/", "", f"Quantise a plain model. {UNWRAP}"),
         ("torch/nn/modules/module.py", "half float double bfloat16 to type cuda cpu to_empty share_memory", "The model's dtype and device are fixed while "
          "it is wrapped. Choose them before: infinity.Config(param_dtype='bf16', device='cuda'), or model.to(...) before wrap_model."),
+        ("torch/_tensor.py", "backward", ONLY_SOME),
+        ("torch/autograd/__init__.py", "backward", ONLY_SOME),
         ("torch/nn/parameter.py", "__new__", "A Parameter of its own is made of a copy: torch.nn.Parameter(weight.clone()) inside a forward, or of what "
          "infinity.full_params(model, names) gives."),
         ("torch/nn/init.py", "", "Initialise before wrap_model, or inside `with infinity.full_params(model, writeback=True)`."),
@@ -52,24 +61,37 @@ KNOWN: list[tuple[str, frozenset[str], str]] = [
 DEEPEST = 60  # frames that are looked at
 
 
-def advice() -> str:
-    """Says what to do instead, by who is calling; empty where nobody known is."""
+def advice(param: torch.Tensor | None = None) -> str:
+    """Says what to do instead, by who is calling, and ``param``, which it touched; empty where nobody known is."""
     frame = sys._getframe(1)
     for _ in range(DEEPEST):
         if frame is None:
-            return ""
+            break
         path, name = frame.f_code.co_filename.replace(os.sep, "/"), frame.f_code.co_name
         for known, names, said in KNOWN:
             if f"/{known}" in path and (not names or name in names):
                 return said
         frame = frame.f_back
-    return ""
+    return "" if param is None else called_alone(param)
 
 
 def is_called_from(path: str, name: str = "") -> bool:
     """Tells whether a function of the file that ends in ``path`` is running; of a ``name``, if one
     is given."""
     return caller(path, name) is not None
+
+
+def called_alone(param: torch.Tensor) -> str:
+    """Says what to call instead, where a module that has ``param`` was called by itself; empty elsewhere."""
+    frame = caller("torch/nn/modules/module.py", "_call_impl")
+    module = frame.f_locals.get("self") if frame is not None else None
+    if module is None or all(each is not param for each in module.parameters()):
+        return ""
+    kind = type(module).__name__
+    return (
+        f"This {kind} was called by itself, and its weights come with a larger part of the model. Call the model, or that part, and take what is "
+        f"inside by a forward hook (register_forward_hook); or have every {kind} be a part of its own: Config(units=[{kind!r}])."
+    )
 
 
 def caller(path: str, name: str = "") -> FrameType | None:

@@ -10,7 +10,7 @@ stepped     whether the optimizer updates these parameters; a shard that is not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -37,10 +37,14 @@ class ParamShard(ShardArrays):
             self.wait()
         dtype = dtype or self.spec.wrapped_dtype
         weight = self.read_part(store, "weight", index)
+        return self._shaped(self._joined(weight, lambda: self.read_part(store, "master", index), dtype), index)
+
+    def _joined(self, weight: torch.Tensor, read_master: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Returns the values of flat ``weight`` in ``dtype``, from the master where that is wider."""
         if dtype != self.spec.dtype and "master" in self.arrays:
-            master = self.read_part(store, "master", index)
+            master = read_master()
             weight = native.join_master(weight, master) if self.spec.master == native.Master.SPLIT else master
-        return self._shaped(weight.to(dtype), index)
+        return weight.to(dtype)
 
     def assembling_values(self, store: ArrayIO) -> AbstractContextManager[None]:
         """Has :meth:`read_value` in the block read of whole arrays: see :meth:`assembling`."""
@@ -94,8 +98,8 @@ class ParamShard(ShardArrays):
     def changes(
         self, store: ArrayIO, index: int, weight: torch.Tensor, *, before: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Computes the arrays' parts of parameter ``index`` so that its elements whose compute-dtype value differs from
-        ``before`` (None: from the one at home) become ``weight``'s. The masters of the others keep the bits below the weight's
+        """Computes the arrays' parts of parameter ``index`` so that its elements whose value, in the dtype of ``weight``, differs
+        from ``before`` (None: from the one at home) become ``weight``'s. The masters of the others keep the bits below its
         precision. Empty where nothing differs. Nothing is written: see :meth:`write_changes`."""
         self.wait_idle()
         begin, end = self.own_part("weight", index)
@@ -105,7 +109,9 @@ class ParamShard(ShardArrays):
         flat = self.flattened(weight, index)[begin - offset : end - offset]
         begin, end = begin - first, end - first  # at home
         if before is None:
-            home = store.read(self.weight, begin, end)
+            home = self._joined(
+                store.read(self.weight, begin, end), lambda: store.read(self.arrays["master"], begin, end), flat.dtype
+            )
         else:
             home = self.flattened(before, index)[begin + first - offset : end + first - offset]
         changed = ~same_bits(flat, home)

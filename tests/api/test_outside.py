@@ -318,3 +318,54 @@ def test_after_a_loss_through_a_frozen_model_zero_grad_is_asked_for_again(tmp_pa
     model.requires_grad_(True)
     with pytest.raises(infinity.UsageError, match="zero_grad"):
         model(torch.ones(1, 8)).sum().backward()
+
+
+# --- what is refused, and the way that its error names ---
+
+
+def blocks(config) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return (model, optimizer) if config is None else infinity.wrap_model(model, optimizer, config)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("through", ["the tensor's", "autograd's"])
+def test_a_backward_with_inputs_names_a_way_that_has_torchs_bits(through, home, tmp_path):
+    """Method: it is refused; then gradients are set as the error says, and equal those that torch's backward leaves."""
+    x, values = torch.ones(2, 16), []
+    for config in (None, at_home(home, home, tmp_path)):
+        model, optimizer = blocks(config)
+        params, loss = list(model[0].parameters()), model(x).sum()
+        backward = (
+            loss.backward if through == "the tensor's" else lambda inputs, loss=loss: torch.autograd.backward(loss, inputs=inputs)
+        )
+        if config is None:
+            backward(inputs=params)
+        else:
+            with pytest.raises(infinity.UsageError, match=r"p.grad = grad$"):
+                backward(inputs=params)
+            for param, grad in zip(params, torch.autograd.grad(model(x).sum(), params)):
+                param.grad = grad
+        optimizer.step()
+        values.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert differing(*values) == []
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_layer_that_is_called_by_itself_names_ways_that_train(home, tmp_path):
+    """Method: it is refused with the way; as a part of its own it trains with torch's bits. A parameter that a function of the user's
+    touches is told of full_params, in the twin."""
+    x, values = torch.ones(2, 16), []
+    model, _ = blocks(at_home(home, home, tmp_path))
+    with pytest.raises(infinity.UsageError, match=r"This Linear was called by itself.*Config\(units=\['Linear'\]\)"):
+        model[0][0](x)
+    with pytest.raises(infinity.UsageError, match="full_params"):
+        nn.functional.linear(x, model[0][0].weight)
+    for config in (None, at_home(home, home, tmp_path, units=["Linear"])):
+        model, optimizer = blocks(config)
+        model[0][0](x).sum().backward()
+        optimizer.step()
+        values.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert differing(*values) == []

@@ -13,7 +13,8 @@ import pytest
 
 # Files that share the standing ranks (see `ranks`): one worker has all of them, so that these ranks start once.
 OF_STANDING_RANKS = (
-    "distributed/test_ranks.py", "distributed/test_lockstep.py", "distributed/test_shared_homes.py", "parallel/test_experts.py", "parallel/test_families.py",
+    "distributed/test_ranks.py", "distributed/test_lockstep.py", "distributed/test_shared_homes.py",
+    "distributed/test_state_dict_writes.py", "parallel/test_experts.py", "parallel/test_families.py",
     "parallel/test_made_pipelines.py", "parallel/test_megatron_numbers.py", "parallel/test_pipeline.py", "parallel/test_tensor_parallel.py",
     "parallel/test_without_flush.py", "parallel/test_agreement.py",
 )  # fmt: skip

@@ -1,0 +1,130 @@
+"""Aliases: tells of tensors and arrays in the memory of weights that are about to go home, for they keep the values of before.
+
+In torch such a tensor shows what a step makes of a weight, and a write to it changes the weight. After a wrap neither is so. What
+cannot be told from what ordinary models have about them is passed over: a state dict that the model was loaded from
+(``load_state_dict(assign=True)``) or that it gave, an array that it was made from (``torch.from_numpy``), which torch does not
+know from a mapped file, and an export while a graph is alive that may have saved a view of the weight.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..machine import storage_guard
+from ..state.dtensors import local_of
+from ..state.handle import raw_grad
+from ..state.partition import is_managed, parameter_names
+
+logger = logging.getLogger(__name__)
+
+TOLD = 3  # names in the message
+MARK = "infinity"  # in the metadata of a graph's node
+
+
+def tell_of_aliases(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Tells, once, where something outside of the model and its optimizer has the memory of managed parameters."""
+    names = {param: its[0] for param, its in parameter_names(model).items() if is_managed(param) and _has_bytes(local_of(param))}
+    own = _own_tensors(model, optimizer)
+    counts = Counter(map(storage_guard.identity, own.values()))
+    held: dict[int, list[nn.Parameter]] = {}
+    for param in names:
+        key = storage_guard.identity(local_of(param))
+        if storage_guard.references(local_of(param)) > counts[key]:
+            held.setdefault(key, []).append(param)
+    if not held:
+        return
+    others = _others(held, own)
+    of_dicts = _in_state_dicts([tensor for tensors in others.values() for tensor in tensors], set(names.values()))
+    found = []
+    for key, params in held.items():
+        hidden = storage_guard.references(local_of(params[0])) - counts[key] - len(_with_bases(others[key]))
+        passed = _with_bases([tensor for tensor in others[key] if id(tensor) in of_dicts or _is_of_graph(tensor, params)])
+        if others[key] and passed.keys() >= {id(tensor) for tensor in others[key]}:
+            continue
+        if others[key] or (hidden > 0 and not any(map(_may_be_saved, params))):
+            found += [names[param] for param in params]
+    if found:
+        logger.warning(
+            "%d of this model's parameters (%s%s) share memory with a tensor or array outside of the model, which keeps the values "
+            "of before from here on: steps do not show there, and writes to it do not reach the weights. Read and write these "
+            "through model.state_dict(), or in `with infinity.full_params(model, names, writeback=True)`.",
+            len(found), ", ".join(found[:TOLD]), ", ..." if len(found) > TOLD else "",
+        )  # fmt: skip
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where the bytes begin; 0 of a weight of another wrapped model, which are at home."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def _own_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[int, torch.Tensor]:
+    """The tensors, by id, that the model and its optimizer have, and those that they are views of."""
+    given: list[torch.Tensor | None] = [*model.parameters(), *model.buffers(), *map(raw_grad, model.parameters())]
+    for state in optimizer.state.values() if optimizer is not None else ():
+        given += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return _with_bases([local_of(each) for each in given if each is not None])
+
+
+def _with_bases(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    there = [tensor for tensor in tensors if _has_bytes(tensor)]
+    bases = [tensor._base for tensor in there if tensor._base is not None]
+    return {id(tensor): tensor for tensor in (*there, *bases)}
+
+
+def _others(held: Mapping[int, list[nn.Parameter]], own: Mapping[int, torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+    """Finds the tensors of Python, not our ``own``, in storages ``held``: in the same one, or in another one over its memory."""
+    by_address = {_address(local_of(params[0])): key for key, params in held.items()}
+    found: dict[int, list[torch.Tensor]] = {key: [] for key in held}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor) and id(each) not in own and _has_bytes(each):
+            here = storage_guard.identity(each)
+            key = here if here in found else by_address.get(_address(each))
+            if key is not None:
+                found[key].append(each)
+    return found
+
+
+def _in_state_dicts(tensors: list[torch.Tensor], names: set[str]) -> set[int]:
+    """Lists the ids of those of ``tensors`` that are values of a dict with most of a model's ``names`` for its keys."""
+    found: set[int] = set()
+    for each in gc.get_referrers(*tensors) if tensors else ():
+        if isinstance(each, dict) and 2 * len(names & each.keys()) >= len(names):
+            found |= {id(each[name]) for name in names & each.keys()}
+    return found
+
+
+def _is_of_graph(tensor: torch.Tensor, params: list[nn.Parameter]) -> bool:
+    """Tells whether ``tensor`` is a view of one of ``params`` as a forward makes it: a graph may keep it."""
+    if tensor.grad_fn is not None:
+        return True
+    return any(tensor._base is local_of(param) and not param.requires_grad for param in params)
+
+
+def _may_be_saved(param: nn.Parameter) -> bool:
+    """Tells whether a graph is alive that has ``param``: it may have saved a view, which no object of Python is."""
+    if not param.requires_grad:
+        return True  # not to be told
+    with torch.enable_grad():
+        # Torch makes the node where no graph has it, and forgets it, with what was noted there.
+        _node_of(param).metadata[MARK] = True
+        return MARK in _node_of(param).metadata
+
+
+def _node_of(param: nn.Parameter) -> Any:
+    return torch.autograd.graph.get_gradient_edge(param).node

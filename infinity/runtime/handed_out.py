@@ -1,0 +1,369 @@
+"""HandedOut: sends home what users write to the tensors of state dicts.
+
+In torch those are the live tensors, so that ``for v in model.state_dict().values(): v.mul_(0.5)`` halves the weights. Here they are
+copies, so what is written to one goes home at the next use of the engine.
+
+handed out   a tensor of a state dict, for as long as anything holds its memory
+stamp        which value at home a tensor is equal to; where that is no longer the one at home, the tensor is a snapshot
+probes       some of a tensor's bytes, and all of a small one's: torch does not count writes through ``.data``, NumPy or DLPack
+
+A tensor that nobody has written to costs nothing beyond its own life: it is dropped as its last user lets it go, whenever that is and
+in whatever thread. Only one that NumPy has had, or of which there are views, waits for the next use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+from ..machine import storage_guard
+from ..optim.lent_state import STEP, checked_step
+from ..optim.optimizer_state import MASTER
+from ..state.dtensors import is_distributed, like, local_of
+from ..state.handle import ParamHandle
+from ..state.shard import same_bits
+from ..state.unit import ParamUnit
+from .running import Running
+
+VALUE = "value"  # of a parameter: what is handed out beside MASTER, STEP and the arrays of moments
+PROBED_NBYTES, PROBES = 4096, 128  # what is looked at whole, and how many bytes of what is larger
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
+    """Shows the bytes of a storage, which stays one that can be resized. Without torch's dispatcher: it runs wherever a tensor dies."""
+    return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr()))
+
+
+def _probes(storage: torch.UntypedStorage) -> bytes:
+    """Reads the bytes that are looked at."""
+    nbytes = storage.nbytes()
+    if nbytes <= PROBED_NBYTES:
+        return ctypes.string_at(storage.data_ptr(), nbytes) if nbytes else b""
+    return _bytes_of(storage)[:: nbytes // PROBES | 1].tobytes()  # an odd step: each byte of a number in turn
+
+
+class _Handed:
+    """One tensor that was handed out, which nothing but its receiver has yet. ``bytes``: our own one over its local part, with the
+    same count of changes."""
+
+    def __init__(self, handle: ParamHandle, array: str, tensor: torch.Tensor, on_death: Any):
+        self.handle, self.array, self.bytes = handle, array, local_of(tensor).detach()
+        self._counted = [self.bytes]
+        if is_distributed(tensor):  # torch counts the changes of the whole, or of the part, by how they come
+            self._counted.append(tensor.detach())
+        self._storage = self.bytes.untyped_storage()
+        self._can_be_looked_at = self.bytes.is_cpu
+        self._own_references = storage_guard.references(self.bytes) - 1  # beside the tensor's
+        self.tensor = weakref.ref(tensor, on_death)
+        self.stamp: Any = None
+        self.index = self._looked_at = -1  # steps: when it was taken, and when its bytes were last looked at
+        self._digest: bytes | None = None  # of what NumPy has had
+        self.is_seen_here_alone = False  # that it was written: ranks compare with what is at home of each
+
+    def look(self) -> tuple[list[int], bytes]:
+        """Returns what tells whether the tensor was written to since."""
+        return self._count(), self._probe()
+
+    def note(self, stamp: Any, index: int, looked: tuple[list[int], bytes] | None = None) -> None:
+        """Takes what the tensor holds now, or held when somebody ``looked``, for what is at home."""
+        self.stamp, self.index = stamp, index
+        self._versions, self._bytes = looked if looked is not None else self.look()
+        self._digest = self._hash() if self._digest is not None else None
+
+    def _count(self) -> list[int]:
+        return [each._version for each in self._counted]
+
+    def _probe(self) -> bytes:
+        return _probes(self._storage) if self._can_be_looked_at else b""
+
+    def _hash(self) -> bytes:
+        return hashlib.blake2b(_bytes_of(self._storage), digest_size=16).digest()
+
+    @property
+    def was_freed(self) -> bool:
+        """Whether its memory was given back under it."""
+        return self._storage.nbytes() == 0
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether torch has counted a change, or the bytes that are looked at are others."""
+        return not self.was_freed and (self._count() != self._versions or self._probe() != self._bytes)
+
+    @property
+    def is_exported(self) -> bool:
+        """Whether NumPy, or another process, may have changed it without a word."""
+        return not self.was_freed and storage_guard.is_fixed(self._storage)
+
+    def is_written(self, engine: Running, *, is_stale: bool) -> bool:
+        """Tells whether anything has changed it. The bytes of a snapshot are looked at once in a step."""
+        if self._count() != self._versions:
+            return not self.was_freed
+        if self.was_freed or (is_stale and self._looked_at == engine.steps.index):
+            return False
+        self._looked_at = engine.steps.index
+        if self._probe() != self._bytes:
+            return True
+        self.is_seen_here_alone = self.is_exported and self._differs(engine, is_stale=is_stale)
+        return self.is_seen_here_alone
+
+    def _differs(self, engine: Running, *, is_stale: bool) -> bool:
+        """Compares all bits: with those at home when it is first asked, and with those of that time from then on."""
+        known, self._digest = self._digest, self._hash()
+        if known is not None:
+            return known != self._digest
+        if is_stale or self.array in (STEP, MASTER):
+            return False
+        if self.array == VALUE:
+            return bool(self.handle.shard.changes(engine.store, self.handle.index, self.bytes))
+        shard, index = self.handle.shard, self.handle.index
+        if engine.ranks.alone:
+            home = shard.flattened(shard.read_moment(engine.store, self.array, index), index)
+            return not bool(same_bits(shard.flattened(self.bytes, index), home).all())
+        begin, end = (at - shard.layout.placements[index].offset for at in shard.own_part(self.array, index))
+        home, here = shard.read_own_part(engine.store, self.array, index), shard.flattened(self.bytes, index)[begin:end]
+        return home.dtype == here.dtype and not bool(same_bits(here, home).all())
+
+    def is_held(self, *, dying: bool = False) -> bool:
+        """Tells whether anything but this object has the memory. ``dying``: torch is letting the tensor go, and has it still."""
+        if dying:
+            return storage_guard.references(self.bytes) > self._own_references + 1
+        return self.tensor() is not None or storage_guard.references(self.bytes) > self._own_references
+
+
+class HandedOut:
+    """The tensors of state dicts of one engine. Given and settled inside a use of the engine; a tensor may die at any time."""
+
+    def __init__(self, engine: Running):
+        self._engine = weakref.ref(engine)  # the engine holds this object
+        self._entries: dict[int, _Handed] = {}  # by their storages, which they keep
+        self._keys: dict[ParamHandle, set[int]] = {}  # of each parameter's entries
+        self._filled: weakref.ref[dict] | None = None  # the state dict that was begun last
+        self._is_filling = False
+
+    @property
+    def engine(self) -> Running:
+        return self._engine()
+
+    @contextmanager
+    def filling(self, state: dict) -> Iterator[None]:
+        """Surrounds what puts values of one module into ``state``: what is in there already is not looked at for each of them."""
+        filled = self._filled() if self._filled is not None else None
+        self._is_filling = filled is state
+        try:
+            yield
+            self._filled = weakref.ref(state) if type(state) is not dict else None
+        finally:
+            self._is_filling = False
+
+    def give(self, handle: ParamHandle, array: str, tensor: torch.Tensor) -> None:
+        """Watches ``tensor``, which has the value of ``array`` at home and is about to be a user's."""
+        if tensor.is_inference() or not local_of(tensor).numel():
+            return
+        key, me = storage_guard.identity(local_of(tensor)), weakref.ref(self)
+        entry = _Handed(handle, array, tensor, partial(_died, me, key))
+        entry.note(self._stamp(entry), self.engine.steps.index)
+        self._entries[key] = entry
+        self._keys.setdefault(handle, set()).add(key)
+
+    def _drop(self, key: int, entry: _Handed) -> None:
+        self._entries.pop(key, None)
+        if (keys := self._keys.get(entry.handle)) is not None:
+            keys.discard(key)
+
+    def _of(self, handle: ParamHandle) -> list[_Handed]:
+        keys = self._keys.get(handle)
+        return [entry for key in keys.copy() if (entry := self._entries.get(key)) is not None] if keys else []
+
+    def died(self, key: int, reference: weakref.ref) -> None:
+        """Drops what nobody has written to. At any moment, in any thread."""
+        entry = self._entries.get(key)
+        if entry is None or entry.tensor is not reference:
+            return
+        if not (entry.is_counted or entry.is_exported or entry.is_held(dying=True)):
+            self._drop(key, entry)
+
+    @contextmanager
+    def loading(self, handle: ParamHandle, value: torch.Tensor) -> Iterator[None]:
+        """Surrounds what makes ``value`` the parameter's: a tensor that was handed out is the newest one then."""
+        self.settle()
+        yield
+        if self._entries and not local_of(value).is_meta and local_of(value).layout is torch.strided:
+            entry = self._entries.get(storage_guard.identity(local_of(value)))
+            if entry is not None and entry.handle is handle and entry.array == VALUE:
+                entry.note(self._stamp(entry), self.engine.steps.index)
+
+    def begin_use(self, *, repairing: bool) -> None:
+        """Sends home what was written, at the beginning of a use. Several ranks do so where all of them come by."""
+        if self._entries and self.engine.ranks.alone and not repairing:
+            self.settle()
+
+    def settle_on_ranks(self) -> None:
+        """Sends home what was written, where several ranks come by; one has done so as the use began."""
+        if not self.engine.ranks.alone:
+            self.settle()
+
+    def settle_with_lent(self) -> None:
+        """Sends home what was written to state dicts, and to the optimizer's state."""
+        self.settle()
+        self.engine.lent.settle()
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Surrounds what reads the newest values."""
+        self.settle()
+        yield
+
+    def settle(self) -> None:
+        """Sends home what was written since the last time. Raises UsageError, with nothing changed, for what cannot be: once for each
+        writing. With several ranks all of them settle."""
+        if not self._entries or self._is_filling or not self.engine.is_open:
+            return
+        written: list[_Handed] = []
+        for key, entry in self._entries.copy().items():
+            if entry.is_written(self.engine, is_stale=self._is_stale(entry)):
+                written.append(entry)
+            elif not entry.is_held():
+                self._drop(key, entry)
+        if written and (left := self._without_taken(written)):
+            self._send(left)
+
+    def refuse_in_backward(self, unit: ParamUnit) -> None:
+        """Raises UsageError where values of ``unit`` were written to since the forward, that the running backward needs."""
+        for entry in [each for handle in unit.handles for each in self._of(handle)] if self._entries else ():
+            if entry.array == VALUE and not self._is_stale(entry) and entry.is_counted:
+                raise UsageError(
+                    f"this backward needs {entry.handle.name} as it was in its forward, but the state_dict() value was "
+                    "written to since. Run backward before that."
+                )
+
+    def _stamp(self, entry: _Handed) -> Any:
+        handle = entry.handle
+        if entry.array in (VALUE, MASTER):
+            return handle.version, handle.forward_edits
+        return self.engine.steps.index, self.engine.lent.changes_of(handle, entry.array)
+
+    def _is_stale(self, entry: _Handed) -> bool:
+        if entry.stamp is not None and entry.stamp != self._stamp(entry):
+            entry.stamp = None  # what was changed once stays so
+        return entry.stamp is None
+
+    def _without_taken(self, written: list[_Handed]) -> list[_Handed]:
+        """Leaves out state that has become another optimizer's, whose load_state_dict() copies nothing: its steps are not for us."""
+        of_others: set[int] = set()
+        if any(entry.array != VALUE and entry.tensor() is not None for entry in written):
+            for each in gc.get_objects():
+                # Not ours, which show what is at home.
+                if issubclass(type(each), torch.optim.Optimizer) and type(state := each.__dict__.get("state")) in (
+                    dict,
+                    defaultdict,
+                ):
+                    entries = [entry for entry in state.values() if isinstance(entry, dict)]
+                    of_others |= {id(value) for entry in entries for value in entry.values()}
+        left = []
+        for entry in written:
+            if entry.array != VALUE and id(entry.tensor()) in of_others:
+                self._drop(storage_guard.identity(entry.bytes), entry)
+            else:
+                left.append(entry)
+        return left
+
+    def _send(self, written: list[_Handed]) -> None:
+        engine = self.engine
+        engine.refuse_between("writing to a tensor of a state dict")
+        engine.refuse_unflushed("writing to a tensor of a state dict")
+        if moments := [entry for entry in written if entry.array not in (VALUE, MASTER)]:
+            engine.lent.settle()  # what was written through optimizer.state, too, makes these stale
+        try:
+            self._check(written)
+        except UsageError:
+            for entry in written:  # told once: what they hold is their user's from here on
+                entry.note(None, entry.index)
+            raise
+        with torch.inference_mode(False), torch.no_grad():
+            self._send_values([entry for entry in written if entry.array == VALUE])
+            for entry in moments:
+                self._send_moment(entry)
+        for key, entry in self._entries.copy().items():
+            if not entry.is_held():
+                self._drop(key, entry)
+
+    def _check(self, written: list[_Handed]) -> None:
+        """Raises UsageError where one of ``written`` cannot go home."""
+        seen: dict[tuple[ParamHandle, str], _Handed] = {}
+        for entry in written:
+            name = entry.handle.name
+            what = f"{entry.array} of {name}" if entry.array != VALUE else name
+            if self._is_stale(entry):
+                steps = self.engine.steps.index - entry.index
+                since = f"{steps} further steps" if steps else "a load or an edit that changed it meanwhile"
+                raise UsageError(
+                    f"{what}: a state_dict() value was written to after {since}: it is a snapshot, and the write would put "
+                    "old values back. Nothing was changed: take state_dict() anew, or clone() what is to be kept."
+                )
+            if entry.is_seen_here_alone and not self.engine.ranks.alone:
+                raise UsageError(
+                    f"{what}: a state_dict() value was written to through NumPy, of which other ranks cannot tell. Nothing was "
+                    "changed: with several ranks write through torch, on all of them."
+                )
+            if entry.array == MASTER:
+                raise UsageError(
+                    f"{what} in optimizer.state_dict() was written to: it has the bits of the weight below its precision, "
+                    "which torch's state has not. Change the weight, through model.state_dict() or full_params."
+                )
+            if entry.array == STEP:
+                checked_step(entry.bytes, name)
+            if seen.setdefault((entry.handle, entry.array), entry) is not entry:
+                raise UsageError(
+                    f"{what} was written to through two state dicts, without a use of the model between. Nothing was "
+                    "changed: take state_dict() once, and write through that."
+                )
+
+    def _alike(self, entry: _Handed) -> list[_Handed]:
+        """Lists the tensors that show the same value, as of now."""
+        return [each for each in self._of(entry.handle) if each.array == entry.array and not self._is_stale(each)]
+
+    def _send_values(self, written: list[_Handed]) -> None:
+        if not written:
+            return
+        of_each = [(self._alike(entry), entry.look()) for entry in written]
+
+        def then() -> None:  # maybe by a later use, when more was written
+            for entry, (alike, looked) in zip(written, of_each):
+                self._follow(entry, alike, looked)
+
+        edited = [(entry.handle, entry.bytes) for entry in written]
+        self.engine.edits.write_changes(edited, "taking over state_dict() values", then)
+
+    def _send_moment(self, entry: _Handed) -> None:
+        alike, looked = self._alike(entry), entry.look()
+        value = checked_step(entry.bytes, entry.handle.name) if entry.array == STEP else entry.bytes.clone()
+        whole = value if entry.array == STEP else like(entry.handle.param, value)
+
+        def then() -> None:
+            self.engine.lent.follow(entry.handle, entry.array, value)
+            self._follow(entry, alike, looked)
+
+        self.engine.lent.write(entry.handle, {entry.array: whole}, then)
+
+    def _follow(self, entry: _Handed, alike: list[_Handed], looked: tuple[list[int], bytes]) -> None:
+        """Notes what was written as what is at home, and shows it in the other state dicts that have it."""
+        for each in alike:
+            if each is not entry:
+                each.bytes.copy_(entry.bytes)
+            each.note(self._stamp(each), self.engine.steps.index, looked if each is entry else None)
+
+
+def _died(owner: weakref.ref[HandedOut], key: int, reference: weakref.ref, *, is_over: Callable = sys.is_finalizing) -> None:
+    if not is_over() and (handed := owner()) is not None:  # at the end modules are no more what they were
+        handed.died(key, reference)

@@ -1,0 +1,192 @@
+"""What has the memory of weights before a wrap keeps the values of before: that is said once, and not of ordinary models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import at_home
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import infinity
+from infinity.api import aliases
+
+HOMES = ("device", "host", "nvme")
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def said_at_wrap(model: nn.Module, config: dict[str, Any], caplog) -> list[str]:
+    """Wraps, trains a step, and returns what was said of memory."""
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "infinity"):
+        model, optimizer = infinity.wrap_model(model, optimizer, config)
+    infinity.unwrap_model(model, optimizer)
+    return [record.getMessage() for record in caplog.records if "share memory" in record.getMessage()]
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    """All weights as slices of one buffer."""
+    buffer = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
+    at = 0
+    for param in model.parameters():
+        param.data = buffer[at : at + param.numel()].view_as(param)
+        at += param.numel()
+    return buffer
+
+
+def made_of_a_tensor(model: nn.Module) -> torch.Tensor:
+    held = torch.ones(8, 8)
+    model[0].weight = nn.Parameter(held)
+    return held
+
+
+HOLDS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "an array": (lambda model: model[0].weight.detach().numpy(), "1 of this model's parameters (0.weight)"),
+    "numpy's export": (lambda model: np.from_dlpack(model[0].weight.detach()), "1 of this model's parameters (0.weight)"),
+    "torch's export": (lambda model: torch.from_dlpack(model[0].weight.detach()), "1 of this model's parameters (0.weight)"),
+    "detached": (lambda model: [param.detach() for param in model.parameters()], "4 of this model's parameters (0.weight, 0.bias, 1.weight, ...)"),
+    "a row": (lambda model: model[1].weight.data[2], "1 of this model's parameters (1.weight)"),
+    "a flat buffer": (flat, "4 of this model's parameters (0.weight"),
+    "what it was made of": (made_of_a_tensor, "1 of this model's parameters (0.weight)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("how", HOLDS)
+def test_what_keeps_the_old_values_is_told_of_once(how, home, tmp_path, caplog):
+    """Method: something else has a weight's memory at the wrap, in each way. In the twin it is let go before."""
+    hold, told = HOLDS[how]
+    model = make()
+    held = hold(model)
+    (message,) = said_at_wrap(model, at_home(home, home, tmp_path), caplog)
+    assert told in message and "state_dict()" in message
+    del held, model
+    model = make()
+    hold(model)
+    assert said_at_wrap(model, at_home(home, home, tmp_path), caplog) == []
+
+
+class Transposed(nn.Module):
+    """Saves a view of its weight for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t()
+
+
+def with_a_graph(model: nn.Module, *, frozen: bool) -> tuple[nn.Module, Any]:
+    model.requires_grad_(not frozen)
+    rest = nn.Sequential(model, nn.Linear(8, 8))
+    return rest, rest(torch.randn(2, 8, requires_grad=True))
+
+
+def assigned(state: dict[str, torch.Tensor]) -> tuple[nn.Module, Any]:
+    model = make()
+    model.load_state_dict(state, assign=True)
+    return model, state
+
+
+def stepped() -> nn.Module:
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    return model
+
+
+def tied() -> nn.Module:
+    model = make()
+    model[1].weight = model[0].weight
+    return model
+
+
+def loaded_by_torch(path, **how: Any) -> dict[str, torch.Tensor]:
+    torch.save(make().state_dict(), path)
+    return torch.load(path, **how)
+
+
+def loaded_by_safetensors(path) -> dict[str, torch.Tensor]:
+    save_file(make().state_dict(), path)
+    return load_file(path)
+
+
+def from_pretrained(path) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=67)
+    transformers.GPT2LMHeadModel(config).save_pretrained(path)
+    return transformers.GPT2LMHeadModel.from_pretrained(path)
+
+
+def with_adapters(path) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(from_pretrained(path), peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+
+
+def whole(path) -> nn.Module:
+    torch.save(make(), path)
+    return torch.load(path, weights_only=False)
+
+
+def held_state(model: nn.Module) -> tuple[nn.Module, Any]:
+    return model, model.state_dict()
+
+
+ORDINARY: dict[str, Callable] = {
+    "built": lambda path: make(),
+    "stepped": lambda path: stepped(),
+    "tied": lambda path: tied(),
+    "recurrent": lambda path: nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8, 2)),
+    "shared with processes": lambda path: make().share_memory(),
+    "loaded whole": lambda path: whole(path / "model.pt"),
+    "assigned": lambda path: assigned(loaded_by_torch(path / "state.pt")),
+    "mapped": lambda path: assigned(loaded_by_torch(path / "state.pt", mmap=True)),
+    "assigned from safetensors": lambda path: assigned(loaded_by_safetensors(path / "model.safetensors")),
+    "from_pretrained": lambda path: from_pretrained(path / "pretrained"),
+    "with adapters": lambda path: with_adapters(path / "pretrained"),
+    "with its state dict": lambda path: held_state(make()),
+    "with a graph": lambda path: with_a_graph(Transposed(), frozen=False),
+    "with a graph over frozen weights": lambda path: with_a_graph(Transposed(), frozen=True),
+}
+
+
+@pytest.mark.parametrize("kind", ORDINARY)
+def test_nothing_is_said_of_ordinary_models(kind, tmp_path, caplog):
+    """Method: models as they come are wrapped, with what their makers keep; nothing is said. In the twin one tensor is held beside."""
+    made = ORDINARY[kind](tmp_path)
+    model, kept = made if isinstance(made, tuple) else (made, None)
+    assert said_at_wrap(model, at_home("host", "host", tmp_path), caplog) == []
+    del made, model, kept
+    made = ORDINARY[kind](tmp_path)
+    model, kept = made if isinstance(made, tuple) else (made, None)
+    held = next(model.parameters()).detach()
+    assert len(said_at_wrap(model, at_home("host", "host", tmp_path), caplog)) == 1
+    del held, kept
+
+
+def test_nothing_is_looked_for_where_nothing_is_held(tmp_path, caplog, monkeypatch):
+    """The list of all objects is long, and is not asked for without need."""
+    monkeypatch.setattr(aliases.gc, "get_objects", lambda: pytest.fail("all objects were looked through"))
+    assert said_at_wrap(stepped(), at_home("host", "host", tmp_path), caplog) == []
+
+
+def test_weights_of_another_wrapped_model_are_passed_over(tmp_path, caplog):
+    """Method: one model is at home, whose memory must not be looked at; an array of another one's is told of all the same."""
+    other, _ = infinity.wrap_model(make(), None, at_home("host", "host", tmp_path))
+    model = make()
+    held = model[0].weight.detach().numpy()
+    assert len(said_at_wrap(model, at_home("host", "host", tmp_path), caplog)) == 1
+    del held
+    infinity.unwrap_model(other)
