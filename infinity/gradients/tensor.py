@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..state import mistakes
 from ..state.handle import ParamHandle
+from .at_home import AtHome
 from .record import GradState, refuse_torn, writable
 from .values import GradValues
 
@@ -24,30 +25,7 @@ WITHOUT_VALUES = (
 )  # which ask no other rank
 
 
-class _AtHome(torch.Tensor):
-    """What LandedGrad and GradView have in common: values are copies."""
-
-    _infinity_grad: ParamHandle
-
-    def __repr__(self, *, tensor_contents=None):
-        return f"{type(self).__name__}({self._infinity_grad.name}, {self.detach().clone()!r})"
-
-    def __deepcopy__(self, memo):
-        return self.clone()
-
-    def tolist(self):
-        """Returns the values, as nested lists."""
-        return self.clone().tolist()
-
-    def numpy(self, *, force: bool = False):
-        """Raises UsageError: an array would share memory that the engine reuses."""
-        raise UsageError(f"{self._infinity_grad.name}.grad.numpy(): take .clone().numpy()")
-
-    def __array__(self, *args, **kwargs):
-        return self.numpy()
-
-
-class LandedGrad(_AtHome):
+class LandedGrad(AtHome):
     """Stands for a landed gradient as ``p.grad``: it has shape, dtype and device, and operations run on the bytes at home.
 
     Reads, in-place writes, norms, clipping and ``GradScaler.unscale_`` act exactly as on a plain gradient. After the
@@ -58,11 +36,8 @@ class LandedGrad(_AtHome):
     @staticmethod
     def __new__(cls, handle: ParamHandle):
         place = handle.shard.layout.placements[handle.index]
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls, place.shape, strides=place.stride, dtype=handle.shard.spec.grad_dtype, device=handle.engine.device.where
-        )
-        tensor._infinity_grad = handle
-        return tensor
+        dtype, device = handle.shard.spec.grad_dtype, handle.engine.device.where
+        return cls.make(handle, place.shape, stride=place.stride, dtype=dtype, device=device)
 
     @property
     def _values(self) -> GradValues:
@@ -86,6 +61,8 @@ class LandedGrad(_AtHome):
         subject = args[0] if args and isinstance(args[0], LandedGrad) else None
         if subject is not None and (result := _shortcut(func, subject, args)) is not None:
             return result
+        if torch.Tag.inplace_view in func.tags and subject is not None and func is not aten.detach_.default:
+            subject._refuse_reshaping(func)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             return _unscale(func, args)
         if func is aten.linalg_vector_norm.default and subject is not None and len(args) < 3 and not kwargs:
@@ -147,15 +124,20 @@ def _unscale(func, args: tuple) -> None:
         )
 
 
-class GradView(_AtHome):
+class GradView(AtHome):
     """A view of a gradient whose bytes cannot be lent: it reads what is at home whenever it is used, and cannot be changed."""
 
     @staticmethod
     def __new__(cls, source: LandedGrad, take: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor):
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype, device=source.device
+        tensor = cls.make(
+            source._infinity_grad,
+            like.shape,
+            stride=like.stride(),
+            dtype=like.dtype,
+            device=source.device,
+            offset=like.storage_offset(),
         )
-        tensor._source, tensor._take, tensor._infinity_grad = source, take, source._infinity_grad
+        tensor._source, tensor._take = source, take
         return tensor
 
     def value(self) -> torch.Tensor:
@@ -202,7 +184,7 @@ def views_of(source: LandedGrad | GradView, func, args: tuple, kwargs: dict) -> 
 
 def _shortcut(func, subject: LandedGrad, args: tuple):
     """Operations that need no bytes: multiplying by a number, zeroing, detaching. None for any other."""
-    if func in WITHOUT_VALUES[:2]:
+    if func in WITHOUT_VALUES[:2] or func is aten.detach_.default:
         return subject
     handle = subject._infinity_grad
     if func is aten.zero_.default:
