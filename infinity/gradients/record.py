@@ -22,6 +22,7 @@ import torch
 from ..errors import InternalError, UsageError
 from ..machine.device import PAST, Event
 from ..state.handle import ParamHandle
+from .assigned import Assigned
 
 SAMPLED = 64  # elements of a gradient
 
@@ -58,6 +59,7 @@ class GradRecord:
     landing: Event = PAST  # when the norm is known
     averaged: bool = False  # over the ranks; with others only this rank's slice is true then
     sample: torch.Tensor | None = None  # fp32; None where nothing has landed, or nobody asked for it
+    assigned: Assigned | None = None  # the tensor that was assigned; None: there is none, or it is let go
     viewed: bool = False  # a view was handed out, through which the bytes may change unheard: norms are taken anew
 
     @property
@@ -115,4 +117,6 @@ def writable(handle: ParamHandle) -> ParamHandle:
             f"{handle.name}.grad was consumed by optimizer.step(): it can be read, but "
             "changing it has no effect. Change gradients before step(), or call zero_grad() first."
         )
+    if handle.grad.assigned is not None:  # and is not changed along
+        handle.grad.assigned.is_stale = True
     return handle

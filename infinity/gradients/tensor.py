@@ -50,10 +50,10 @@ class LandedGrad(AtHome):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        grad = next(leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, LandedGrad))
-        with grad._infinity_grad.engine.using():
-            if func not in WITHOUT_VALUES:
-                grad._values.average()
+        grads = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, LandedGrad)]
+        with grads[0]._infinity_grad.engine.using():
+            for grad in grads if func not in WITHOUT_VALUES else ():
+                grad._values.refresh(grad._infinity_grad)
             return cls._run(func, args, kwargs or {})
 
     @classmethod
@@ -61,8 +61,6 @@ class LandedGrad(AtHome):
         subject = args[0] if args and isinstance(args[0], LandedGrad) else None
         if subject is not None and (result := _shortcut(func, subject, args)) is not None:
             return result
-        if torch.Tag.inplace_view in func.tags and subject is not None and func is not aten.detach_.default:
-            subject._refuse_reshaping(func)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             return _unscale(func, args)
         if func is aten.linalg_vector_norm.default and subject is not None and len(args) < 3 and not kwargs:
@@ -144,7 +142,7 @@ class GradView(AtHome):
         """Returns the view as a plain tensor, valid until other gradients are read."""
         self._source._values  # noqa: B018 - raises for a stale one
         refuse_torn(self._infinity_grad)
-        self._source._values.average()
+        self._source._values.refresh(self._infinity_grad)
         return self._take(self._source._values.value(self._infinity_grad, write=False))
 
     @classmethod
@@ -186,6 +184,8 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
     """Operations that need no bytes: multiplying by a number, zeroing, detaching. None for any other."""
     if func in WITHOUT_VALUES[:2] or func is aten.detach_.default:
         return subject
+    if torch.Tag.inplace_view in func.tags:
+        subject._refuse_reshaping(func)
     handle = subject._infinity_grad
     if func is aten.zero_.default:
         subject._values.zero(handle)

@@ -38,6 +38,9 @@ class GradValues:
     def average(self) -> None:
         """Has gradients that wait for it averaged over the ranks."""
 
+    def refresh(self, handle: ParamHandle) -> None:
+        """Does so, and puts home what was written to a tensor that was assigned to ``handle``'s."""
+
     def apply_factors(self, handle: ParamHandle) -> None:
         """Does the multiplications that were asked for."""
         self.changes.apply_factors(handle, self._arrived_slice(handle))

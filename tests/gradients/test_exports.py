@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing.reductions  # noqa: F401 - what queues pickle tensors by
+import torch.multiprocessing.reductions
 from contract_cases import every_home, save, wrapped
 from models import ChildDied, in_child
 from torch import nn
