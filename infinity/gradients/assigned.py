@@ -75,8 +75,9 @@ class Assigned:
 
     @property
     def is_changed(self) -> bool:
-        """With several ranks: whether the tensor is another one than at the last note."""
-        return self.is_touched or digest_of(self.bytes) != self._digest
+        """With several ranks: whether the tensor is another one than at the last note. Of a stale one any change that torch has
+        counted says so: whoever made it took the tensor for the gradient."""
+        return (self.is_stale and self.is_touched) or digest_of(self.bytes) != self._digest
 
     def note(self) -> None:
         """Takes what the tensor holds now for the gradient at home."""

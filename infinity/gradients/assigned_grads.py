@@ -35,7 +35,14 @@ class AssignedGrads(GradValues):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._assigned: set[ParamHandle] = set()  # whose gradients were; some may be gone since
+        self._viewed: set[int] = set()  # storages of homes
         self._left_count, self._left_nbytes = TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES  # until a trim
+
+    def note_view(self, handle: ParamHandle) -> None:
+        """Notes that a view of a gradient's home is handed out: nobody hears of a write through it."""
+        handle.grad.viewed = True
+        handle.shard.drop_shadow()
+        self._viewed.add(storage_guard.identity(handle.shard.arrays["grad"].flat))
 
     # --- assigning ---
 
@@ -44,6 +51,8 @@ class AssignedGrads(GradValues):
         local = local_of(tensor)
         if isinstance(local, AtHome) or not has_bytes(local) or local.layout is not torch.strided:
             return
+        if storage_guard.identity(local) in self._viewed:
+            return  # the engine's own memory
         self._left_count, self._left_nbytes = self._left_count - 1, self._left_nbytes - local.nbytes
         if self._left_count < 0 or self._left_nbytes < 0:
             self._trim()

@@ -87,8 +87,7 @@ class LandedGrad(AtHome):
             is_consumed = subject._infinity_grad.grad.state is GradState.CONSUMED
             if copied or from_disk or is_consumed or func is aten.as_strided.default:
                 return views_of(subject, func, args, kwargs)
-            subject._infinity_grad.grad.viewed = True  # nobody hears of a write through the view
-            subject._infinity_grad.shard.drop_shadow()
+            subject._values.note_view(subject._infinity_grad)
         lent: dict[int, torch.Tensor] = {}
 
         def lend(grad: LandedGrad) -> torch.Tensor:

@@ -60,7 +60,6 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
         for home in HOMES:
             jobs[f"parity:{mode}-{home}"] = {"config": models.at_home(home, home, folder / "swap") | {"shard": mode}}
         jobs[f"gradients:{mode}"] = {"shard": mode, "home": "host", "folder": str(folder / "swap")}
-        jobs[f"assigned:{mode}"] = {"shard": mode}
         jobs |= jobs_elsewhere(mode, folder, build_stand_in().__file__, str(build_cufile(tmp_path_factory)))
         jobs[f"parity:clip-{mode}"] = {"config": {"params": "host", "optimizer": "host", "shard": mode}, "clip": 0.5}
         jobs[f"unused:{mode}"] = {"shard": mode}
@@ -297,16 +296,6 @@ def test_gradients_are_averages_that_torch_can_read_and_change(two, case):
         assert (found["set"] == 7).all()
         assert found["zeros"] == 0 and found["none"] == [None] * len(grads)
         assert not models.differing({"view": found["view"]}, {"view": grads["positions"].view(-1)})
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_assigned_tensor_is_the_gradient_until_that_parts_from_it(two, mode):
-    """A flat buffer is clamped after its views were assigned: the bits of clip_grad_value_. Twin: changed once the gradient
-    is another one, it raises on every rank."""
-    for found in two[f"assigned:{mode}"]:
-        assert found["different"] == []
-        # With ZeRO-1 a backward on top of a gradient that was set is refused by itself.
-        assert all("assigned" in said or (mode == "optimizer" and "backward" in said) for said in found["said"]), found["said"]
 
 
 def test_overflow_on_one_rank_skips_the_step_on_all(two):

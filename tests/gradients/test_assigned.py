@@ -20,6 +20,7 @@ from models import Fail, at_home
 from torch import nn
 
 import infinity
+from infinity.gradients import assigned_grads
 from infinity.gradients.assigned_grads import AssignedGrads
 from infinity.optim.clipping import clip_grad_norm_
 
@@ -391,6 +392,35 @@ def test_it_is_the_gradient_before_the_wrap_and_after_the_unwrap(home, tmp_path)
         flat.mul_(2)
         one.step()
     torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_a_view_of_the_home_is_copied(home, tmp_path):
+    """Method: p.grad = a view of a gradient at home, which is the engine's memory; after the unwrap it is no view of that."""
+    model, optimizer = wrapped(home, tmp_path)
+    loss_of(model).backward()
+    grad = model[0].weight.grad
+    view, expected = grad.view(-1).view(grad.shape), grad.clone()
+    assert type(view) is torch.Tensor
+    model[0].weight.grad = view
+    assert torch.equal(model[0].weight.grad.clone(), expected)
+    model, optimizer = infinity.unwrap_model(model, optimizer)
+    assert torch.equal(model[0].weight.grad, expected)
+    assert model[0].weight.grad.data_ptr() != view.data_ptr()
+
+
+def test_temporary_tensors_are_let_go_after_some(tmp_path, monkeypatch):
+    """Method: with room for two, four are assigned that nobody holds. Twin: those that are held stay."""
+    monkeypatch.setattr(assigned_grads, "TRIMMED_AT_COUNT", 2)
+    for holds in (False, True):
+        model, _ = wrapped("host", tmp_path)
+        held = []
+        for param in model.parameters():
+            value = torch.ones(param.shape)
+            held += [value] if holds else []
+            param.grad = value
+        watched = sum(param._infinity.grad.assigned is not None for param in model.parameters())
+        assert watched == 4 if holds else watched <= 3
 
 
 @every_home
