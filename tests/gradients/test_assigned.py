@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import threaded_device
 import torch
 from contract_cases import every_home
 from models import Fail, at_home
@@ -22,6 +23,7 @@ from torch import nn
 import infinity
 from infinity.gradients import assigned_grads
 from infinity.gradients.assigned_grads import AssignedGrads
+from infinity.machine import accelerator
 from infinity.optim.clipping import clip_grad_norm_
 
 SEED, WIDTH = 50, 16
@@ -232,6 +234,20 @@ def differing(home: str, folder: Path, name: str, **more: Any) -> str:
 def test_an_assigned_tensor_is_the_gradient(home, name, tmp_path):
     """Method: each case on both models; the same bits."""
     assert differing(home, tmp_path, name) == ""
+
+
+class Elsewhere(threaded_device.ThreadedDevice):
+    """One whose memory is not the host's."""
+
+    is_host = False
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_so_from_a_device_elsewhere(name, tmp_path, monkeypatch):
+    """Method: the same with homes that the device cannot compute with."""
+    monkeypatch.setitem(accelerator.KINDS, "cpu", Elsewhere)
+    for home in ("host", "nvme"):
+        assert differing(home, tmp_path, name) == ""
 
 
 def test_without_the_watch_what_is_written_later_is_lost(tmp_path, monkeypatch):
