@@ -84,6 +84,10 @@ class Assigned:
         self._counted = self._count()
         self._digest = None if self._alone else digest_of(self.bytes)
 
+    def leave_behind(self) -> None:
+        """Notes that the gradient is about to change without the tensor, which has what is at home."""
+        self.is_stale, self._counted = True, self._count()
+
     def change(self, change: Callable[[torch.Tensor], object]) -> None:
         """Has ``change`` work in place on the tensor."""
         with torch.inference_mode() if self.bytes.is_inference() else torch.no_grad():

@@ -114,7 +114,7 @@ class AssignedGrads(GradValues):
             return None
         if not self.ranks.alone:
             self.settle(handle)
-            assigned.is_stale = True
+            assigned.leave_behind()
             return None
         if record.state is GradState.CONSUMED and not assigned.is_early:
             if not assigned.bytes.any() or self._is_changed(handle, assigned):

@@ -118,5 +118,5 @@ def writable(handle: ParamHandle) -> ParamHandle:
             "changing it has no effect. Change gradients before step(), or call zero_grad() first."
         )
     if handle.grad.assigned is not None:  # and is not changed along
-        handle.grad.assigned.is_stale = True
+        handle.grad.assigned.leave_behind()
     return handle

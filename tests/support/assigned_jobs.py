@@ -33,6 +33,16 @@ def assigned(shard: str) -> dict[str, Any]:
             torch.nn.utils.clip_grad_norm_(params, 1e-2)
             optimizer.step()
             optimizer.zero_grad()
+        # Zeroed and left behind by a backward, which is no change of the buffer's user.
+        models.loss_of(model, batch(2, 0, dist.get_rank())).backward()
+        if flat_buffer:
+            flat = torch.zeros_like(flat)
+            for param, view in zip(params, flat.split([param.numel() for param in params])):
+                param.grad = view.view(param.shape)
+        optimizer.zero_grad(set_to_none=False)
+        models.loss_of(model, batch(2, 0, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
         weights.append(cloned(model.state_dict()))
         if flat_buffer:
             for parts in ("a backward", "a change", "a step"):
