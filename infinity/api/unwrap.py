@@ -9,9 +9,10 @@ from torch import nn
 
 from .. import native
 from ..errors import UsageError
+from ..gradients.at_home import AtHome
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.registry import RECORD, Wrapped, wrapped
-from ..state.dtensors import plain_class, set_bytes
+from ..state.dtensors import local_of, plain_class, set_bytes
 from ..state.parts import parts_of
 
 
@@ -70,7 +71,9 @@ def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable
                 read = [shard.read_value(engine.store, index) for index in range(len(shard.params))]
             for param, value in zip(shard.params, read):
                 grad, place = param.grad, record.came_from[param]
-                values[param] = value.to(place), None if grad is None else grad.clone().to(place, shard.spec.wrapped_dtype)
+                if grad is not None and isinstance(local_of(grad), AtHome):
+                    grad = grad.clone()  # a tensor that was assigned is the gradient still
+                values[param] = value.to(place), None if grad is None else grad.to(place, shard.spec.wrapped_dtype)
     engine.prefetcher.release_all(engine.units)
 
     def change() -> None:

@@ -35,7 +35,7 @@ from ..optim.rules import moment_names, recognise, saved_step
 from ..runtime.engine import Engine
 from ..runtime.hooks import install_hooks
 from ..runtime.registry import RECORD, Wrapped
-from ..state.dtensors import let_scalers_mix, mesh_of_parameters
+from ..state.dtensors import let_scalers_mix, local_of, mesh_of_parameters
 from ..state.experts import divides_experts
 from ..state.handle import managed, raw_grad, set_raw_grad
 from ..state.kept_dtypes import computing_dtypes
@@ -267,9 +267,10 @@ def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_o
             handle, state = managed(param), optimizer.state.get(param, {})
             handle.step = saved_step(state)
             handle.keeps_moments = not handle.step and any(name in state for name in moment_names(rule, optimizer.param_groups))
-            if raw_grad(param) is not None:
+            if (grad := raw_grad(param)) is not None:
                 set_raw_grad(param, None)
                 handle.grad.move(GradState.LANDED)
+                engine.gradients.watch(handle, grad, local_of(grad))
         stepping.given.share_state(stepping.state)
     engine.in_common.note_buffers(model)
     record = Wrapped(engine, model, removers, stepping, came_from)

@@ -18,11 +18,11 @@ from ..state.handle import ParamHandle, set_raw_grad
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
 from ..storage.store import ShardStore
+from .assigned_grads import AssignedGrads
 from .homes import GradHomes
 from .lander import Lander
 from .record import GradRecord, GradState
 from .tensor import LandedGrad
-from .values import GradValues
 from .whole import WholeGradients
 
 
@@ -37,7 +37,7 @@ class Averager(Protocol):
         none any more, and nobody to meet."""
 
 
-class GradientBank(GradValues):
+class GradientBank(AssignedGrads):
     """Lands, lends and consumes gradients. Used from the thread that runs backward or the step."""
 
     def __init__(
@@ -55,7 +55,7 @@ class GradientBank(GradValues):
 
     def get(self, handle: ParamHandle) -> torch.Tensor | None:
         """Returns ``p.grad``: a :class:`LandedGrad`, for a distributed parameter as the local part
-        of a DTensor. Whose values are asked for is
+        of a DTensor, or a tensor that was assigned. Whose values are asked for is
         averaged then; one that this rank lacks may be another's.
 
         Raises UsageError between the backwards of one pass, whose gradients land together.
@@ -63,7 +63,9 @@ class GradientBank(GradValues):
         handle.engine.refuse_between(f"{handle.name}.grad")
         with handle.engine.using():
             if handle.grad.state is GradState.ABSENT and not mistakes.is_called_from("torch/nn/modules/module.py", "zero_grad"):
-                self.average()
+                self._average()
+            if handle.grad.assigned is not None and (assigned := self.shown(handle)) is not None:
+                return assigned
         record = handle.grad
         if record.state is GradState.ABSENT:
             return None
@@ -82,7 +84,7 @@ class GradientBank(GradValues):
         record = handle.grad
         if value is None:
             self.clear(handle)
-        elif value is not record.shown:
+        elif value is not record.shown and not self.is_assigned(handle, value):
             wanted = handle.shard.spec.grad_dtype
             if not isinstance(value, torch.Tensor) or value.dtype not in (wanted, handle.shard.spec.dtype):
                 found = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
@@ -91,19 +93,33 @@ class GradientBank(GradValues):
                 raise UsageError(f"{handle.name}.grad: a gradient of shape {tuple(value.shape)} for another shape")
             if value.layout is not torch.strided:
                 raise UsageError(f"{handle.name}.grad must be a dense tensor, not one of layout {value.layout}")
-            value = part_of(handle.param, value.detach(), f"{handle.name}.grad").clone()
+            given, part = value, part_of(handle.param, value.detach(), f"{handle.name}.grad")
+            value = part.clone()
             # Over the ranks that share it: each of an ep axis has other experts.
             handle.shard.collectives.same(f"setting the gradient of {handle.name}", value, over_tensors=is_common(handle.param))
             self.clear(handle)
-            self.average()
+            self._average()
             handle.grad.averaged = self.ranks.data_size > 1
             handle.grad.move(GradState.LANDED)
             with self._store.guarding():
                 handle.shard.wait()
                 self.put(handle, value)
+            self.watch(handle, given, part)
 
     def average(self) -> None:
-        """Has gradients that wait for it averaged over the ranks. Every rank comes here."""
+        """Has gradients that wait for it averaged over the ranks, and puts home what was written to tensors that were assigned.
+        Every rank comes here."""
+        if self._assigned:
+            self.settle_all()
+        self._average()
+
+    def refresh(self, handle: ParamHandle) -> None:
+        """Does so for one gradient of which values are asked."""
+        if handle.grad.assigned is not None:
+            self.settle(handle)
+        self._average()
+
+    def _average(self) -> None:
         if self._reducer is not None:
             self._reducer.average()
 
@@ -197,6 +213,7 @@ class GradientBank(GradValues):
         """Adds ``grad`` to what has landed. Raises UsageError when a step has consumed that already."""
         if grad.is_sparse:
             raise UsageError(f"{handle.name} got a sparse gradient; build the embedding with sparse=False")
+        assigned = self.lands_on(handle)
         self._reopen(handle)
         self.changes.begin(handle)
         if self.takes_samples and is_common(handle.param):
@@ -206,9 +223,10 @@ class GradientBank(GradValues):
             return
         if handle.grad.state is GradState.TORN:
             return
-        if self._waits(handle, grad):
-            return
-        self._land(handle, grad)
+        if assigned is not None:
+            self.add_to(handle, assigned, grad)
+        elif not self._waits(handle, grad):
+            self._land(handle, grad)
 
     def _land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         record = handle.grad
@@ -255,6 +273,7 @@ class GradientBank(GradValues):
         """Lands a gradient in parts: yields ``land(begin, end, compute)``, which puts what ``compute()`` returns where
         rows ``begin`` to ``end`` are. Raises UsageError as :meth:`land` does."""
         record, shard = handle.grad, handle.shard  # never with other ranks: a plan with tiles is refused there
+        assigned = self.lands_on(handle)
         self._reopen(handle)
         if record.state is GradState.TORN:
             yield lambda begin, end, compute: None
@@ -264,6 +283,9 @@ class GradientBank(GradValues):
 
         def land(begin: int, end: int, compute: Callable[[], torch.Tensor]) -> None:
             part = compute()
+            if assigned is not None:
+                assigned.change(lambda tensor: tensor[begin:end].add_(part))
+                return
             with self._store.traffic.copying("device->host", part.numel() * shard.spec.grad_dtype.itemsize, handle.name):
                 with self._store.guarding():
                     shard.wait()

@@ -23,6 +23,7 @@ from ..errors import InternalError, UsageError
 from ..machine.device import PAST, Event
 from ..state.handle import ParamHandle
 from ..state.tensors import checksum_of
+from .assigned import Assigned
 
 SAMPLED = 64  # elements of a gradient
 
@@ -61,6 +62,7 @@ class GradRecord:
     sample: torch.Tensor | None = None  # fp32; None where nothing has landed, or nobody asked for it
     edits: int = 0  # a digest of what users have changed it by: of factors, and of values that all ranks have whole
     own_edits: int = 0  # of values that other ranks have other parts of
+    assigned: Assigned | None = None  # the tensor that was assigned; None: there is none, or it is let go
     viewed: bool = False  # a view was handed out, through which the bytes may change unheard: norms are taken anew
 
     @property
@@ -126,4 +128,6 @@ def writable(handle: ParamHandle) -> ParamHandle:
             f"{handle.name}.grad was consumed by optimizer.step(): it can be read, but "
             "changing it has no effect. Change gradients before step(), or call zero_grad() first."
         )
+    if handle.grad.assigned is not None:  # and is not changed along
+        handle.grad.assigned.leave_behind()
     return handle

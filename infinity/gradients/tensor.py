@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..state import mistakes
 from ..state.handle import ParamHandle
+from .at_home import AtHome
 from .record import GradState, refuse_torn, writable
 from .values import GradValues
 
@@ -24,30 +25,7 @@ WITHOUT_VALUES = (
 )  # which ask no other rank
 
 
-class _AtHome(torch.Tensor):
-    """What LandedGrad and GradView have in common: values are copies."""
-
-    _infinity_grad: ParamHandle
-
-    def __repr__(self, *, tensor_contents=None):
-        return f"{type(self).__name__}({self._infinity_grad.name}, {self.detach().clone()!r})"
-
-    def __deepcopy__(self, memo):
-        return self.clone()
-
-    def tolist(self):
-        """Returns the values, as nested lists."""
-        return self.clone().tolist()
-
-    def numpy(self, *, force: bool = False):
-        """Raises UsageError: an array would share memory that the engine reuses."""
-        raise UsageError(f"{self._infinity_grad.name}.grad.numpy(): take .clone().numpy()")
-
-    def __array__(self, *args, **kwargs):
-        return self.numpy()
-
-
-class LandedGrad(_AtHome):
+class LandedGrad(AtHome):
     """Stands for a landed gradient as ``p.grad``: it has shape, dtype and device, and operations run on the bytes at home.
 
     Reads, in-place writes, norms, clipping and ``GradScaler.unscale_`` act exactly as on a plain gradient. After the
@@ -58,11 +36,8 @@ class LandedGrad(_AtHome):
     @staticmethod
     def __new__(cls, handle: ParamHandle):
         place = handle.shard.layout.placements[handle.index]
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls, place.shape, strides=place.stride, dtype=handle.shard.spec.grad_dtype, device=handle.engine.device.where
-        )
-        tensor._infinity_grad = handle
-        return tensor
+        dtype, device = handle.shard.spec.grad_dtype, handle.engine.device.where
+        return cls.make(handle, place.shape, stride=place.stride, dtype=dtype, device=device)
 
     @property
     def _values(self) -> GradValues:
@@ -75,10 +50,10 @@ class LandedGrad(_AtHome):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        grad = next(leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, LandedGrad))
-        with grad._infinity_grad.engine.using():
-            if func not in WITHOUT_VALUES:
-                grad._values.average()
+        grads = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, LandedGrad)]
+        with grads[0]._infinity_grad.engine.using():
+            for grad in grads if func not in WITHOUT_VALUES else ():
+                grad._values.refresh(grad._infinity_grad)
             return cls._run(func, args, kwargs or {})
 
     @classmethod
@@ -112,8 +87,7 @@ class LandedGrad(_AtHome):
             is_consumed = subject._infinity_grad.grad.state is GradState.CONSUMED
             if copied or from_disk or is_consumed or func is aten.as_strided.default:
                 return views_of(subject, func, args, kwargs)
-            subject._infinity_grad.grad.viewed = True  # nobody hears of a write through the view
-            subject._infinity_grad.shard.drop_shadow()
+            subject._values.note_view(subject._infinity_grad)
         lent: dict[int, torch.Tensor] = {}
 
         def lend(grad: LandedGrad) -> torch.Tensor:
@@ -150,22 +124,27 @@ def _unscale(func, args: tuple) -> None:
         args[1].copy_(values.collectives.exchange(args[1], what, over_tensors=True, over_stages=True).amax(0))
 
 
-class GradView(_AtHome):
+class GradView(AtHome):
     """A view of a gradient whose bytes cannot be lent: it reads what is at home whenever it is used, and cannot be changed."""
 
     @staticmethod
     def __new__(cls, source: LandedGrad, take: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor):
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype, device=source.device
+        tensor = cls.make(
+            source._infinity_grad,
+            like.shape,
+            stride=like.stride(),
+            dtype=like.dtype,
+            device=source.device,
+            offset=like.storage_offset(),
         )
-        tensor._source, tensor._take, tensor._infinity_grad = source, take, source._infinity_grad
+        tensor._source, tensor._take = source, take
         return tensor
 
     def value(self) -> torch.Tensor:
         """Returns the view as a plain tensor, valid until other gradients are read."""
         self._source._values  # noqa: B018 - raises for a stale one
         refuse_torn(self._infinity_grad)
-        self._source._values.average()
+        self._source._values.refresh(self._infinity_grad)
         return self._take(self._source._values.value(self._infinity_grad, write=False))
 
     @classmethod
@@ -205,8 +184,10 @@ def views_of(source: LandedGrad | GradView, func, args: tuple, kwargs: dict) -> 
 
 def _shortcut(func, subject: LandedGrad, args: tuple):
     """Operations that need no bytes: multiplying by a number, zeroing, detaching. None for any other."""
-    if func in WITHOUT_VALUES[:2]:
+    if func in WITHOUT_VALUES[:2] or func is aten.detach_.default:
         return subject
+    if torch.Tag.inplace_view in func.tags:
+        subject._refuse_reshaping(func)
     handle = subject._infinity_grad
     if func is aten.zero_.default:
         subject._values.note_edit(handle, 0.0)

@@ -39,6 +39,12 @@ class GradValues:
     def average(self) -> None:
         """Has gradients that wait for it averaged over the ranks."""
 
+    def refresh(self, handle: ParamHandle) -> None:
+        """Does so, and puts home what was written to a tensor that was assigned to ``handle``'s."""
+
+    def note_view(self, handle: ParamHandle) -> None:
+        """Notes that a view of a gradient's home is handed out."""
+
     def apply_factors(self, handle: ParamHandle) -> None:
         """Does the multiplications that were asked for."""
         self.changes.apply_factors(handle, self._arrived_slice(handle))

@@ -372,8 +372,10 @@ class Members:
         return any(handle.grad.state is GradState.CONSUMED for handle in self.group_of)
 
     def check_unconsumed(self) -> None:
-        """Raises UsageError where a gradient was used by a step already."""
+        """Raises UsageError where a gradient was used by a step already, and not changed since."""
         for handle in self.group_of:
+            if handle.grad.state is GradState.CONSUMED:
+                self._engine.gradients.settle(handle)  # a tensor that was assigned may have been changed
             if handle.grad.state is GradState.CONSUMED:
                 raise UsageError(
                     f"step() without a new gradient: the one of {handle.name} was consumed by the last step. "

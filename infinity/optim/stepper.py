@@ -65,6 +65,8 @@ class Stepper:
         planned = [shard for shard in unit.shards if shard.spec.stepped and (beside or self._has_landed(unit, shard))]
         if planned and not beside:  # else they are not what is gathered any more
             target.release([unit])
+        if target.steps.streaming:
+            target.gradients.settle_early(unit.handles)
         steps = []
         for shard in planned:
             handles = [handle_of(param) for param in shard.params]
@@ -129,7 +131,7 @@ class Stepper:
         with target.store.guarding():
             for shard in unit.shards:
                 handles = [handle_of(param) for param in shard.params]
-                if not shard.shadow_extents or any(handle.grad.viewed for handle in handles):
+                if not shard.shadow_extents or any(h.grad.viewed or h.grad.assigned is not None for h in handles):
                     continue
                 spans = list(self._spans(shard, handles))
                 if not spans:

@@ -112,6 +112,8 @@ class Passes:
         kind = "unflushed" if engine.keeps_older else "train"  # in which units come in other versions, too
         for handle in engine.trained if training else ():
             set_raw_grad(handle.param, None)  # of a backward that was cut short before the engine heard of it
+        if training:
+            engine.gradients.let_go_unheld()
         engine.schedule.begin(kind if training else "infer")
         engine.prefetcher.begin_pass(training=training)
 

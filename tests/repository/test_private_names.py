@@ -38,7 +38,7 @@ NAMES = [
     ("torch", "_C._autograd._top_saved_tensors_default_hooks", "runtime/passes.py"),
     ("torch", "_C._will_engine_execute_node", "forwards/tiles.py"),
     ("torch", "_C.DisableTorchFunctionSubclass", "state/handle.py"),
-    ("torch", "Tensor._make_wrapper_subclass", "gradients/tensor.py"),
+    ("torch", "Tensor._make_wrapper_subclass", "gradients/at_home.py"),
     ("torch", "UntypedStorage._new_with_weak_ptr", "runtime/saved_tensor.py"),
     ("torch.multiprocessing.reductions", "StorageWeakRef", "runtime/saved_tensor.py"),
 ]

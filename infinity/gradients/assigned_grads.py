@@ -1,0 +1,220 @@
+"""AssignedGrads: keeps gradients at home equal to the tensors that were assigned to ``p.grad``.
+
+settle     puts home what was written to an assigned tensor since the last time
+
+In torch ``p.grad = tensor`` makes that tensor the gradient: what is written to it later counts, and
+what autograd adds is added to it. So ``p.grad`` is that tensor here, too, while something else holds
+it; it is settled before a step, and what lands is added to it. Nobody looks where nothing was
+assigned. With several ranks ``p.grad`` is a stand-in, and a tensor that the gradient has left behind
+must not be changed any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+from ..machine import storage_guard
+from ..state.apart import has_bytes
+from ..state.dtensors import like, local_of
+from ..state.handle import ParamHandle
+from .assigned import Assigned
+from .at_home import AtHome
+from .record import GradState
+from .values import GradValues
+
+TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES = 64, 32 * 1024 * 1024
+
+
+class AssignedGrads(GradValues):
+    """Gradients of which some were assigned. Used from the thread that runs backward or the step."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._assigned: set[ParamHandle] = set()  # whose gradients were; some may be gone since
+        self._viewed: set[int] = set()  # storages of homes
+        self._left_count, self._left_nbytes = TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES  # until a trim
+
+    def note_view(self, handle: ParamHandle) -> None:
+        """Notes that a view of a gradient's home is handed out: nobody hears of a write through it."""
+        handle.grad.viewed = True
+        handle.shard.drop_shadow()
+        self._viewed.add(storage_guard.identity(handle.shard.arrays["grad"].flat))
+
+    # --- assigning ---
+
+    def watch(self, handle: ParamHandle, tensor: torch.Tensor, part: torch.Tensor) -> None:
+        """Watches ``tensor``, which was assigned; the gradient at home has the values of ``part``, made from it or a view of it."""
+        local = local_of(tensor)
+        if isinstance(local, AtHome) or not has_bytes(local) or local.layout is not torch.strided:
+            return
+        if storage_guard.identity(local) in self._viewed:
+            return  # the engine's own memory
+        self._left_count, self._left_nbytes = self._left_count - 1, self._left_nbytes - local.nbytes
+        if self._left_count < 0 or self._left_nbytes < 0:
+            self._trim()
+        is_copied = storage_guard.identity(local) != storage_guard.identity(part)
+        handle.grad.assigned = Assigned(tensor, is_copied=is_copied, alone=self.ranks.alone)
+        self._assigned.add(handle)
+
+    def is_assigned(self, handle: ParamHandle, value: Any) -> bool:
+        """Tells whether ``p.grad = value`` assigns what ``p.grad`` is: as torch does, it counts for another step then."""
+        record = handle.grad
+        if record.assigned is None or not self.ranks.alone or record.assigned.tensor() is not value:
+            return False
+        if record.state is GradState.CONSUMED:
+            record.move(GradState.LANDED)
+            record.norm = None
+        return True
+
+    def shown(self, handle: ParamHandle) -> torch.Tensor | None:
+        """Returns what ``p.grad`` is while an assigned tensor is held; None where it is a stand-in."""
+        assigned = handle.grad.assigned
+        if assigned is None or not self.ranks.alone:
+            return None
+        if (tensor := assigned.tensor()) is None:
+            if not assigned.is_held:
+                self._let_go(handle)
+                return None
+            tensor = like(handle.param, assigned.bytes.detach())
+            assigned.give(tensor)
+        return tensor
+
+    def zero(self, handle: ParamHandle) -> None:
+        """Leaves zeros, which the next step applies, at home and in what was assigned."""
+        super().zero(handle)
+        if (assigned := self._followed(handle)) is None:
+            return
+        if not assigned.is_writable:
+            handle.grad.assigned = None
+            return
+        assigned.change(torch.Tensor.zero_)
+        assigned.is_stale = assigned.is_early = False
+        assigned.note()
+
+    def scale_as_user(self, handle: ParamHandle, factor: float) -> None:
+        """Multiplies the gradient as ``p.grad.mul_(factor)`` does. Raises UsageError for one that a step has consumed."""
+        with handle.engine.using():
+            assigned = self._written(handle)
+        if assigned is None:
+            super().scale_as_user(handle, factor)
+        else:
+            assigned.change(lambda tensor: tensor.mul_(factor))
+
+    # --- landing ---
+
+    def lands_on(self, handle: ParamHandle) -> Assigned | None:
+        """Returns the tensor to which a gradient that is about to land is added; None where that is the home. A gradient that a
+        step has consumed is added to where the tensor was changed since, by ``flat.zero_()`` say."""
+        record, assigned = handle.grad, handle.grad.assigned
+        if assigned is None or record.state is GradState.TORN:
+            return None
+        if not self.ranks.alone:
+            self.settle(handle)
+            assigned.leave_behind()
+            return None
+        if record.state is GradState.CONSUMED and not assigned.is_early:
+            if not assigned.bytes.any() or self._is_changed(handle, assigned):
+                record.move(GradState.LANDED)
+        return self._written(handle)
+
+    def add_to(self, handle: ParamHandle, assigned: Assigned, grad: torch.Tensor) -> None:
+        """Adds ``grad`` to the tensor, as autograd does; it is put home when the engine needs it."""
+        grad = grad.detach()
+        assigned.change(lambda tensor: tensor.add_(grad.to(tensor.device)))
+        handle.grad.norm = None
+        handle.grad.move(GradState.LANDED)
+
+    def _written(self, handle: ParamHandle) -> Assigned | None:
+        """Returns the assigned tensor where torch would change it in place; else nothing is watched any more."""
+        if not self.ranks.alone or (assigned := self._followed(handle)) is None:
+            return None
+        # With a graph of the backward torch leaves the tensor as it is, and makes another one.
+        if assigned.is_held and assigned.is_writable and not torch.is_grad_enabled():
+            return assigned
+        self._let_go(handle)
+        return None
+
+    # --- settling ---
+
+    def settle_all(self) -> None:
+        """Puts home what was written to assigned tensors."""
+        self.let_go_unheld()
+        for handle in list(self._assigned):
+            assigned = handle.grad.assigned
+            is_early, assigned.is_early = assigned.is_early, False
+            if not is_early or handle.grad.state is not GradState.CONSUMED:
+                self.settle(handle)
+            elif assigned.has_bits_of(self.value(handle, write=False)):
+                assigned.note()  # the step that has applied it ends
+
+    def settle_early(self, handles: Iterable[ParamHandle]) -> None:
+        """Does so for ``handles``, which are stepped while the backward goes on."""
+        for handle in handles:
+            if handle.grad is not None and handle.grad.assigned is not None and handle.grad.state is GradState.LANDED:
+                self.settle(handle)
+                handle.grad.assigned.is_early = True
+
+    def settle(self, handle: ParamHandle) -> None:
+        """Does so for the gradient of ``handle``."""
+        record, assigned = handle.grad, handle.grad.assigned
+        if assigned is None or record.state is GradState.TORN or (assigned.is_early and record.state is GradState.CONSUMED):
+            return
+        if not self._is_changed(handle, assigned):
+            return
+        assigned = self._followed(handle)
+        if not self.ranks.alone and (assigned.is_stale or assigned.is_copied or record.state is GradState.CONSUMED):
+            raise UsageError(
+                f"the tensor that was assigned to {handle.name}.grad was changed after the gradient had parted from it (by a backward, a "
+                "step or another change). With several ranks change param.grad itself, or assign the tensor anew."
+            )
+        if record.state is GradState.CONSUMED:
+            record.move(GradState.LANDED)
+        with self._store.guarding():
+            handle.shard.wait()
+            self.put(handle, assigned.bytes)
+        assigned.note()
+
+    def _is_changed(self, handle: ParamHandle, assigned: Assigned) -> bool:
+        if assigned.is_elsewhere:
+            return True
+        if not self.ranks.alone:
+            return assigned.is_changed
+        return assigned.is_touched or not assigned.has_bits_of(self.value(handle, write=False))
+
+    def _followed(self, handle: ParamHandle) -> Assigned | None:
+        """Watches the memory that an assigned tensor has now."""
+        assigned = handle.grad.assigned
+        if assigned is None or not assigned.is_elsewhere:
+            return assigned
+        tensor = assigned.tensor()
+        if local_of(tensor).shape != local_of(handle.param).shape:
+            raise UsageError(
+                f"{handle.name}.grad was given another shape, {tuple(tensor.shape)}: assign a gradient of the parameter's"
+            )
+        now = handle.grad.assigned = Assigned(tensor, is_copied=assigned.is_copied, alone=self.ranks.alone)
+        now.is_stale, now.is_early = assigned.is_stale, assigned.is_early
+        return now
+
+    def _let_go(self, handle: ParamHandle) -> None:
+        self.settle(handle)
+        handle.grad.assigned = None
+        self._assigned.discard(handle)
+
+    def let_go_unheld(self) -> None:
+        """Gives back the memory of assigned tensors that nobody else holds."""
+        for handle in list(self._assigned):
+            assigned = handle.grad.assigned
+            if assigned is None:
+                self._assigned.discard(handle)
+            elif not assigned.is_held:
+                self._let_go(handle)
+
+    def _trim(self) -> None:
+        self.let_go_unheld()
+        kept = [handle.grad.assigned.bytes.nbytes for handle in self._assigned]
+        self._left_count = max(TRIMMED_AT_COUNT, len(kept))
+        self._left_nbytes = max(TRIMMED_AT_NBYTES, sum(kept))
