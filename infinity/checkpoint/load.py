@@ -216,8 +216,7 @@ def _load_units(manifest: dict[str, Any], data: Path, engine: Engine, once: Read
     """Reads of every array what this rank has at home and has not read ``once``. 8-bit moments of another part than any rank has are encoded anew."""
     handles = [handle for unit in engine.units for handle in unit.handles]
     for handle in handles:
-        handle.changed()
-        handle.edits = 0
+        handle.changed(by_load=True)
     encoded_anew = []
     with SavedTensors(data, manifest) as saved, engine.store.writing_behind() as store:
         for handle in handles:

@@ -16,7 +16,6 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from .. import native
 from ..machine.traffic import Traffic
 from . import lockstep
+from .comparing import InCommon, Inputs, compare
 from .data_ranks import DataRanks
 from .exchanges import Exchanges, Progress, in_turn
 from .kinds import Kind, StandIns, bytes_of, count_begun, describe
@@ -42,49 +42,10 @@ SAID_NBYTES = (
 )  # of these flags, which go with their complements: the largest and the smallest are known
 
 
-class InCommon(Protocol):
-    """What ranks with other parts of the tensors must have in common."""
-
-    def values(self) -> list[int]:
-        """Makes what is said of it."""
-
-    def agrees(self, spans: list[tuple[int, int]]) -> bool:
-        """Tells whether the spans of everyone's values show that it is the same."""
-
-    def check(self, spans: list[tuple[int, int]]) -> None:
-        """Raises UsageError where they show that it differs."""
-
-
 def _flags_of(lockstep: Lockstep, key: bytes) -> list[int]:
     """Makes the flags that say what a pass known by ``key`` expects, and how the last one went."""
     said = key[:DIGEST_NBYTES] + lockstep.digest_of(key)
     return [*said, *(255 - byte for byte in said)]
-
-
-class Inputs(InCommon, Protocol):
-    """What a step goes by, and what stages have in common of it."""
-
-    @property
-    def common(self) -> str:
-        """What ranks with the same units say, and those with other parts of the tensors."""
-
-    @property
-    def own(self) -> str:
-        """What ranks with the same units say beside it."""
-
-    @property
-    def of_stages(self) -> str:
-        """What stages say."""
-
-
-def _compare(meet: Callable, what: str, in_common: InCommon, then: Callable[[], None] = lambda: None) -> None:
-    """Comes to ``meet`` with the values of ``in_common``. Raises UsageError, and does not call ``then``, where ranks do not have the same."""
-
-    def go_on(spans: list[tuple[int, int]]) -> None:
-        if in_common.agrees(spans):
-            then()
-
-    in_common.check(meet(what, in_common.values(), then=go_on))
 
 
 class Collectives(Exchanges):
@@ -144,24 +105,20 @@ class Collectives(Exchanges):
     def meet_for_step(
         self, inputs: Inputs, *, over_stages: Inputs | None, trace: Iterable[int], in_common: InCommon, then: Callable[[], None]
     ) -> None:
-        """Waits until every rank is at the step that goes by ``inputs``, and stages at that by
-        ``over_stages``; None: they do not meet. Ranks with other parts of the tensors say the values
-        of ``in_common``. Data ranks meet last: what is raised before they hear.
+        """Waits until every rank is at the step that goes by ``inputs``, and stages at that by ``over_stages``; None: they do not meet.
 
-        With it goes how a forward after a step went last time, of which the units of ``trace`` are
-        expected: where all say the same of that, it has begun, and does not meet. ``then``: called as
-        soon as it is known that all are there, whatever strikes this rank meanwhile.
+        With it goes how a forward after a step went last time, of which the units of ``trace`` are expected: where all say the same of that,
+        it has begun, and does not meet. ``then``: called as soon as it is known that all are there, whatever strikes this rank meanwhile.
         """
         meetings: list[Callable] = []
         if over_stages is not None and self.ranks.stages is not None:
-            meetings.append(partial(_compare, partial(self.spans_over, self.ranks.stages), over_stages.of_stages, over_stages))
+            meetings.append(partial(compare, partial(self.spans_over, self.ranks.stages), over_stages.of_stages, over_stages))
         if self.ranks.tensor is not None:
-            meetings.append(partial(_compare, partial(self.spans_over, self.ranks.tensor), inputs.common, in_common))
+            meetings.append(partial(compare, partial(self.spans_over, self.ranks.tensor), inputs.common, in_common))
         if self.ranks.data is not None:
-            meetings.append(
-                partial(self._meet_data_ranks, f"{inputs.common}{inputs.own}", _key_of(trace, self._found_after_step, 1))
-            )
-        in_turn(meetings, then)
+            key = _key_of(trace, self._found_after_step, 1)
+            meetings.append(partial(self._meet_data_ranks, f"{inputs.common}{inputs.own}", key))
+        in_turn(meetings, then)  # data ranks last: what is raised before they hear
 
     def _meet_data_ranks(self, what: str, key: bytes, then: Callable[[], None] = lambda: None) -> None:
         """Meets the data ranks for a step, behind which a forward known by ``key`` may come."""

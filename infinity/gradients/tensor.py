@@ -64,13 +64,7 @@ class LandedGrad(AtHome):
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             return _unscale(func, args)
         if func is aten.linalg_vector_norm.default and subject is not None and len(args) < 3 and not kwargs:
-            refuse_torn(subject._infinity_grad)
-            if subject._values.ranks.stages is not None and mistakes.is_called_from("torch/nn/utils/clip_grad.py"):
-                raise UsageError(
-                    "torch's clip_grad_norm_ sees the gradients of this stage of the pipeline only, and would clip each stage by another norm: use "
-                    "infinity.clip_grad_norm_(optimizer, max_norm), or Config(max_grad_norm=...)."
-                )
-            return subject._values.norm(subject._infinity_grad, float(args[1]) if len(args) > 1 else 2.0)
+            return _norm(subject, float(args[1]) if len(args) > 1 else 2.0)
         if func is aten._foreach_zero_.default:
             for grad in args[0]:
                 grad.zero_()
@@ -108,6 +102,16 @@ class LandedGrad(AtHome):
         if mutated and isinstance(result, torch.Tensor):
             return next((grad for grad in mutated if isinstance(grad, LandedGrad)), result)
         return result
+
+
+def _norm(grad: LandedGrad, order: float) -> torch.Tensor:
+    refuse_torn(grad._infinity_grad)
+    if grad._values.ranks.stages is not None and mistakes.is_called_from("torch/nn/utils/clip_grad.py"):
+        raise UsageError(
+            "torch's clip_grad_norm_ sees the gradients of this stage of the pipeline only, and would clip each stage by another norm: use "
+            "infinity.clip_grad_norm_(optimizer, max_norm), or Config(max_grad_norm=...)."
+        )
+    return grad._values.norm(grad._infinity_grad, order)
 
 
 def _unscale(func, args: tuple) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from .. import native
 from ..config.config import Config
-from ..distributed.collectives import Collectives, InCommon
+from ..distributed.collectives import Collectives
+from ..distributed.comparing import InCommon
 from ..errors import InfinityError
 from ..gradients.bank import GradientBank
 from ..machine.device import Device

@@ -27,7 +27,7 @@ def shape_of(tensor: torch.Tensor) -> str:
 
 
 def tensors_in(items: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in ``items``, pairs of a key and a value, and in mappings and sequences among those; by their names."""
+    """Yields the tensors in ``items``, pairs of a key and a value, and in mappings and sequences among those; with their names."""
     for key, value in items:
         name = f"{prefix}{f'argument {key}' if isinstance(key, int) and not prefix else key}"
         if isinstance(value, torch.Tensor):

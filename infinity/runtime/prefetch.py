@@ -19,7 +19,7 @@ from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
-from ..planning.lookahead import DEEPEST, LookAhead
+from ..planning.lookahead import LookAhead
 from ..planning.schedule import Schedule
 from ..state.apart import apart
 from ..state.journal import Journal
@@ -32,7 +32,6 @@ from .window import Window
 COPIES_AHEAD = 2  # units on their way to the device beside the one that computes
 # The same with other ranks in a forward, whose units may still be stepped: each is waited for before the compute starts.
 GATHERS_AHEAD = 1
-REACH = 4 * DEEPEST  # of the units that come, those among which the next ones from disk are looked for
 
 
 class Prefetcher:
@@ -54,7 +53,6 @@ class Prefetcher:
         journal: Journal,
     ):
         self.units, self.schedule = units, schedule
-        self._reads_disk = any(unit.lies_on_disk for unit in units)
         self._store, self._ledger, self._journal = store, ledger, journal
         self._window, self._slots = Window(window_nbytes), StagingSlots(units, store)
         # Beside a device that computes by itself the host does not see how long that takes.
@@ -70,7 +68,6 @@ class Prefetcher:
     def add(self, units: Sequence[ParamUnit]) -> None:
         """Moves ``units``, too: those that come are numbered from the last one on. Where no budget limits the device they have room of their own."""
         self.units = [*self.units, *units]
-        self._reads_disk = any(unit.lies_on_disk for unit in self.units)
         if self._ledger.accounts[Tier.DEVICE].budget_nbytes is None:
             self._window.widen(sum(unit.weight_nbytes for unit in units))
         self._slots = StagingSlots(self.units, self._store)
@@ -243,21 +240,7 @@ class Prefetcher:
 
     def fetch_ahead(self, upcoming: Iterable[int]) -> None:
         """Starts reading the next units that come from disk, as far as the staging pool reaches."""
-        if not self._reads_disk:
-            return
-        ahead = 0
-        for index in islice(upcoming, REACH):
-            unit = self.units[index]
-            if ahead >= self.look_ahead.depth:
-                return
-            if not unit.is_staged_from_disk or unit.residency in (Residency.RESIDENT, Residency.GATHERING):
-                continue
-            ahead += 1
-            if unit.residency is Residency.STORED:
-                slots = self._slots.try_take(unit)
-                if slots is None:
-                    return
-                unit.fetch(self._store, slots)
+        self._slots.fetch_ahead(upcoming, self.look_ahead.depth)
 
     def _bring(self, unit: ParamUnit, offered: int) -> int | None:
         self._stage(unit)

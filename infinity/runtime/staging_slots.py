@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from .. import native
 from ..errors import CapacityError
 from ..machine.sizes import format_nbytes
+from ..planning.lookahead import DEEPEST
 from ..state.residency import Residency
 from ..state.unit import ParamUnit
 from ..storage.store import ShardStore
+
+REACH = 4 * DEEPEST  # of the units that come, those among which the next ones from disk are looked for
 
 
 class StagingSlots:
@@ -17,6 +21,23 @@ class StagingSlots:
 
     def __init__(self, units: Sequence[ParamUnit], store: ShardStore):
         self._units, self._store = units, store
+        self._reads_disk = any(unit.lies_on_disk for unit in units)
+
+    def fetch_ahead(self, upcoming: Iterable[int], depth: int) -> None:
+        """Starts reading the next ``depth`` units of ``upcoming`` that come from disk, as far as the pool reaches."""
+        ahead = 0
+        for index in islice(upcoming, REACH if self._reads_disk else 0):
+            unit = self._units[index]
+            if ahead >= depth:
+                return
+            if not unit.is_staged_from_disk or unit.residency in (Residency.RESIDENT, Residency.GATHERING):
+                continue
+            ahead += 1
+            if unit.residency is Residency.STORED:
+                slots = self.try_take(unit)
+                if slots is None:
+                    return
+                unit.fetch(self._store, slots)
 
     def try_take(self, unit: ParamUnit) -> list[native.Lease] | None:
         """Takes slots for ``unit``; None where there is no room now."""

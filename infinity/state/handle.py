@@ -150,8 +150,9 @@ class ParamHandle:
         if self.is_tied:
             self.edits = checksum_of(local_of(value), self.edits)
 
-    def changed(self) -> None:
-        """Notes that the value at home is about to be another one."""
+    def changed(self, *, by_load: bool = False) -> None:
+        """Notes that the value at home is about to be another one; ``by_load``: the same on all ranks."""
+        self.edits = 0 if by_load else self.edits
         self.version += 1
         self.unit.version += 1
         self.has_loaded_master = False

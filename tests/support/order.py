@@ -17,6 +17,7 @@ OF_STANDING_RANKS = (
     "distributed/test_state_dict_writes.py", "parallel/test_experts.py", "parallel/test_families.py",
     "parallel/test_made_pipelines.py", "parallel/test_megatron_numbers.py", "parallel/test_pipeline.py", "parallel/test_tensor_parallel.py",
     "parallel/test_without_flush.py", "parallel/test_agreement.py", "distributed/test_assigned_over_ranks.py",
+    "parallel/test_user_edits.py",
 )  # fmt: skip
 
 # Then what takes longest, as it was measured; a file that is not here comes by its number of tests.
