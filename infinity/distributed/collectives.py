@@ -163,10 +163,7 @@ class Collectives(Exchanges):
 
     @property
     def traces_agree(self) -> bool:
-        """Whether all data ranks expect to use the same units in this pass.
-
-        The same on all these ranks, whatever each of them went through before.
-        """
+        """Whether all data ranks expect to use the same units in this pass: the same on all of them, whatever each went through."""
         self._enter_pass()
         return self._traces_agree
 

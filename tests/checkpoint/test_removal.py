@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -18,8 +19,14 @@ def folder_of(path: Path, files: int) -> Path:
     return path
 
 
-def descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
+def descriptors(folder: Path) -> set[str]:
+    """Those that lead into ``folder``: of others this process may close some meanwhile."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(f"{folder}/"):
+                found.add(name)
+    return found
 
 
 @pytest.fixture
@@ -41,13 +48,13 @@ def held_back(monkeypatch):
 def test_names_are_gone_on_return_and_descriptors_when_the_space_is_waited_for(most, held_back, monkeypatch, tmp_path):
     """More files than are held are removed as well. The twin: before it is waited for, the space is still taken."""
     monkeypatch.setattr(removal, "FILES_HELD", most)
-    before = descriptors()
+    before = descriptors(tmp_path)
     removal.remove_folder(folder_of(tmp_path / "data", 5))
     assert os.listdir(tmp_path) == []
-    assert len(descriptors() - before) == min(most, 5)
+    assert len(descriptors(tmp_path) - before) == min(most, 5)
     held_back.set()
     removal.wait_for_space()
-    assert descriptors() == before
+    assert descriptors(tmp_path) == before
 
 
 def test_a_folder_that_keeps_a_name_while_a_file_is_open_goes_when_it_is_closed(held_back, monkeypatch, tmp_path):
@@ -72,11 +79,11 @@ def test_a_child_has_none_of_the_descriptors(monkeypatch, tmp_path):
         close(held, folder)
 
     monkeypatch.setattr(removal, "_close", slowly)
-    before = descriptors()
+    before = descriptors(tmp_path)
     removal.remove_folder(folder_of(tmp_path / "data", 3))
     assert started.wait(60)
     if (child := os.fork()) == 0:
-        os._exit(int(descriptors() != before))
+        os._exit(int(descriptors(tmp_path) != before))
     assert os.waitpid(child, 0)[1] == 0
 
 
@@ -91,11 +98,11 @@ def test_without_a_thread_the_space_is_free_on_return(monkeypatch, tmp_path):
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    before = descriptors()
+    before = descriptors(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         removal.remove_folder(folder_of(tmp_path / "data", 3))
-    assert descriptors() == before and os.listdir(tmp_path) == []
+    assert descriptors(tmp_path) == before and os.listdir(tmp_path) == []
     removal.wait_for_space()
 
 
@@ -105,20 +112,20 @@ def test_a_start_that_is_interrupted_leaves_no_descriptor_open(monkeypatch, tmp_
     def interrupted(thread):
         raise KeyboardInterrupt
 
-    before = descriptors()
+    before = descriptors(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             removal.remove_folder(folder_of(tmp_path / "data", 3))
-    assert os.listdir(tmp_path) == [] and len(descriptors() - before) == 3
+    assert os.listdir(tmp_path) == [] and len(descriptors(tmp_path) - before) == 3
     removal.wait_for_space()
-    assert descriptors() == before
+    assert descriptors(tmp_path) == before
 
 
 def test_a_close_that_fails_keeps_no_other_descriptor_open(tmp_path):
     """Method: one of three is no descriptor; and all are closed once, whoever comes again."""
-    folder, before = folder_of(tmp_path / "data", 2), descriptors()
+    folder, before = folder_of(tmp_path / "data", 2), descriptors(tmp_path)
     held = [os.open(folder / "0.safetensors", os.O_RDONLY), 1_000_000, os.open(folder / "1.safetensors", os.O_RDONLY)]
     removal._close(held, folder)
     removal._close(held, folder)
-    assert descriptors() == before and not folder.exists()
+    assert descriptors(tmp_path) == before and not folder.exists()
