@@ -39,7 +39,7 @@ class ParamUnit(UnitBuffers):
 
     def __init__(self, index: int, name: str, shards: list[ParamShard], device: Device | None = None):
         super().__init__(index, name, shards, device)
-        self._history: deque[str] = deque(maxlen=6)
+        self._history: deque[tuple[Residency, Residency | None]] = deque(maxlen=6)  # moves; None: given up
         self._slots: list[native.Lease] = []
         self._pieces: list[ReadPiece] = []
         self._charge: native.Charge | None = None
@@ -259,7 +259,7 @@ class ParamUnit(UnitBuffers):
         self.arriving = self._last_use = PAST
         self._read_times, self._second_version = None, -1
         self._edits.forget()
-        self._history.append(f"{self.residency.name} given up")
+        self._history.append((self.residency, None))
         self.conceal()
         self._align()
         if self.stays:
@@ -287,11 +287,11 @@ class ParamUnit(UnitBuffers):
     def _move(self, to: Residency) -> None:
         if to not in MOVES[self.residency]:
             raise self._illegal(f"go to {to.name}")
-        self._history.append(f"{self.residency.name}->{to.name}")
+        self._history.append((self.residency, to))
         self.residency = to
 
     def _illegal(self, what: str) -> UsageError:
-        moves = ", ".join(self._history) or "none"
+        moves = ", ".join(f"{begin.name}{' given up' if to is None else f'->{to.name}'}" for begin, to in self._history) or "none"
         return UsageError(f"unit {self.name} is {self.residency.name} and cannot {what}; its last moves: {moves}")
 
 
