@@ -14,6 +14,7 @@ from typing import Any
 
 from .delayed_network import DelayedNetwork, why_not
 from .results import Measured
+from .rounds import tell
 from .settings import Settings
 
 RUN_SECONDS = 1800
@@ -24,6 +25,7 @@ def launch_each(found: Measured, theme: str, module: str, counts: Sequence[int],
     """Runs ``module`` in as many processes as ``counts`` says, one count after the other. Yields each count, and what the first process
     told; notes in ``found`` why one told nothing."""
     for ranks in counts:
+        tell(f"{theme}: {ranks} processes, {settings.rounds} rounds")
         with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
             told = _launch(module, ranks, folder, settings)
         if isinstance(told, str):
@@ -52,6 +54,7 @@ def launch_delayed(module: str, ranks: int, seconds: float, settings: Settings) 
     why it told nothing."""
     if (missing := why_not()) is not None:
         return missing
+    tell(f"{module.rpartition('.')[2]}: {ranks} processes, messages of {1e3 * seconds:g} ms, {settings.rounds} rounds")
     with DelayedNetwork(ranks, seconds) as network, tempfile.TemporaryDirectory(dir=settings.folder) as folder:
         shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(ranks)}
         shared |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

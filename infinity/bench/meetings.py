@@ -60,6 +60,11 @@ class _Nobody:
     def __init__(self, message: torch.Tensor):
         self._message = message
 
+    is_begun = True
+
+    def begin(self) -> None:
+        pass
+
     def poll(self) -> bool:
         return True
 
@@ -74,7 +79,7 @@ def _way(name: str) -> Iterator[None]:
 
     with ExitStack() as changed:
         if name == "none":
-            changed.enter_context(mock.patch.object(Tree, "begin", lambda self, message, combine: _Nobody(message)))
+            changed.enter_context(mock.patch.object(Tree, "merge", lambda self, message, combine: _Nobody(message)))
         elif name == "each":
             changed.enter_context(mock.patch.object(Lockstep, "digest_of", lambda self, key: bytes(DIGEST_NBYTES)))
         yield
@@ -95,7 +100,7 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     config = {"params": "host", "optimizer": "host", "units": ["Linear"], "share_homes": False}
     model, optimizer = infinity.wrap_model(model, optimizer, config)
     batch, met = torch.randn(BATCH, WIDTH), 0
-    begin = Meeting._begin
+    begin = Meeting.begin
 
     def counting(self: Meeting) -> None:
         nonlocal met
@@ -123,7 +128,7 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
 
     for _ in range(4):
         step()
-    with mock.patch.object(Meeting, "_begin", counting):
+    with mock.patch.object(Meeting, "begin", counting):
         step()
     times = alternate({name: stepping(name) for name in ("ours", "none", "each")}, PAIRS * rounds, warm_up=1)
     return _told(times, STEPS * BATCH * dist.get_world_size(), met)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ def alternate(jobs: Mapping[str, Callable[[], object]], rounds: int, *, warm_up:
     """Runs every job once a round, in turn. A job may return a Times of one round itself, when it knows better."""
     times = {name: Times() for name in jobs}
     for turn in range(warm_up + rounds):
+        tell(f"round {turn + 1} of {warm_up + rounds}, {len(jobs)} jobs in turn")
         for name, job in jobs.items():
             cpu, start = time.process_time(), time.perf_counter()  # with its threads and the kernel's work for them
             known = job()
@@ -30,6 +32,11 @@ def alternate(jobs: Mapping[str, Callable[[], object]], rounds: int, *, warm_up:
                 times[name].wall.append(wall)
                 times[name].cpu.append(cpu)
     return times
+
+
+def tell(what: str) -> None:
+    """Says on standard error what is being measured: it may take minutes."""
+    print(what, file=sys.stderr, flush=True)
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.bench import first_steps, report, results
+from infinity.bench import first_steps, meetings, report, results
 from infinity.bench.rounds import Times, alternate, paired
+from infinity.bench.settings import Settings
 from infinity.cli import main
 from infinity.errors import ConfigError
 
@@ -224,3 +225,12 @@ def test_a_recipe_changes_three_lines_at_most(name):
         compile("\n".join(script), name, "exec")
     assert first_steps.lines_changed(name) == sum(line not in plain for line in ours) <= 3
     assert "infinity" in "\n".join(ours) and "nfinity" not in "\n".join(plain)
+
+
+def test_meetings_are_measured_in_all_three_ways(monkeypatch, tmp_path):
+    """Two processes: it changes the meetings' own methods, which may have other names by now."""
+    monkeypatch.setattr(meetings, "RANKS", (2,))
+    monkeypatch.setattr(meetings, "launch_delayed", lambda *given: "left out")
+    found = meetings.measure(Settings(folder=str(tmp_path), rounds=1, scale=0.1))
+    assert [each.name for each in found.rows] == ["meetings.2", "meetings.2.cpu", "meetings.2.count"], found.notes
+    assert found.rows[2].median > 0
