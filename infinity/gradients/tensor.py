@@ -94,6 +94,8 @@ class LandedGrad(AtHome):
 
         lent_args, lent_kwargs = tree_map_only(LandedGrad, lend, (args, kwargs))
         result = func(*lent_args, **lent_kwargs)
+        if func.namespace == "c10d":
+            _wait_for(result)
         for grad in mutated:
             if isinstance(grad, LandedGrad):
                 grad._values.note_edit(grad._infinity_grad, lent[id(grad)])
@@ -102,6 +104,13 @@ class LandedGrad(AtHome):
         if mutated and isinstance(result, torch.Tensor):
             return next((grad for grad in mutated if isinstance(grad, LandedGrad)), result)
         return result
+
+
+def _wait_for(result: Any) -> None:
+    """Waits for a collective, which may be asynchronous: what it writes to is a copy."""
+    for each in result if isinstance(result, (list, tuple)) else (result,):
+        if hasattr(each, "wait"):
+            each.wait()
 
 
 def _norm(grad: LandedGrad, order: float) -> torch.Tensor:
@@ -214,7 +223,9 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
 
 def _mutated_arguments(func, args: tuple, kwargs: dict) -> list:
     """The tensors among the arguments that ``func`` writes to, by its schema."""
-    mutated = []
+    mutated: list = []
+    if func.namespace == "c10d" and func is not torch.ops.c10d.send.default and args:  # whose schemas do not say so
+        return list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)

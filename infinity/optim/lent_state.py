@@ -43,14 +43,20 @@ def _uses(tensor: torch.Tensor) -> int:
 class _Lent:
     """One tensor. ``bytes``: our own view of its local part, which keeps it after its last user."""
 
+    _kept: torch.Tensor | None
+
     def __init__(self, tensor: torch.Tensor, index: int):
         self.bytes = local_of(tensor).detach()
         self.give(tensor)
         self.note(index)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Sets the tensor that users have."""
-        self.tensor = weakref.ref(tensor)
+        """Sets the tensor that users have. It is kept until it was looked at: they may put other memory under it, and let it go."""
+        self.tensor, self._kept = weakref.ref(tensor), tensor
+
+    def let_go(self) -> None:
+        """Keeps the tensor no longer than its users do."""
+        self._kept = None
 
     def note(self, index: int) -> None:
         """Takes what the tensor holds now for the state at home, as of step ``index``."""
@@ -58,6 +64,9 @@ class _Lent:
 
     @property
     def is_changed(self) -> bool:
+        """Whether the tensor has other values by now, or was given other memory (``set_``, ``.data =``)."""
+        if (tensor := self.tensor()) is not None and _memory_of(local_of(tensor)) != _memory_of(self.bytes):
+            self.bytes = local_of(tensor).detach()
         return _digest(self.bytes) != self.digest
 
     @property
@@ -155,9 +164,17 @@ class LentState:
                         f"optimizer.state: {name} of {handle.name} was read at step {lent.index} and changed "
                         f"after step {self._steps.index}. With several ranks read it again after each step."
                     )
+                wanted = torch.Size() if name == STEP else local_of(handle.param).shape
+                if lent.bytes.shape != wanted:
+                    del self._lent[handle, name]  # the user's own from now on: the state at home stands
+                    raise UsageError(
+                        f"optimizer.state: {name} of {handle.name} was given the shape {tuple(lent.bytes.shape)}, not {tuple(wanted)}: "
+                        "assign a tensor of that shape to optimizer.state[parameter][key]"
+                    )
                 value = lent.bytes.clone()
                 self.write(handle, {name: value if name == STEP else like(handle.param, value)})
                 lent.note(self._steps.index)
+            lent.let_go()
             if not lent.is_held:
                 del self._lent[handle, name]
 
@@ -220,6 +237,10 @@ class LentState:
                     handle.shard.write_moment(self._store, name, handle.index, value, version=self._steps.index)
         handle.keeps_moments = not handle.step
         then()
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _name_of(handle: ParamHandle) -> str:

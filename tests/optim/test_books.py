@@ -377,3 +377,35 @@ def test_state_of_parameters_outside_the_groups_is_in_checkpoints_and_refused_by
     moment = optimizer.state[model[0][0].weight]["exp_avg"].clone()
     _, plain = infinity.unwrap_model(model, optimizer)
     assert torch.equal(plain.state[model[0][0].weight]["exp_avg"], moment)
+
+
+@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+def test_memory_that_was_put_under_a_value_is_the_state(home, swap):
+    """Method: set_ and .data = on three values between two steps, beside torch. Twin: of another shape, refused with the state as it was."""
+
+    def run(wraps: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(2)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        if wraps:
+            model, optimizer = infinity.wrap_model(model, optimizer, {"params": home, "optimizer": home, "nvme_paths": [str(swap)]})
+
+        def step() -> None:
+            model(torch.ones(4, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        state = optimizer.state[model[0].weight]
+        state["exp_avg"].data = torch.full((16, 16), 0.5)
+        state["step"].data = torch.tensor(7.0)
+        state["exp_avg_sq"].set_(torch.full((16, 16), 1e-4))
+        step()
+        if wraps:
+            state["exp_avg"].data = torch.zeros(3)
+            with pytest.raises(infinity.UsageError, match=r"given the shape \(3,\), not \(16, 16\)"):
+                step()
+        return model.state_dict()
+
+    ours, plain = run(True), run(False)
+    assert all(torch.equal(ours[name], value) for name, value in plain.items())

@@ -49,6 +49,7 @@ def two(standing_ranks) -> Mapping[str, Any]:
         f"{case}{'-apart' if apart else ''}": {**given, "apart": apart} for case, given in CASES.items() for apart in (True, False)
     }
     jobs |= {f"unfreezing:{schedule}": {"schedule": schedule} for schedule in ("1F1B", "LoopedBFS")}
+    jobs |= {f"summed:{how}": {"how": how} for how in ("summed", "averaged", "asynchronous")}
     return Jobs(standing_ranks(2), "user_edit_jobs", jobs)
 
 
@@ -72,6 +73,11 @@ def test_ranks_that_change_the_same_are_told_nothing(two, case):
         assert said_by(told) == "was taken" or case in ("stages:zero_grad",), said_by(told)
         if not isinstance(told, str):
             assert told.get("off", 0) <= RIGHT and told.get("equal", True) and told.get("goes on", "was taken") == "was taken", told
+
+
+@pytest.mark.parametrize("how", ["summed", "averaged", "asynchronous"])
+def test_collectives_of_the_users_own_reach_the_gradients(two, how):
+    assert two[f"summed:{how}"] == [True, True]
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "LoopedBFS"])

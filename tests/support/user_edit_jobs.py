@@ -73,6 +73,29 @@ def gradients(how: str, apart: bool) -> dict[str, Any]:
     return {"said": said, "goes on": goes_on}
 
 
+def summed(how: str) -> bool:
+    """Whether collectives of the user's own on gradients do what they do on torch's: the gradients are averages already."""
+    model, one = stack(WIDTH), stack(WIDTH)
+    model, optimizer = infinity.wrap_model(model, sgd(model), HOST)
+    model(inputs(dist.get_rank(), WIDTH)).square().mean().backward()
+    for rank in range(2):
+        (one(inputs(rank, WIDTH)).square().mean() / 2).backward()
+    pairs = list(zip(model.parameters(), one.parameters()))
+    for param, plain in pairs:
+        if how == "asynchronous":
+            dist.all_reduce(param.grad, async_op=True).wait()
+        else:
+            dist.all_reduce(param.grad)
+        if how == "averaged":
+            param.grad /= 2
+        else:
+            plain.grad.mul_(2)
+    found = all(torch.allclose(param.grad.clone(), plain.grad) for param, plain in pairs)
+    optimizer.step()
+    infinity.unwrap_model(model, optimizer)
+    return found
+
+
 def scaler(apart: bool) -> str:
     """A step of GradScalers that have other scales on each rank."""
     model = stack()
