@@ -77,9 +77,10 @@ def run(args: argparse.Namespace) -> int:
     measured = results.Measured([])
     with _stdout_for(args.json):
         for theme in MODULES if args.theme == "all" else (args.theme,):
+            name, _, function = (MODULES | APART)[theme].partition(":")
+            module = importlib.import_module(name)
             print(f"{theme}: measuring", file=sys.stderr, flush=True)
-            module, _, function = (MODULES | APART)[theme].partition(":")
-            found = getattr(importlib.import_module(module), function or "measure")(settings)
+            found = getattr(module, function or "measure")(settings)
             print(results.table(found.rows), flush=True)
             measured.add(found)
         for note in measured.notes:
