@@ -66,7 +66,7 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where the bytes begin; 0 of a weight of another wrapped model, which are at home."""
+    """Returns the address of the first byte; 0 for a weight of another wrapped model, whose bytes are at home."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:

@@ -60,8 +60,8 @@ def save_pretrained(
         has saved there, is replaced in any case.
 
     Raises ConfigError for a quantised model, for a size that is none, and for what no file holds,
-    with the folder as it was; StorageError. Where another model is in the folder, that stays: this
-    one is written to a new folder beside it, which the ConfigError names that is raised then.
+    with the folder as it was; StorageError. If the folder holds another model, this one is written
+    to a new folder beside it, and a ConfigError names that folder. The other model stays.
     """
     engine = engine_of(model)
     engine.refuse("save_pretrained")

@@ -36,7 +36,7 @@ class Attempt:
 
     def _joins(self) -> bool:
         """Whether this rank can still come to the attempt with its number: once, before it is over."""
-        if self._read("over"):  # an exception struck between the two lines of _end
+        if self._read("over"):  # an exception struck a rank in _end, before it counted the attempt
             return False
         if self._store.add(self._key(f"came/{self._me}"), 1) == 1:
             return True
@@ -57,7 +57,7 @@ class Attempt:
     def _end(self) -> None:
         if self._store.add(self._key("over"), 1) == 1:
             self._store.add("over", 1)
-        for station in STATIONS:  # nobody waits any more
+        for station in STATIONS:  # wake the ranks that wait at one
             self._store.set(self._key(f"{station}/all"), "")
 
     def _key(self, name: str) -> str:

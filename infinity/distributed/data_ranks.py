@@ -160,8 +160,8 @@ class DataRanks:
 
     @property
     def places(self) -> list[Channel]:
-        """Where this rank meets all others: the data ranks, those with its tensors' other parts, those
-        with its sequences' other parts, those with its model's other stages."""
+        """The channels on which this rank meets all others: data ranks, ranks with other parts of its
+        tensors, of its sequences, and ranks with other stages."""
         return [channel for channel in (self.data, self.tensor, self.sequences, self.stages) if channel is not None]
 
     @property

@@ -54,10 +54,10 @@ def data_ranks(mesh: Any, *, divides_experts: bool = False) -> DataRanks:
     if dist.get_world_size() == 1:
         rank_rows(mesh, divides_experts=divides_experts)  # which raises for a mesh that does not fit
         return DataRanks()
-    rows, wrap, divides_experts = _agree_on_rows(mesh, divides_experts)  # [stages, parts, replicas, slices]
-    farewell.join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
     own_groups: list[dist.ProcessGroup] = []
     try:
+        rows, wrap, divides_experts = _agree_on_rows(mesh, divides_experts)  # [stages, parts, replicas, slices]
+        farewell.join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
         return _join(mesh, rows, wrap, divides_experts, own_groups)
     except BaseException as error:
         end_groups(own_groups)

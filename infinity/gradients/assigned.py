@@ -75,8 +75,8 @@ class Assigned:
 
     @property
     def is_changed(self) -> bool:
-        """With several ranks: whether the tensor is another one than at the last note. Of a stale one any change that torch has
-        counted says so: whoever made it took the tensor for the gradient."""
+        """With several ranks: whether the tensor has other bits than at the last note. If it is stale, any
+        change that torch has counted is one: the user took the tensor for the gradient."""
         return (self.is_stale and self.is_touched) or digest_of(self.bytes) != self._digest
 
     def note(self) -> None:

@@ -225,7 +225,7 @@ def _mutated_arguments(func, args: tuple, kwargs: dict) -> list:
     """The tensors among the arguments that ``func`` writes to, by its schema."""
     mutated: list = []
     if func.namespace == "c10d" and func is not torch.ops.c10d.send.default and args:  # whose schemas do not say so
-        return list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
+        return tree_flatten(args[0])[0]
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from ..gradients.record import has_landed
+from ..gradients.record import GradState
 from ..state.handle import ParamHandle
 from .step_target import StepTarget
 
@@ -82,12 +82,14 @@ class StepInputs:
     def _over_stages(self) -> dict[str, int | None]:
         """Numbers of what stages have alike; None of what this one does not have."""
         engine = self._engine
-        landed = any(map(has_landed, self._group_of))
-        trains = landed or any(handle.param.requires_grad for handle in self._group_of)
+        # A unit that was stepped in the backward has consumed its gradients; zeros of zero_grad() have no backward.
+        has_gradients = any(handle.grad.state in (GradState.LANDED, GradState.CONSUMED) for handle in self._group_of)
+        trains = has_gradients or any(handle.param.requires_grad for handle in self._group_of)
+        of_gradients = has_gradients, engine.steps.backwards > 0
         tied = [handle for handle in engine.trained if handle.is_tied]
         return {
-            "the gradients": int(landed) if trains else None,
-            "the clipping": _number(engine.gradients.clips) if landed else None,
+            "the gradients": _number(of_gradients) if trains else None,
+            "the clipping": _number(engine.gradients.clips) if has_gradients else None,
             "the shared table": _number([self._of_tied(handle) for handle in tied]) if tied else None,
         }
 
@@ -122,7 +124,7 @@ class StepInputs:
             (rank, number) for rank, number in collectives.collect(mine, "what differs at a step", [stages]) if number is not None
         ]
         first = have[0]
-        other = next(each for each in have if each[1] != first[1])
+        other = next((each for each in have if each[1] != first[1]), have[-1])  # what differed may be over by now
         error = UsageError(f"step(): {name} of rank {first[0]} and of rank {other[0]} differ. {REMEDIES[name]}")
         collectives.fail_elsewhere(stages, error)
         raise error

@@ -189,9 +189,8 @@ class Pipeline:
         self._loss_fn, self._ties = loss_fn, ties
         self._between = Between(self._engine, mesh["pp"], self._give_all_up)
         self._teller = self._between.rank_of(choice.last_rank)  # it has the losses
-        self._schedules = OrderedDict[
-            tuple, Any
-        ]()  # by the shapes of their batches, what is trained and whether they train, the last one used last
+        # By the shapes of a batch with what is trained, and by whether it trains; the last one used last.
+        self._schedules = OrderedDict[tuple, Any]()
         self._counted = 1  # labels of the batch that the loss counts
         shares = axis_that_shares(chunks[0], mesh)
         self._boundaries = (
@@ -336,7 +335,7 @@ class Pipeline:
             # What passes between stages has a gradient where a stage before it is trained.
             shapes = (
                 tuple((name, tuple(value.shape), value.dtype) for name, value in tensors.items()),
-                tuple(t for _, _, t in everyones),
+                tuple(trained for _, _, trained in everyones),
             )
             # The first step of a shape, and of another kind than the last one, runs a micro-batch more, which gathers weights: where one data
             # rank does, all others do with theirs.

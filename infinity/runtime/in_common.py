@@ -324,8 +324,11 @@ def _python_state() -> int:
 
 
 def _numpy_state() -> int:
-    _, key, position, has_gauss, gauss = numpy.random.get_state()
-    return hash((native.crc32c(torch.from_numpy(key.view(numpy.int32))), position, has_gauss, gauss)) & MASK
+    told = numpy.random.get_state(legacy=False)
+    if told["bit_generator"] != "MT19937":  # another one was set
+        return number_of(told) & MASK
+    key = native.crc32c(torch.from_numpy(told["state"]["key"].view(numpy.int32)))
+    return hash((key, told["state"]["pos"], told["has_gauss"], told["gauss"])) & MASK
 
 
 def _is_plain(value: Any) -> bool:

@@ -13,13 +13,15 @@ import pytest
 from ranks import Jobs
 from user_edit_jobs import GRADIENTS
 
+from infinity.distributed.attempt import STATIONS
+
 CASES = {
     **{f"gradients:{how}": {"how": how} for how in GRADIENTS},
     "scaler:": {},
     **{f"state:{how}": {"how": how} for how in ("momentum", "clear")},
     **{f"forwards:{what}": {"what": what} for what in ("NumPy", "Python", "buffer", "argument", "autocast")},
     **{f"sequences:{what}": {"what": what} for what in ("length", "mode")},
-    **{f"stages:{what}": {"what": what} for what in ("clipping", "zero_grad", "mode")},
+    **{f"stages:{what}": {"what": what} for what in ("clipping", "zero_grad", "zeros", "mode")},
     **{f"table:{what}": {"what": what} for what in ("momentum", "state", "value", "gradient", "frozen", "buffers")},
 }
 SAID = {
@@ -34,6 +36,7 @@ SAID = {
     "sequences:length": "UsageError: a forward: argument 0 is float32 of (2, 4, 16) on rank 0 and float32 of (2, 3, 16) on rank 1",
     "sequences:mode": "UsageError: a forward: the mode is training, with gradients on rank 0 and evaluation, with gradients on rank 1",
     "stages:clipping": "UsageError: step(): the clipping of rank 0 and of rank 1 differ.",
+    "stages:zeros": "UsageError: step(): the gradients of rank 0 and of rank 1 differ.",
     "stages:zero_grad": "UsageError: step(): the gradients of rank 0 and of rank 1 differ.",
     "stages:mode": "UsageError: rank 0 is in train() and rank 1 in eval()",
     "table": "UsageError: step(): the shared table of rank 0 and of rank 1 differ.",
@@ -49,6 +52,9 @@ def two(standing_ranks) -> Mapping[str, Any]:
         f"{case}{'-apart' if apart else ''}": {**given, "apart": apart} for case, given in CASES.items() for apart in (True, False)
     }
     jobs |= {f"unfreezing:{schedule}": {"schedule": schedule} for schedule in ("1F1B", "LoopedBFS")}
+    jobs |= {
+        f"wraps:{at}{'-apart' if apart else ''}": {"station": at, "apart": apart} for at in STATIONS for apart in (True, False)
+    }
     jobs |= {f"summed:{how}": {"how": how} for how in ("summed", "averaged", "asynchronous")}
     return Jobs(standing_ranks(2), "user_edit_jobs", jobs)
 
@@ -73,6 +79,15 @@ def test_ranks_that_change_the_same_are_told_nothing(two, case):
         assert said_by(told) == "was taken" or case in ("stages:zero_grad",), said_by(told)
         if not isinstance(told, str):
             assert told.get("off", 0) <= RIGHT and told.get("equal", True) and told.get("goes on", "was taken") == "was taken", told
+
+
+@pytest.mark.parametrize("station", STATIONS)
+def test_an_exception_on_one_rank_ends_the_attempt_to_wrap_on_all(two, station):
+    """At once, and the next wrap works. Twin: nothing strikes."""
+    first, second = two[f"wraps:{station}-apart"]
+    assert first["said"].startswith("PeerError: rank 1 failed: ValueError: struck, in wrap_model"), first
+    assert second["said"] == "struck" and first["goes on"] == second["goes on"] == "was taken"
+    assert all(told == {"said": "was taken", "goes on": "was taken"} for told in two[f"wraps:{station}"])
 
 
 @pytest.mark.parametrize("how", ["summed", "averaged", "asynchronous"])

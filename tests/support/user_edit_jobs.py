@@ -24,6 +24,7 @@ if __name__ == "__main__":
 from ranks import serve, told
 
 import infinity
+from infinity.distributed.attempt import Attempt
 
 HOST = {"params": "host", "optimizer": "host", "share_homes": False}
 WIDTH = 128  # so that both data ranks have rows of a weight
@@ -40,6 +41,31 @@ def stack(width: int = 16) -> nn.Sequential:
 
 def inputs(seed: int, width: int = 16) -> torch.Tensor:
     return torch.randn(8, width, generator=torch.Generator().manual_seed(seed))
+
+
+# --- a wrap ---
+
+
+def wraps(station: str, apart: bool) -> dict[str, Any]:
+    """A wrap in which an exception strikes rank 1 before it comes to ``station``, and the next one."""
+    arrive = Attempt.arrive
+
+    def struck(self: Attempt, at: str) -> None:
+        if at == station and dist.get_rank() == 1:
+            raise ValueError("struck")
+        arrive(self, at)
+
+    if apart:
+        Attempt.arrive = struck
+    model = stack()
+    try:
+        said = told(lambda: infinity.unwrap_model(*infinity.wrap_model(model, sgd(model), HOST)))
+    except ValueError as error:
+        said = str(error)
+    finally:
+        Attempt.arrive = arrive
+    goes_on = told(lambda: infinity.unwrap_model(*infinity.wrap_model(model, sgd(model), HOST)))
+    return {"said": said, "goes on": goes_on}
 
 
 # --- gradients of data ranks ---
@@ -232,6 +258,8 @@ def stages(what: str, apart: bool) -> dict[str, Any]:
             infinity.clip_grad_norm_(optimizer, 0.02 if acts else 0.01)
         if what == "zero_grad" and acts:
             optimizer.zero_grad()
+        if what == "zeros" and acts:
+            optimizer.zero_grad(set_to_none=False)
         optimizer.step()
 
     if what == "mode" and acts:
