@@ -82,7 +82,9 @@ class Prefetcher:
         try:
             least = self.ensure(unit, backward=backward, offered=offered)
         except BaseException:
-            self.unhold(unit)
+            # Not unhold(): a unit that was not exposed has no edits. It would be compared with its
+            # use before, and the meeting about such an edit would hide this error.
+            self._take_off(unit)
             raise
         if self._holds[unit] == 1:
             unit.expose()
@@ -92,15 +94,21 @@ class Prefetcher:
     def unhold(self, unit: ParamUnit) -> None:
         """Takes one hold off; without any the unit is idle."""
         unit = unit.in_use
-        self._holds[unit] -= 1
-        if self._holds[unit] <= 0:
-            del self._holds[unit]
+        if self._take_off(unit):
             unit.note_use(self._device.now())
             if unit.residency is Residency.RESIDENT:
                 try:
                     unit.write_edits(self._store, self._journal)
                 finally:
                     unit.conceal()
+
+    def _take_off(self, unit: ParamUnit) -> bool:
+        """Takes one hold off ``unit``. Returns whether it was the last."""
+        self._holds[unit] -= 1
+        if self._holds[unit] > 0:
+            return False
+        del self._holds[unit]
+        return True
 
     def rebuild(self) -> None:
         """Takes every unit home, and every hold off, whatever an exception left of that. Only while nothing is in flight."""

@@ -136,6 +136,27 @@ def test_idle_units_make_room_before_another_comes():
         assert asked == [("gather", 0), ("gather", 1), *evicted, ("gather", 2)]
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_unit_that_was_not_exposed_has_no_edits(fails):
+    """Method: unit 0 has come, and the fetch of unit 1 behind it fails: its error is raised, unit 0 is not held, and not asked for edits.
+    Twin: without the failure it is, once it is let go."""
+    asked: list[tuple[str, int]] = []
+    units, schedule = [Gathered(index, asked) for index in range(2)], Schedule()
+    prefetcher = of_two_ranks(units, schedule, agree=True, window_nbytes=16)
+    schedule.upcoming = lambda *, backward: iter((1,))
+    edits: list[int] = []
+    units[0].write_edits = lambda store, journal: edits.append(0)
+    if fails:
+        units[1].start_gather = lambda *args, **kwargs: (_ for _ in ()).throw(infinity.CorruptionError("unit 1"))
+        with pytest.raises(infinity.CorruptionError, match="unit 1"):
+            prefetcher.hold(units[0])
+    else:
+        prefetcher.hold(units[0])
+        prefetcher.unhold(units[0])
+    assert units[0].residency is Residency.RESIDENT and not prefetcher.is_held(units[0])
+    assert edits == ([] if fails else [0])
+
+
 class ReturnsViews(nn.Module):
     """Gives views of its own weight beside a result."""
 
