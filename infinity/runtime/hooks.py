@@ -98,14 +98,25 @@ class LandingHooks:
             hook.remove()
 
 
+def _chooses_by_weights(module: torch.nn.Module) -> bool:
+    """Whether a forward asks what kind of tensors its first layer's weights are before it calls that
+    layer: torch's encoder takes nested tensors, whose padded rows are 0, only for plain ones."""
+    return isinstance(module, torch.nn.TransformerEncoder) and len(module.layers) > 0
+
+
 def install_hooks(engine: Running, roots: Sequence[torch.nn.Module], owners: dict[torch.nn.Module, list[ParamUnit]]) -> list:
     """Installs hooks on ``roots``, every owner, and every stepped parameter. Returns what removes that, each any number of times."""
     removers: list = []
-    for module in dict.fromkeys([*roots, *owners]):
+    encoders = [module for root in roots for module in root.modules() if _chooses_by_weights(module)]
+    for module in dict.fromkeys([*roots, *owners, *encoders]):
         units, is_root = owners.get(module, []), module in roots
+        first = engine.units_of(module.layers[0]) if module in encoders else []
+        first = [unit for unit in first if unit not in units]
 
-        def before(module, args, kwargs, units=units, is_root=is_root):
+        def before(module, args, kwargs, units=units, is_root=is_root, first=first):
             engine.passes.enter(module, units, is_root=is_root, args=args, kwargs=kwargs)
+            if first and not module.layers[0].training and torch._C._current_graph_task_id() == -1:
+                engine.passes.look_at(first)
 
         def after(module, args, kwargs, output):
             return engine.passes.leave(module, args, kwargs, output)

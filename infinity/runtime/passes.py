@@ -94,7 +94,7 @@ class Passes:
             for unit in held:
                 self.engine.prefetcher.unhold(unit)
             raise
-        self.frames.append(Frame(module, held, self.is_recomputed, self.scopes.hooks))
+        self.frames.append(Frame(module, held, is_recomputed=self.is_recomputed, hooks=self.scopes.hooks))
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if keeping is not None and not is_checkpoint(outer):  # what is computed again is not kept anywhere
             keeping.begin(foreign)
@@ -143,6 +143,8 @@ class Passes:
         if torch.is_grad_enabled() and output is not None:
             self._watch_backward(frame, args, kwargs, output)
         self._unhold(frame)
+        if self.frames and self.frames[-1].looked_at:
+            self._unhold_looked_at(self.frames[-1], frame.units)
         if not self.frames:
             self.engine.in_common.end(module, (tensor for tensor in _tensors(output) if type(tensor) is not Logits))
             for hook in self.landing_hooks:
@@ -151,8 +153,21 @@ class Passes:
                 self.engine.release_idle()
         return output
 
+    def look_at(self, units: list[ParamUnit]) -> None:
+        """Holds ``units``, whose weights the running forward looks at before their own module is
+        called, until that module's forward ends."""
+        for unit in units:
+            self.engine.prefetcher.hold(unit)
+            self.frames[-1].looked_at.append(unit)
+
+    def _unhold_looked_at(self, frame: Frame, units: list[ParamUnit]) -> None:
+        for unit in units:
+            if unit in frame.looked_at:
+                frame.looked_at.remove(unit)
+                self.engine.prefetcher.unhold(unit)
+
     def _unhold(self, frame: Frame) -> None:
-        for unit in frame.units:
+        for unit in (*frame.units, *frame.looked_at):
             self.engine.prefetcher.unhold(unit)
 
     def _is_weight_view(self, tensor: torch.Tensor) -> bool:

@@ -64,6 +64,54 @@ def test_modules_that_use_their_childrens_weights(home, tmp_path):
     assert_trains_alike(loop, seeded(SEED, Recurrent), home, tmp_path)
 
 
+class Padded(nn.Module):
+    """A head over torch's encoder, which is told what of its input is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 3), nn.Linear(16, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        padding = torch.tensor([[False] * 3 + [True] * 2, [False] * 5])
+        return self.head(self.encoder(x, src_key_padding_mask=padding))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@both_ends
+def test_an_encoder_of_torch_takes_its_fast_path(home, tmp_path):
+    """Claim: in evaluation torch's encoder takes nested tensors, with zeros where the input was padding. It does so
+    only where its first layer's weights are plain tensors, before it has called that layer. Method: between steps, under
+    the least budgets; then with a forward that an exception ends, and frozen, where gradients are on. Twin: the steps."""
+
+    def loop(model, optimizer):
+        seen = []
+        for step in range(3):
+            x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(step))
+            out = model(x)
+            assert out[0, 3:].abs().min() > 0, "in training padding is computed with"
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with pytest.raises(RuntimeError), torch.no_grad():
+                model(x[..., :8])
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    seen += [model(x).clone()]
+                assert not seen[-1][0, 3:].any()
+            for param in model.parameters():
+                param.requires_grad_(False)
+            seen += [model(x)]
+            for param in model.parameters():
+                param.requires_grad_(True)
+            seen += [model(x).detach()]
+            model.train()
+        return seen
+
+    assert_trains_alike(loop, seeded(SEED, Padded), home, tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_parameters_that_share_storage_without_being_one(tmp_path):
     """Method: tie two parameters by their data, not by identity: torch updates the shared bytes twice. The engine must
