@@ -1,7 +1,7 @@
 """Assigned: a tensor that ``p.grad = tensor`` gave, which is the gradient in torch from then on.
 
 held     something beside the engine refers to the tensor's memory: the tensor, a view, a flat
-         buffer, an array of NumPy
+         buffer, an array of NumPy; or it is the gradient of two parameters
 bytes    our own view of its local part, which keeps it after its last user
 stale    with several ranks: the gradient was changed since, and the tensor was not
 early    a step in the backward has applied it, and the rest of that step is still to come
@@ -10,6 +10,7 @@ early    a step in the backward has applied it, and the rest of that step is sti
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -20,10 +21,11 @@ from ..state.tensors import digest_of
 
 
 class _Memory:
-    """A storage, and how many views of it are our own."""
+    """A storage, and where in it each of our own views begins."""
 
     def __init__(self) -> None:
-        self.own_count = 0
+        self.own: Counter[int] = Counter()
+        self.own_count = 0  # of all
 
 
 # The keys are of storages that are alive as long as their entries: each has a view.
@@ -38,9 +40,11 @@ class Assigned:
         self.is_copied, self._alone = is_copied, alone
         self.is_stale = self.is_early = False
         self.give(tensor)
+        self._begin = self.bytes.storage_offset()
         memory = _MEMORIES.setdefault(storage_guard.identity(self.bytes), _Memory())
+        memory.own[self._begin] += 1
         memory.own_count += 1
-        weakref.finalize(self, _forget, memory).atexit = False
+        weakref.finalize(self, _forget, memory, self._begin).atexit = False
         self._memory = memory
         self.note()
 
@@ -51,7 +55,9 @@ class Assigned:
     @property
     def is_held(self) -> bool:
         """Whether anything but the engine can change the tensor."""
-        if self.tensor() is not None or storage_guard.references(self.bytes) > self._memory.own_count:
+        if self.tensor() is not None or self._memory.own[self._begin] > 1:
+            return True
+        if storage_guard.references(self.bytes) > self._memory.own_count:
             return True
         return storage_guard.is_fixed(self.bytes.untyped_storage())  # memory that torch did not take
 
@@ -59,6 +65,10 @@ class Assigned:
     def is_writable(self) -> bool:
         """Whether torch would add to it: no two elements share memory."""
         return not any(step == 0 and size > 1 for step, size in zip(self.bytes.stride(), self.bytes.shape))
+
+    def begins_as(self, tensor: torch.Tensor) -> bool:
+        """Tells whether ``tensor`` begins where this one does."""
+        return _place_of(tensor)[:2] == _place_of(self.bytes)[:2]
 
     @property
     def is_elsewhere(self) -> bool:
@@ -107,5 +117,6 @@ def _place_of(tensor: torch.Tensor) -> tuple:
     return storage_guard.identity(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def _forget(memory: _Memory) -> None:
+def _forget(memory: _Memory, begin: int) -> None:
+    memory.own[begin] -= 1
     memory.own_count -= 1

@@ -11,6 +11,7 @@ must not be changed any more.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,6 +46,55 @@ class AssignedGrads(GradValues):
         self._viewed.add(storage_guard.identity(handle.shard.arrays["grad"].flat))
 
     # --- assigning ---
+
+    def plain_of(self, handle: ParamHandle, value: Any) -> Any:
+        """Returns ``value``, which is assigned to ``handle``; of a stand-in for another gradient the tensor that is
+        both gradients from then on. Raises UsageError where torch would make one tensor of two, and nothing here can."""
+        local = local_of(value) if isinstance(value, torch.Tensor) else value
+        if isinstance(local, AtHome) and local.plain is not None:
+            return local.plain
+        if not self._is_of_another(handle, local) and (self.ranks.alone or not self._is_assigned_to_another(handle, local)):
+            return value
+        other = local._infinity_grad if isinstance(local, AtHome) else None
+        if other is None or other.grad.stand_in is not local or not self.ranks.alone:
+            raise UsageError(
+                f"{handle.name}.grad = a view of another gradient, or with several ranks another parameter's gradient: a write to "
+                "one would have to change both. Assign a copy: param.grad = gradient.clone()."
+            )
+        was_consumed = other.grad.state is GradState.CONSUMED
+        local.plain = local.clone()
+        other.engine.gradients.set(other, local.plain)
+        if was_consumed:
+            other.grad.move(GradState.CONSUMED)
+        return local.plain
+
+    def _is_of_another(self, handle: ParamHandle, value: Any) -> bool:
+        """Whether ``value`` stands for the gradient of another parameter, or is a view of its home."""
+        if isinstance(value, AtHome):
+            return value._infinity_grad is not handle
+        if not isinstance(value, torch.Tensor) or not has_bytes(value) or value.layout is not torch.strided:
+            return False
+        if (storage := storage_guard.identity(value)) not in self._viewed:
+            return False
+        home, place = handle.shard.arrays["grad"].flat, handle.shard.layout.placements[handle.index]
+        begin = value.storage_offset() - home.storage_offset() - place.offset
+        return storage != storage_guard.identity(home) or not 0 <= begin < place.numel
+
+    def _is_assigned_to_another(self, handle: ParamHandle, value: Any) -> bool:
+        """Whether ``value`` was assigned to another parameter, and is its gradient still."""
+        if not isinstance(value, torch.Tensor) or not has_bytes(value) or value.layout is not torch.strided:
+            return False
+        others = (other.grad.assigned for other in self._assigned if other is not handle)
+        return any(assigned is not None and assigned.begins_as(value) for assigned in others)
+
+    def part_from(self, handle: ParamHandle) -> None:
+        """Gives a stand-in that users hold the values for itself: its parameter is about to get another gradient."""
+        if not self.ranks.alone or (stand_in := handle.grad.stand_in) is None or handle.grad.state is GradState.TORN:
+            return
+        held = weakref.ref(stand_in)
+        stand_in = handle.grad.stand_in = handle.grad.shown = None
+        if (stand_in := held()) is not None and stand_in.plain is None:
+            stand_in.plain = self.value(handle, write=False).clone()
 
     def watch(self, handle: ParamHandle, tensor: torch.Tensor, part: torch.Tensor) -> None:
         """Watches ``tensor``, which was assigned; the gradient at home has the values of ``part``, made from it or a view of it."""

@@ -20,6 +20,7 @@ class AtHome(torch.Tensor):
     values; what would share memory raises UsageError, and any other access to it RuntimeError."""
 
     _infinity_grad: ParamHandle
+    plain: torch.Tensor | None = None  # what it is once its parameter got another gradient
 
     @classmethod
     def make(cls, handle: ParamHandle, shape, *, stride, dtype, device, offset: int = 0):

@@ -84,7 +84,9 @@ class GradientBank(AssignedGrads):
         record = handle.grad
         if value is None:
             self.clear(handle)
-        elif value is not record.shown and not self.is_assigned(handle, value):
+            return
+        value = self.plain_of(handle, value)
+        if value is not record.shown and not self.is_assigned(handle, value):
             wanted = handle.shard.spec.grad_dtype
             if not isinstance(value, torch.Tensor) or value.dtype not in (wanted, handle.shard.spec.dtype):
                 found = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
@@ -97,6 +99,7 @@ class GradientBank(AssignedGrads):
             value = part.clone()
             # Over the ranks that share it: each of an ep axis has other experts.
             handle.shard.collectives.same(f"setting the gradient of {handle.name}", value, over_tensors=is_common(handle.param))
+            self.part_from(handle)
             self.clear(handle)
             self._average()
             handle.grad.averaged = self.ranks.data_size > 1

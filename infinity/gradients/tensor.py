@@ -29,7 +29,8 @@ class LandedGrad(AtHome):
     """Stands for a landed gradient as ``p.grad``: it has shape, dtype and device, and operations run on the bytes at home.
 
     Reads, in-place writes, norms, clipping and ``GradScaler.unscale_`` act exactly as on a plain gradient. After the
-    step has consumed it, writes other than zeroing raise UsageError. A view is one of the bytes at home where those lie in memory that the
+    step has consumed it, writes other than zeroing raise UsageError. One that users hold when its
+    parameter gets another gradient is a plain tensor from then on, as in torch. A view is one of the bytes at home where those lie in memory that the
     device computes with and a write has an effect, else a :class:`GradView`.
     """
 
@@ -51,6 +52,10 @@ class LandedGrad(AtHome):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         grads = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, LandedGrad)]
+        if any(grad.plain is not None for grad in grads):
+            args, kwargs = tree_map_only(LandedGrad, _plain_or_itself, (args, kwargs or {}))
+            result = func(*args, **kwargs)
+            return next((grad for grad in grads if grad.plain is result), result)
         with grads[0]._infinity_grad.engine.using():
             for grad in grads if func not in WITHOUT_VALUES else ():
                 grad._values.refresh(grad._infinity_grad)
@@ -104,6 +109,10 @@ class LandedGrad(AtHome):
         if mutated and isinstance(result, torch.Tensor):
             return next((grad for grad in mutated if isinstance(grad, LandedGrad)), result)
         return result
+
+
+def _plain_or_itself(grad: LandedGrad) -> torch.Tensor:
+    return grad if grad.plain is None else grad.plain
 
 
 def _wait_for(result: Any) -> None:

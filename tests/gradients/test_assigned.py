@@ -69,6 +69,89 @@ def grads_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 @case
+def one_tensor_for_two_parameters(model, optimizer):
+    """What is written to one, by its name, by a name from before, or by a backward, is written to both."""
+    first, second, seen = model[0].weight, model[2].weight, []
+    for at in range(2):
+        loss_of(model, at).backward()
+        before = first.grad
+        second.grad = before
+        assert second.grad is first.grad
+        second.grad.mul_(2)
+        seen += grads_of(model)
+        before.add_(1)
+        seen += [*grads_of(model), before.clone()]
+        loss_of(model, at).backward()
+        seen += grads_of(model)
+        optimizer.step()
+        first.grad.zero_()
+        seen += grads_of(model)
+        optimizer.zero_grad()
+        seen += [before.clone()]
+    return seen
+
+
+@case
+def one_tensor_for_two_after_a_step(model, optimizer):
+    """A gradient that a step has applied becomes another parameter's: the next step applies both."""
+    loss_of(model).backward()
+    optimizer.step()
+    for param in model.parameters():
+        if param is not model[0].weight:
+            param.grad = None
+    model[2].weight.grad = model[0].weight.grad
+    model[0].weight.grad.mul_(2)
+    optimizer.step()
+    return [model[2].weight.grad.clone()]
+
+
+@case
+def one_tensor_for_two_that_nobody_else_holds(model, optimizer):
+    """What is written through one's name is written to both, also when the script has dropped the tensor."""
+    first, second = model[0].weight, model[2].weight
+    first.grad = second.grad = torch.ones(WIDTH, WIDTH)
+    second.grad.mul_(2)
+    seen = [first.grad.clone()]
+    loss_of(model).backward()
+    seen += grads_of(model)
+    optimizer.step()
+    second.grad = None
+    first.grad.zero_()
+    return [*seen, first.grad.clone()]
+
+
+@case
+def gradients_that_change_places(model, optimizer):
+    """Each has the other's values, and a name from before is the tensor that it was."""
+    first, second, seen = model[0].weight, model[2].weight, []
+    loss_of(model).backward()
+    mine, other = first.grad, second.grad
+    first.grad, second.grad = second.grad, first.grad
+    mine.mul_(3)
+    seen += grads_of(model)
+    first.grad = torch.ones(WIDTH, WIDTH)
+    seen += [mine.clone(), other.clone(), mine + other, *grads_of(model)]
+    optimizer.step()
+    return seen
+
+
+@case
+def a_name_from_before_an_assignment(model, optimizer):
+    """It is the tensor that it was, which is nobody's gradient any more."""
+    weight = model[0].weight
+    loss_of(model).backward()
+    before = weight.grad
+    weight.grad = before * 2
+    before.zero_()
+    seen = [before.clone(), *grads_of(model)]
+    optimizer.step()
+    optimizer.zero_grad()
+    weight.grad = before
+    optimizer.step()
+    return seen
+
+
+@case
 def a_flat_buffer_before_the_backward(model, optimizer):
     """What autograd adds shows in it, and zeroing it stands for zero_grad()."""
     flat, seen = assign_flat(model, zeros_for(model)), []
@@ -423,6 +506,21 @@ def test_a_view_of_the_home_is_copied(home, tmp_path):
     model, optimizer = infinity.unwrap_model(model, optimizer)
     assert torch.equal(model[0].weight.grad, expected)
     assert model[0].weight.grad.data_ptr() != view.data_ptr()
+
+
+@every_home
+def test_a_view_of_another_gradient_is_refused(home, tmp_path):
+    """Torch would make one memory of two gradients; the error names the copy, which works, and nothing has changed.
+    Twin: the gradient itself becomes both (``one_tensor_for_two_parameters``)."""
+    model, optimizer = wrapped(home, tmp_path)
+    loss_of(model).backward()
+    expected = grads_of(model)
+    view = model[0].weight.grad.t()
+    with pytest.raises(infinity.UsageError, match=r"gradient\.clone\(\)"):
+        model[2].weight.grad = view
+    assert all(map(torch.equal, grads_of(model), expected))
+    model[2].weight.grad = view.clone()
+    assert torch.equal(model[2].weight.grad, expected[0].t())
 
 
 def test_temporary_tensors_are_let_go_after_some(tmp_path, monkeypatch):

@@ -47,6 +47,7 @@ def assigned(shard: str) -> dict[str, Any]:
         if flat_buffer:
             for parts in ("a backward", "a change", "a step"):
                 said.append(_changed_after(parts, model, optimizer))
+            said += _given_to_two(model, optimizer)
         infinity.unwrap_model(model, optimizer)
     return {"different": models.differing(*weights), "said": said}
 
@@ -72,3 +73,22 @@ def _changed_after(parts: str, model: nn.Module, optimizer: Any) -> str:
         return str(error)
     finally:
         optimizer.zero_grad()
+
+
+def _given_to_two(model: nn.Module, optimizer: Any) -> list[str]:
+    """What the engine says to a tensor, and to a gradient, that becomes two parameters' gradient. Copies are taken."""
+    first, second = model.blocks[0].norm1.weight, model.blocks[1].norm1.weight
+    said = []
+    first.grad = tensor = torch.ones(first.shape)
+    second.grad = tensor.clone()
+    for given in (tensor, first.grad):
+        try:
+            second.grad = given
+            said.append("nothing")
+        except infinity.UsageError as error:
+            said.append(f"assigned twice: {error}" if "gradient.clone()" in str(error) else str(error))
+    first.grad.mul_(2)
+    if not torch.equal(second.grad.clone(), tensor):
+        said.append("a copy followed")
+    optimizer.zero_grad()
+    return said
