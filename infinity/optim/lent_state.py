@@ -156,7 +156,9 @@ class LentState:
             del self._lent[key]
 
     def settle(self) -> None:
-        """Sends home what was changed since the last time."""
+        """Sends home what was changed since the last time. Raises UsageError for a tensor of two parameters, which torch
+        would update twice in a step."""
+        self._refuse_shared()
         for (handle, name), lent in list(self._lent.items()):
             if lent.is_changed:
                 if lent.index != self._steps.index and not handle.shard.ranks.alone:
@@ -177,6 +179,18 @@ class LentState:
             lent.let_go()
             if not lent.is_held:
                 del self._lent[handle, name]
+
+    def _refuse_shared(self) -> None:
+        first: dict[tuple, tuple[ParamHandle, str]] = {}
+        for (handle, name), lent in self._lent.items():
+            if lent.bytes.numel() == 0:
+                continue
+            other, of_other = first.setdefault(_memory_of(lent.bytes)[:2], (handle, name))
+            if (other, of_other) != (handle, name):
+                raise UsageError(
+                    f"optimizer.state: {of_other} of {other.name} and {name} of {handle.name} are one tensor. "
+                    "Assign a copy: optimizer.state[parameter][key] = tensor.clone()."
+                )
 
     def forget_edits(self) -> None:
         """Begins a new digest of what is written: a step has applied all that was."""

@@ -329,6 +329,7 @@ REFUSED = {
     "a frozen one": (lambda m, o: o.param_groups[0]["params"].append(m.extra), "add_param_group"),
     "a partial entry": (lambda m, o: o.state[m[0][0].weight].pop("exp_avg_sq"), "lacks exp_avg_sq"),
     "amsgrad": (lambda m, o: o.param_groups[0].update(amsgrad=True), "amsgrad"),
+    "one tensor of two": (lambda m, o: o.state[m[0][0].weight].update(exp_avg=o.state[m[1][0].weight]["exp_avg"]), r"tensor\.clone\(\)"),
     "no betas": (lambda m, o: o.param_groups[0].pop("betas"), "betas"),
 }
 
@@ -349,6 +350,22 @@ def test_what_the_engine_cannot_step_is_refused_before_the_step(what, swap):
         optimizer.step()
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_copy_of_another_parameters_state_is_taken(home, swap):
+    """Method: the error of a tensor that two parameters have names the copy; with it the step is made, and each goes its own way."""
+    model, optimizer = infinity.wrap_model(*make("adamw"), config(home, swap))
+    train(model, optimizer, lambda *_: None)
+    mine, other = optimizer.state[model[0][0].weight], optimizer.state[model[1][0].weight]
+    mine["exp_avg"] = other["exp_avg"]
+    model(torch.randn(4, 8)).pow(2).mean().backward()
+    with pytest.raises(infinity.UsageError, match="one tensor"):
+        optimizer.step()
+    mine["exp_avg"] = other["exp_avg"].clone()
+    assert torch.equal(mine["exp_avg"], other["exp_avg"])
+    optimizer.step()
+    assert not torch.equal(mine["exp_avg"], other["exp_avg"])
 
 
 @pytest.mark.parametrize(
