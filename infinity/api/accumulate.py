@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from ..runtime.registry import engine_of
+from ..state.operations import Operation
 
 
 @contextmanager
@@ -24,6 +25,6 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     half done: call ``optimizer.zero_grad()`` and run the micro-batches again.
     """
     engine = engine_of(model)
-    engine.refuse("infinity.accumulate")
+    engine.uses.check(Operation.ACCUMULATE)
     with engine.joined.opened(engine):
         yield

@@ -15,6 +15,7 @@ from ..runtime.registry import engine_of, whole_of
 from ..runtime.weight_average import Blend, WeightAverage
 from ..state.dtensors import like, part_of
 from ..state.handle import ParamHandle, handle_of
+from ..state.operations import Operation
 
 
 def ema(model: nn.Module, decay: float) -> Average:
@@ -53,7 +54,7 @@ class Average:
             raise UsageError("this model was wrapped without an optimizer: its weights do not change")
         if engine.average is not None:
             raise UsageError("this model has an average already: call its remove() first")
-        with engine.using():
+        with engine.uses.begin():
             engine.average = self._average = WeightAverage(engine, blend)
         self._model = model
 
@@ -68,7 +69,8 @@ class Average:
 
         Interrupted, it is carried to its end by the next use of the model. On every rank.
         """
-        with self._average.engine.using(), self._average.engine.store.guarding():
+        engine = self._average.engine
+        with engine.uses.operation(Operation.UPDATE_AVERAGE), engine.store.guarding():
             self._average.update()
 
     @contextmanager
@@ -79,17 +81,16 @@ class Average:
         Inside it ``optimizer.step()``, ``update()``, state dicts of the average, checkpoints, ``unwrap_model`` and another ``applied()``
         raise UsageError. Raises UsageError before the first update.
         """
-        self._check("another applied()")
+        self._check(Operation.APPLY_AVERAGE)
         try:
             self._exchange(True)
             yield
         finally:
             self._exchange(False)
 
-    def _check(self, what: str, *, updated: bool = True) -> None:
+    def _check(self, operation: Operation, *, updated: bool = True) -> None:
         """Raises UsageError while the averages are the model's weights and, with ``updated``, where there are none yet."""
-        with self._average.engine.using():  # an exchange that was cut short is over then
-            self._average.engine.refuse_averaged(what)
+        self._average.engine.uses.check(operation)  # an exchange that was cut short is over then
         if updated and not self.updates:
             raise UsageError("there is no average yet: call update() after a step")
 
@@ -97,16 +98,14 @@ class Average:
     def _exchange(self, applied: bool) -> None:
         """Has the model the averages for its weights, or its weights again. Nothing is done where it has them."""
         engine = self._average.engine
-        engine.refuse("exchanging weights and averages")
-        with engine.using(), engine.store.guarding():
+        with engine.uses.operation(Operation.EXCHANGE_AVERAGE), engine.store.guarding():
             if self._average.is_exchanged != applied:
                 self._average.exchange()
 
     def remove(self) -> None:
         """Gives the average's memory back."""
         engine = self._average.engine
-        with engine.using():  # brings back what is parked
-            engine.refuse_averaged("removing the average")
+        with engine.uses.operation(Operation.REMOVE_AVERAGE):  # brings back what is parked
             self._average.free()
             engine.average = None
 
@@ -117,9 +116,9 @@ class Average:
         """Returns the model's state dict with averages in the place of the trained weights, in fp32 where they have masters: a plain
         model loads it. All of it is in memory at once; ``save_pretrained`` in :meth:`applied` is streamed. Raises UsageError before the
         first update, and in :meth:`applied`, where the model's own state dict has the averages."""
-        self._check("the average's state dict")
+        self._check(Operation.AVERAGE_STATE_DICT)
         state = self._model.state_dict()
-        with self._average.engine.using():
+        with self._average.engine.uses.begin():
             return state | {name: self._whole(handle) for name, handle in self._handles().items() if name in state}
 
     def _handles(self) -> dict[str, ParamHandle]:
@@ -135,7 +134,7 @@ class Average:
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *, updates: int = 1) -> None:
         """Makes ``state_dict`` the average, of ``updates`` updates. Raises UsageError, before anything is changed, where a parameter is
         missing or has another shape, and in :meth:`applied`."""
-        self._check("loading the average", updated=False)
+        self._check(Operation.LOAD_AVERAGE, updated=False)
         handles = self._handles()
         for name, handle in handles.items():
             if name not in state_dict or state_dict[name].shape != handle.param.shape:
@@ -145,7 +144,7 @@ class Average:
             handle: part_of(handle.param, state_dict[name], f"the average of {name}").detach() for name, handle in handles.items()
         }
         engine = self._average.engine
-        with engine.using(), engine.store.guarding():
+        with engine.uses.begin(), engine.store.guarding():
             engine.journal.carry_out(partial(self._take, parts, updates))
 
     def _take(self, parts: Mapping[ParamHandle, torch.Tensor], updates: int) -> None:

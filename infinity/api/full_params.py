@@ -17,6 +17,7 @@ from ..runtime.registry import engine_of, whole_of
 from ..state.dtensors import local_of
 from ..state.handle import handle_of, managed
 from ..state.lent import Lent
+from ..state.operations import Operation
 
 
 @contextmanager
@@ -38,8 +39,7 @@ def full_params(
     when the block raises. Raises CapacityError when the parameters exceed a given ``device_memory``.
     """
     engine = engine_of(model)
-    engine.refuse("full_params(writeback=True)" if writeback else "full_params")
-    with engine.using():
+    with engine.uses.operation(Operation.WRITE_FULL_PARAMS if writeback else Operation.FULL_PARAMS):
         selected = _select(whole_of(model), names)
         nbytes = sum(local_of(param).numel() * param.itemsize for param in set(selected.values()))
         charge = engine.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
@@ -50,7 +50,7 @@ def full_params(
         for copy in copies.values():
             copy.lent.end()
         charge.release()
-    with engine.using():
+    with engine.uses.begin():
         edited = {name: copies[param] for name, param in selected.items() if copies[param].is_edited()}
         if edited and not writeback:
             raise UsageError(

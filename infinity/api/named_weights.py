@@ -21,7 +21,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     engine = engine_of(model)
     for unit in engine.units:
         for handle in unit.handles:
-            with engine.using(), torch.no_grad():
+            with engine.uses.begin(), torch.no_grad():
                 engine.handed.settle()
                 value = like(handle.param, handle.shard.read_value(engine.store, handle.index))
             yield handle.name.removeprefix(engine.ranks.stage_prefix), value

@@ -13,6 +13,7 @@ from ..gradients.record import would_be_lost
 from ..runtime.engine import Engine
 from ..runtime.parking import arrays_in_memory, give_back_heap
 from ..runtime.registry import engine_of
+from ..state.operations import Operation
 
 
 @torch.no_grad()
@@ -28,10 +29,10 @@ def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
     where the disk has no room, StorageError where no file can be made there; the model goes on after each of them.
     """
     engine = engine_of(model)
-    engine.refuse("park")
+    engine.uses.check(Operation.PARK)
     if folder is None and not engine.config.nvme_paths:
         raise ConfigError("park needs a folder on a disk: infinity.park(model, '/path/on/the/disk'), or Config(nvme_paths=[...])")
-    with engine.using():
+    with engine.uses.begin():
         if landed := [handle.name for handle in engine.trained if would_be_lost(handle)]:
             raise UsageError(
                 f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait for it. Park after step()"
@@ -68,5 +69,5 @@ def _refuse_held(engine: Engine) -> None:
 
 def resume(model: nn.Module) -> None:
     """Reads back what :func:`park` sent away. Without it the next use of the model does. Nothing is done where nothing is parked."""
-    with engine_of(model).using():
+    with engine_of(model).uses.begin():
         pass

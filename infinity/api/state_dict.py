@@ -13,6 +13,7 @@ from ..runtime.engine import Engine
 from ..runtime.handed_out import VALUE
 from ..state.dtensors import like
 from ..state.handle import ParamHandle, handle_of
+from ..state.operations import Operation
 from ..state.parts import parts_of
 
 
@@ -22,13 +23,13 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
 
     def fill(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
         with engine.handed.filling(state):
-            engine.refuse("state_dict()")
+            engine.uses.check(Operation.STATE_DICT)
             # Torch's values can be changed, whatever mode the caller is in.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 fill_here(module, state, prefix)
 
     def fill_here(module: nn.Module, state: dict, prefix: str) -> None:
-        with engine.using():
+        with engine.uses.begin():
             for name, param in module._parameters.items():
                 value = state.get(prefix + name)
                 # With keep_vars the value is the Parameter itself, and stays it.
@@ -36,7 +37,7 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
                     state[prefix + name] = _full_value(engine, handle, state)
 
     def before_load(module, state, prefix, metadata, strict, missing, unexpected, errors) -> None:
-        engine.refuse("load_state_dict()")
+        engine.uses.check(Operation.LOAD_STATE_DICT)
         if metadata.get("assign_to_params_buffers"):
             raise UsageError("load_state_dict(assign=True) would replace managed parameters: load without assign")
 

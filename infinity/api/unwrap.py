@@ -13,6 +13,7 @@ from ..gradients.at_home import AtHome
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.registry import RECORD, Wrapped, wrapped
 from ..state.dtensors import local_of, plain_class, set_bytes
+from ..state.operations import Operation
 from ..state.parts import parts_of
 
 
@@ -37,10 +38,9 @@ def unwrap_model(
         raise UsageError("this optimizer is not the one that wrap_model returned with this model")
     plain = managed.wrapped if managed is not None else None
     if record.unwrapping is None:
-        engine.refuse("unwrap_model")  # averages, say: the weights are where those were, and would go with them
-        with engine.using():
+        with engine.uses.operation(Operation.UNWRAP):
             change = _plan_unwrap(record, managed)
-        engine.refuse_all("unwrap_model was cut short by an exception: call it again, with the same model")
+        engine.uses.refuse_all("unwrap_model was cut short by an exception: call it again, with the same model")
         record.unwrapping = change
     try:
         native.insist(record.unwrapping)
@@ -91,6 +91,6 @@ def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable
         engine.shut_down()
         for module in (*parts_of(model), model):
             module.__dict__.pop(RECORD, None)
-        engine.go_on()
+        engine.uses.go_on()
 
     return change

@@ -23,6 +23,7 @@ from ..optim.step_inputs import OF_PARAMETERS
 from ..runtime.engine import Engine
 from ..runtime.registry import whole_of
 from ..state.handle import ParamHandle
+from ..state.operations import Operation
 from ..state.shard_spec import MOMENTS, SCALES, elements_each
 from ..state.tensors import overwrite
 from ..storage.arrays import ArrayIO
@@ -66,8 +67,7 @@ def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.
     parameters when the checkpoint is of another model.
     """
     engine = engine_of_pair(model, optimizer)
-    engine.refuse("load_checkpoint")
-    with engine.using(repairing=True), engine.collectives.together("load_checkpoint"):
+    with engine.uses.operation(Operation.LOAD_CHECKPOINT), engine.collectives.together("load_checkpoint"):
         with checkpoint_of(Path(path), engine.collectives) as (manifest, data):
             return _load(manifest, data, engine, whole_of(model), optimizer)
 
@@ -131,7 +131,7 @@ def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module
         restore_random_state(checked.generators, checked.other, rank)
     # Where an exception came before this rank had begun, all others say this and it does not: its old values must not mix with theirs.
     engine.collectives.note_origin(origin)
-    engine.go_on()
+    engine.uses.go_on()
     return checked.extra
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..errors import ConfigError, StorageError
+from ..errors import ConfigError, StorageError, UsageError
 from ..machine.outputs import Identity, Output, check_free, identity_of, replacing
 from ..machine.progress import progress
 from ..machine.sizes import parse_nbytes
@@ -22,6 +22,7 @@ from ..runtime.engine import Engine
 from ..runtime.registry import engine_of, whole_of
 from ..state.dtensors import global_of, local_of
 from ..state.handle import handle_of
+from ..state.operations import Operation
 from ..state.parts import parts_of
 from .hub_names import SHARD_SIZE, hub_sources, is_transformers, names_to_write, shard_size_of
 from .source import Source, Storage
@@ -64,10 +65,15 @@ def save_pretrained(
     to a new folder beside it, and a ConfigError names that folder. The other model stays.
     """
     engine = engine_of(model)
-    engine.refuse("save_pretrained")
-    engine.refuse_alike("save_pretrained")
+    engine.uses.check(Operation.SAVE_PRETRAINED)
+    if engine.ranks.stage_prefix:
+        raise UsageError(
+            "save_pretrained: stages of this pipeline call parameters the same, which one folder cannot tell apart. "
+            "Give them the names of the whole model (infinity.parallel.pipeline does), or use save_checkpoint, which puts "
+            "the stage before the name."
+        )
     with (
-        engine.using(),
+        engine.uses.begin(),
         engine.collectives.together("save_pretrained"),
         own_place(model, engine, Path(folder), overwrite) as place,
     ):

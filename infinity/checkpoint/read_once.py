@@ -111,7 +111,7 @@ class ReadOnce:
                 home.zero_()
             else:
                 native.copy_flat(home, before)
-        engine.go_on()
+        engine.uses.go_on()
 
     def _let_go(self) -> None:
         self._replaced.clear()

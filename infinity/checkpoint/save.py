@@ -34,6 +34,7 @@ from ..machine.progress import progress
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
 from ..runtime.registry import whole_of
+from ..state.operations import Operation
 from ..state.parts import parts_of
 from .content import (
     average_files,
@@ -80,8 +81,8 @@ def save_checkpoint(
     another model's checkpoint is there.
     """
     engine = engine_of_pair(model, optimizer)
-    engine.refuse("save_checkpoint")
-    with engine.using(), engine.collectives.together("save_checkpoint"):
+    engine.uses.check(Operation.SAVE_CHECKPOINT)
+    with engine.uses.begin(), engine.collectives.together("save_checkpoint"):
         _save_all(Path(path), engine, whole_of(model), optimizer, extra, overwrite)
 
 

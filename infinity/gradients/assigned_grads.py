@@ -147,7 +147,7 @@ class AssignedGrads(GradValues):
 
     def scale_as_user(self, handle: ParamHandle, factor: float) -> None:
         """Multiplies the gradient as ``p.grad.mul_(factor)`` does. Raises UsageError for one that a step has consumed."""
-        with handle.engine.using():
+        with handle.engine.uses.begin():
             assigned = self._written(handle)
         if assigned is None:
             super().scale_as_user(handle, factor)

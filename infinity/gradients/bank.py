@@ -15,6 +15,7 @@ from ..machine.tiers import Tier
 from ..state import mistakes
 from ..state.dtensors import is_common, like, part_of
 from ..state.handle import ParamHandle, set_raw_grad
+from ..state.operations import Operation
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
 from ..storage.store import ShardStore
@@ -60,8 +61,8 @@ class GradientBank(AssignedGrads):
 
         Raises UsageError between the backwards of one pass, whose gradients land together.
         """
-        handle.engine.refuse_between(f"{handle.name}.grad")
-        with handle.engine.using():
+        handle.engine.uses.check(Operation.USE_GRAD, f"{handle.name}.grad")
+        with handle.engine.uses.begin():
             if handle.grad.state is GradState.ABSENT and not mistakes.is_called_from("torch/nn/modules/module.py", "zero_grad"):
                 self._average()
             if handle.grad.assigned is not None and (assigned := self.shown(handle)) is not None:
@@ -76,8 +77,8 @@ class GradientBank(AssignedGrads):
 
     def set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
         """Sets ``p.grad = value``."""
-        handle.engine.refuse_between(f"{handle.name}.grad")
-        with handle.engine.using():
+        handle.engine.uses.check(Operation.USE_GRAD, f"{handle.name}.grad")
+        with handle.engine.uses.begin():
             self._set(handle, value)
 
     def _set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:

@@ -56,7 +56,7 @@ class LandedGrad(AtHome):
             args, kwargs = tree_map_only(LandedGrad, _plain_or_itself, (args, kwargs or {}))
             result = func(*args, **kwargs)
             return next((grad for grad in grads if grad.plain is result), result)
-        with grads[0]._infinity_grad.engine.using():
+        with grads[0]._infinity_grad.engine.uses.begin():
             for grad in grads if func not in WITHOUT_VALUES else ():
                 grad._values.refresh(grad._infinity_grad)
             return cls._run(func, args, kwargs or {})
@@ -183,7 +183,7 @@ class GradView(AtHome):
             return views[0]
         if func.is_view and isinstance(args[0], GradView):
             return views_of(args[0], func, args, kwargs)
-        with views[0]._infinity_grad.engine.using():
+        with views[0]._infinity_grad.engine.uses.begin():
             # Several may not fit into staging memory at once, and a result may share the bytes.
             args, kwargs = tree_map_only(GradView, lambda view: view.value().clone(), (args, kwargs))
         return func(*args, **kwargs)

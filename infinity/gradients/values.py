@@ -248,7 +248,7 @@ class GradValues:
 
     def scale_as_user(self, handle: ParamHandle, factor: float) -> None:
         """Multiplies the gradient as ``p.grad.mul_(factor)`` does. Raises UsageError for one that a step has consumed."""
-        with handle.engine.using():
+        with handle.engine.uses.begin():
             self.scale(writable(handle), factor)
 
     def scale(self, handle: ParamHandle, factor: float) -> None:

@@ -23,6 +23,7 @@ from ..checkpoint.pretrained import adapter_tensors, is_adapted, own_place, sour
 from ..checkpoint.source import Source
 from ..errors import ConfigError, UsageError
 from ..runtime.registry import engine_of
+from ..state.operations import Operation
 from .versions import require
 
 peft = require("peft")
@@ -73,9 +74,9 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool 
     engine = engine_of(model)
     if not is_adapted(model) or not hasattr(base := model.get_base_model(), "config"):
         raise UsageError(f"{type(model).__name__}: give a PEFT model of a transformers model")
-    engine.refuse("save_merged")
+    engine.uses.check(Operation.SAVE_MERGED)
     with (
-        engine.using(),
+        engine.uses.begin(),
         engine.collectives.together("save_merged"),
         own_place(model, engine, Path(folder), overwrite) as place,
     ):

@@ -81,7 +81,7 @@ class InfinityMixin:
             super()._save(output_dir, state_dict)
             return
         if is_adapted(self.model):
-            with wrapped(self.model).engine.using():
+            with wrapped(self.model).engine.uses.begin():
                 adapters = adapter_tensors(self.model, embeddings=True)
             super()._save(output_dir, adapters)
             return

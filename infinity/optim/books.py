@@ -22,6 +22,7 @@ from ..gradients.record import GradState
 from ..state.dtensors import is_distributed
 from ..state.flat_layout import is_dense
 from ..state.handle import ParamHandle, handle_of
+from ..state.operations import Operation
 from .lent_state import STEP, checked_step
 from .step_target import StepTarget
 
@@ -252,7 +253,7 @@ class OptimizerBooks(_Shown, defaultdict):
 
     def check(self, handle: ParamHandle, values: Mapping[str, Any]) -> None:
         """Raises UsageError where one of ``values`` cannot be the parameter's."""
-        self._engine.check_alive()
+        self._engine.uses.check(Operation.USE_OPTIMIZER_STATE)
         for name in self.names:
             if (value := values.get(name)) is None:
                 continue
@@ -332,10 +333,7 @@ class OptimizerBooks(_Shown, defaultdict):
         return value.dtype == kept and (array == STEP or value.device == handle.param.device)
 
     def _using(self) -> Any:
-        engine = self._engine
-        engine.check_alive()
-        engine.refuse("optimizer.state")
-        return engine.using()
+        return self._engine.uses.operation(Operation.USE_OPTIMIZER_STATE)
 
 
 class Members:

@@ -22,6 +22,7 @@ from ..errors import UsageError
 from ..gradients.record import refuse_torn
 from ..state.dtensors import is_distributed
 from ..state.handle import handle_of
+from ..state.operations import Operation
 from ..state.unit import ParamUnit
 from .books import GONE, Members, OptimizerBooks
 from .clipping import clip_factor
@@ -119,15 +120,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         engine = self._engine
-        engine.check_alive()
-        engine.refuse_between("add_param_group()")
-        engine.refuse_averaged("add_param_group()")
-        engine.refuse_unflushed("add_param_group()")
-        with engine.using():
-            if engine.steps.streaming:
-                raise UsageError(
-                    "add_param_group inside `with optimizer.step_in_backward()`: add the group before it, or behind it"
-                )
+        with engine.uses.operation(Operation.ADD_PARAM_GROUP):
             before = len(self.param_groups)
             try:
                 super().add_param_group(param_group)  # which checks it, and completes it
@@ -162,11 +155,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         engine = self._engine
-        engine.check_alive()
-        engine.refuse_between("optimizer.step()")
-        engine.refuse_averaged("optimizer.step()")
-        engine.refuse_another_step()
-        with engine.using():
+        with engine.uses.operation(Operation.STEP):
             if engine.steps.untold == engine.steps.index and self._members.are_consumed:
                 engine.steps.tell()  # this very step was cut short, and has been carried to its end since
             else:
@@ -229,7 +218,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             grads = [grad for group in self.param_groups for param in group["params"] if (grad := param.grad) is not None]
             total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
             return total.full_tensor() if is_distributed(total) else total
-        with engine.using():
+        with engine.uses.begin():
             self.read_groups()
             engine.gradients.average()
             total = engine.gradients.total_norm(float(norm_type), among=self._members.group_of)
@@ -255,21 +244,20 @@ class InfinityOptimizer(torch.optim.Optimizer):
         step done, and the job can then only go on from a checkpoint.
         """
         engine = self._engine
-        engine.check_alive()
-        engine.refuse_averaged("step_in_backward()")
+        engine.uses.check(Operation.STEP_IN_BACKWARD)
         if engine.config.max_grad_norm is not None:
             raise UsageError(
                 "step_in_backward: max_grad_norm needs the norm of all gradients before the first unit is stepped. Leave "
                 "out one of the two, or let Config(speculate=True) update units ahead."
             )
-        with engine.using():
+        with engine.uses.begin():
             self._read_books("step_in_backward()")
             self._members.check_unconsumed()
             engine.begin_step()
             engine.steps.stream()
             yield  # an exception leaves the marks, which the next use of the engine goes by
             if engine.is_cut_short or engine.gradients.changes.are_open:
-                engine.mark_interrupted()  # the backward failed, and somebody caught that inside the block
+                engine.uses.interrupt()  # the backward failed, and somebody caught that inside the block
             else:
                 engine.steps.end_stream()
 
@@ -293,8 +281,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Makes gradients None, or zeros which the next step applies, as torch does."""
-        self._engine.refuse_between("zero_grad()")
-        with self._engine.using():
+        with self._engine.uses.operation(Operation.ZERO_GRAD):
             for group in self.param_groups:
                 for param in group["params"]:
                     if set_to_none:
@@ -312,8 +299,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns a state dict that plain torch loads, too. Moments are full tensors, in fp32 or their dtype at rest; what is written to them
         goes home. A 16-bit parameter with an fp32 master has that too, as ``master``: the model's state dict shows its upper half only."""
-        self._engine.refuse("optimizer.state_dict()")
-        with self._engine.using(), torch.inference_mode(False), torch.no_grad():
+        with self._engine.uses.operation(Operation.OPTIMIZER_STATE_DICT), torch.inference_mode(False), torch.no_grad():
             self.read_groups()
             self._state.refuse_outside()
             self._books.settle()
@@ -331,8 +317,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state dict of this or of the plain optimizer. Raises UsageError before anything is changed."""
-        self._engine.refuse("optimizer.load_state_dict()")
-        with self._engine.using():
+        with self._engine.uses.operation(Operation.LOAD_OPTIMIZER_STATE_DICT):
             self.read_groups()
             groups = self._state.check(state_dict)
             self.check_groups(groups, "load_state_dict()")

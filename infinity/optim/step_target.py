@@ -7,11 +7,9 @@ from typing import Protocol
 
 import torch
 
-from .. import native
 from ..config.config import Config
 from ..distributed.collectives import Collectives
 from ..distributed.comparing import InCommon
-from ..errors import InfinityError
 from ..gradients.bank import GradientBank
 from ..machine.device import Device
 from ..planning.schedule import Schedule
@@ -20,6 +18,7 @@ from ..state.handle import ParamHandle
 from ..state.journal import Journal
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
+from ..state.uses import Uses
 from ..storage.store import ShardStore
 from .lent_state import LentState
 from .updates import Updates
@@ -51,6 +50,7 @@ class StepTarget(Protocol):
     device: Device
     collectives: Collectives
     updates: Updates
+    uses: Uses
 
     @property
     def handed(self) -> StateDictTensors:
@@ -67,27 +67,6 @@ class StepTarget(Protocol):
     @property
     def keeps_older(self) -> bool:
         """Whether an update leaves the weights that it begins with, and makes the new ones beside them."""
-
-    def using(self, *, repairing: bool = False) -> native.Scope:
-        """Opens the scope that every use of the engine runs in."""
-
-    def mark_interrupted(self) -> None:
-        """Has the next use of the engine recover."""
-
-    def refuse(self, what: str) -> None:
-        """Raises UsageError where ``what`` is refused in something that goes on."""
-
-    def refuse_averaged(self, what: str) -> None:
-        """Raises UsageError while the model has its averages for weights."""
-
-    def refuse_unflushed(self, what: str) -> None:
-        """Raises UsageError while a pipeline runs without flush."""
-
-    def refuse_another_step(self) -> None:
-        """Raises UsageError for a step that is not the one of a pipeline that runs without flush."""
-
-    def check_alive(self) -> None:
-        """Raises UsageError where the engine is gone, or its process forked."""
 
     def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
         """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward. Returns what ends that."""
@@ -109,6 +88,3 @@ class StepTarget(Protocol):
 
     def end_step(self) -> None:
         """Ends a step, whose updates are submitted."""
-
-    def halt(self, why: str) -> InfinityError:
-        """Refuses everything from here on but loading a checkpoint. Returns the error that says so."""

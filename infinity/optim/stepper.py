@@ -94,7 +94,7 @@ class Stepper:
         for step in steps:
             if step.device_step is not None and step.device_update is None:
                 if step.has_begun:
-                    raise target.halt("a step was cut short on the device")
+                    raise target.uses.halt("a step was cut short on the device")
                 step.has_begun = True
                 step.device_update = step.device_step()
         target.updates.updater.submit_all([step.update for step in steps if step.update is not None])

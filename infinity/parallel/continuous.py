@@ -28,6 +28,7 @@ from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
 from ..runtime.older_weights import OlderWeights
 from ..runtime.registry import engine_of
+from ..state.operations import Operation
 from .schedules import SHAPES, attach, in_flight_of, naming_causes, one_pass
 
 ADAMS = ("ADAM", "ADAMW")
@@ -71,7 +72,7 @@ def without_flush(schedule: Any, optimizer: torch.optim.Optimizer, *, quiet: boo
     engine = engine_of(schedule._stage.submod)
     _check_engine(engine, schedule, optimizer)
     attach(schedule)
-    with engine.using():
+    with engine.uses.begin():
         if engine.older is None:
             OlderWeights(engine)
     if optimizer.rule_name in ADAMS and not quiet:
@@ -143,18 +144,11 @@ class WithoutFlush:
 
     def _check(self, batches: list[Any]) -> Shapes:
         """Returns the shapes of ``batches``, for which torch makes buffers anew where a rank's are other ones."""
-        engine, what = self._engine, "another run"
-        engine.check_alive()
-        engine.refuse_unflushed(what)
-        engine.refuse_between(what)
-        engine.refuse_averaged(what)
+        engine = self._engine
+        engine.uses.check(Operation.PIPELINE_RUN)
         if not torch.is_grad_enabled():
             raise UsageError("run() trains: call it outside of torch.no_grad(); to evaluate, use schedule.eval")
-        if engine.steps.streaming:
-            raise UsageError(
-                "run() inside step_in_backward: updates are made when a batch's last backward is over. Call it outside."
-            )
-        with engine.using(), engine.collectives.together(what):
+        with engine.uses.begin(), engine.collectives.together(Operation.PIPELINE_RUN.value):
             if held := [handle.name for handle in engine.trained if handle.grad.state is not GradState.ABSENT]:
                 raise UsageError(
                     f"run() with gradients of an earlier backward ({held[0]}, ...), to which the first batch would be added: call optimizer.zero_grad() first"
@@ -165,7 +159,7 @@ class WithoutFlush:
             "the number of micro-batches": str(self._schedule._n_microbatches),
             "the optimizer's settings": repr(self._optimizer.settings),
         }
-        with engine.using():
+        with engine.uses.begin():
             engine.collectives.compare(told, "run()", over_stages=True)
             is_new = batches != [] and vars(self._schedule).get(SHAPES) != shapes
             if any(engine.collectives.collect(is_new, "the shapes of run()")):
@@ -334,7 +328,7 @@ class _Run:
         self._pass.close()
         engine.older.update(self._optimizer.step)
         self._optimizer.zero_grad()
-        with engine.using():
+        with engine.uses.begin():
             in_flight_of(engine).charge()
         if self._after_update is not None:
             self._after_update()

@@ -19,6 +19,7 @@ from ..api.wrap import wrap_model
 from ..config.config import Config
 from ..errors import ConfigError, UsageError
 from ..runtime.registry import engine_of, is_wrapped
+from ..state.operations import Operation
 from ..state.tensors import digest_of
 from .agreement import is_plain
 from .between import Between
@@ -250,7 +251,7 @@ class Pipeline:
             counts.append(self._counted)
         if not runs:
             return []
-        with self._engine.using(), self._engine.collectives.together("the batches of run()"):
+        with self._engine.uses.begin(), self._engine.collectives.together("the batches of run()"):
             if len(schedules) > 1:
                 raise UsageError("run() takes batches of one shape: run those of each shape by themselves")
         run = without_flush(schedule, optimizer, quiet=quiet)
@@ -276,8 +277,8 @@ class Pipeline:
                 "Untie it (tie_word_embeddings=False), freeze it, or call step() for each batch."
             )
         engine = self._engine
-        engine.refuse_unflushed("another run")
-        with engine.using():
+        engine.uses.check(Operation.PIPELINE_RUN)
+        with engine.uses.begin():
             with engine.collectives.together("the batches of run()"):
                 for number, batch in enumerate(batches):
                     if not isinstance(batch, Mapping):
@@ -316,8 +317,8 @@ class Pipeline:
         of another."""
         trains = call != "eval()"
         collectives, ranks = self._engine.collectives, self._engine.ranks
-        self._engine.refuse_unflushed("another batch")
-        with self._engine.using():
+        self._engine.uses.check(Operation.PIPELINE_BATCH)
+        with self._engine.uses.begin():
             with collectives.together(f"the batch of a pipeline's {call}"):
                 inputs, target, batch = self._parts(inputs, target, batch)
                 given = {"the inputs": inputs, "the targets": target, **batch}

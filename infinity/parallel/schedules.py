@@ -30,6 +30,7 @@ from ..errors import ConfigError, InfinityError, UsageError
 from ..runtime.engine import Engine
 from ..runtime.registry import engine_of
 from ..state.handle import handle_of
+from ..state.operations import Operation
 from .in_flight import InFlight
 
 ATTACHED = "_infinity_attached"
@@ -102,16 +103,16 @@ def _joined(schedule: Any, engine: Engine, stages: list[Any], in_flight: InFligh
 
     @wraps(run)
     def joined(*args: Any, **kwargs: Any) -> Any:
-        engine.refuse_unflushed("a step of a schedule")
+        engine.uses.check(Operation.SCHEDULE_STEP)
         _refuse_cut_short(schedule, engine)
         vars(schedule).pop(SHAPES, None)
         if not hasattr(schedule, COMPARED):
-            with engine.using():
+            with engine.uses.begin():
                 _compare(schedule, engine, stages, args, kwargs)
         with naming_causes(stages):
             with one_pass(engine, stages), _noting_cuts(schedule, stages):
                 found = run(*args, **kwargs)
-            with engine.using():
+            with engine.uses.begin():
                 in_flight.charge()
             return found
 
@@ -211,7 +212,7 @@ def _attach_stage(stage: Any, engine: Engine) -> None:
     def backward_in_phases(backward_type: str, bwd_kwargs: dict, last_backward: bool) -> tuple:
         if backward_type == "full":
             return backward(backward_type, bwd_kwargs, last_backward=last_backward)
-        with engine.using():
+        with engine.uses.begin():
             weights = [_Weight(param) for param in stage.submod.parameters() if param.requires_grad]
             if backward_type == "input":
                 outputs, grads, inputs = (bwd_kwargs[key] for key in ("stage_output", "output_grads", "input_values"))

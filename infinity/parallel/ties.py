@@ -46,7 +46,7 @@ class Ties:
     def start(self, engine: Engine, between: Between) -> None:
         """Gives the last stage the first one's values: they may have been drawn apart."""
         for handle in map(handle_of, self._params):
-            with engine.using():
+            with engine.uses.begin():
                 for name in ("weight", "master"):
                     if name in handle.shard.arrays:
                         values = handle.shard.read_own_part(engine.store, name, handle.index)
@@ -73,7 +73,7 @@ class Ties:
             yield
             for handle in handles:
                 engine.gradients.average()
-                with engine.using():
+                with engine.uses.begin():
                     if handle.grad.state is GradState.ABSENT:
                         engine.gradients.zero(handle)
                     engine.gradients.change_own(handle, lambda own, handle=handle: self._add(between, aside[handle], own))
@@ -86,7 +86,7 @@ class Ties:
     def _take(engine: Engine, handle: ParamHandle) -> torch.Tensor | None:
         """Takes this rank's elements of a gradient that has landed away from it."""
         engine.gradients.average()
-        with engine.using():
+        with engine.uses.begin():
             if handle.grad.state is not GradState.LANDED:
                 return None
             kept: list[torch.Tensor] = []

@@ -22,6 +22,7 @@ from ..gradients.record import GradState
 from ..state.apart import apart, has_bytes, refuse_without_bytes
 from ..state.dtensors import is_distributed, part_of
 from ..state.handle import ParamHandle, handle_of, raw_grad, set_raw_grad
+from ..state.operations import Operation
 from ..state.unit import ParamUnit
 from .frame import Frame
 from .running import Running
@@ -61,7 +62,7 @@ class Backward:
 
     def hold(self, unit: ParamUnit) -> None:
         """Holds ``unit``, which the running backward needs."""
-        self.engine.check_open("this backward")
+        self.engine.uses.check(Operation.BACKWARD, "this backward")
         refuse_without_bytes("a backward")
         self.join()
         if unit in self._awaited:

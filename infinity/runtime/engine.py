@@ -16,7 +16,7 @@ import torch
 from .. import native
 from ..config.config import Config
 from ..distributed.collectives import Collectives
-from ..errors import InfinityError, UsageError
+from ..errors import UsageError
 from ..forwards.recompute import ActivationPlanner
 from ..gradients.bank import GradientBank
 from ..gradients.reducer import Reducer
@@ -32,11 +32,12 @@ from ..planning.schedule import Schedule
 from ..planning.shadow_policy import ShadowPolicy
 from ..planning.unit_sizes import UnitSize
 from ..state import mistakes
-from ..state.apart import is_compiling, refuse_without_bytes
 from ..state.handle import ParamHandle
 from ..state.journal import Journal
+from ..state.operations import State
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
+from ..state.uses import Uses
 from ..state.weight_storages import WeightStorages
 from .admission import admit
 from .handed_out import HandedOut
@@ -48,7 +49,6 @@ from .parking import Parking
 from .passes import Passes
 from .prefetch import Prefetcher
 from .recovery import recover
-from .refusals import Refusals
 from .resources import Resources, make_store, trace_path
 from .sequences import Sequences
 from .shut_down import shut_down
@@ -56,7 +56,7 @@ from .value_edits import ValueEdits
 from .weight_average import WeightAverage
 
 
-class Engine(Refusals):
+class Engine:
     """One wrapped model's store, units, schedule, gradients and updater."""
 
     def __init__(
@@ -74,7 +74,6 @@ class Engine(Refusals):
         autograd = torch._C._autograd
         self.scopes = native.Scopes(autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks)
         self.journal, self.schedule, self.steps = Journal(), Schedule(), StepCounter()
-        self._halted: Callable[[], InfinityError] | None = None  # why nothing goes on but loading a checkpoint
         self.collectives = collectives or Collectives()
         self.ranks, self.traffic = self.collectives.ranks, self.collectives.traffic
         self.traffic.timeline = Timeline(trace_path(config.trace, self.ranks)) if config.trace is not None else None
@@ -93,6 +92,7 @@ class Engine(Refusals):
         self.updates = Updates(units, self.traffic)
         self.lent = LentState(self.store, self.steps, self.journal)
         self.handed, self.parking = HandedOut(self), Parking(self.store)
+        self.uses = self._make_uses()
         contents = [shard.contents for unit in units for shard in unit.shards]  # of which none leads back to this object
         given_back = self.scopes, self.store, contents, self.updates.recorded, self.updates.names, self.collectives, device
         # To its end, though Ctrl-C comes between: nobody would call it again.
@@ -138,6 +138,7 @@ class Engine(Refusals):
         )
         self.in_common, self.sequences = InCommon(self), Sequences(self)
         self.edits = ValueEdits(self.store, self.prefetcher, self.journal, self.collectives, self.steps)
+        self._define_states()
 
     def attach(self, names: dict[torch.Tensor, list[str]]) -> None:
         """Makes the parameters managed ones. Their values are at home already: nothing here needs space or the disk."""
@@ -162,29 +163,38 @@ class Engine(Refusals):
 
     # --- every use of the engine ---
 
-    def using(self, *, repairing: bool = False) -> native.Scope:
-        """Opens the scope that every use of the engine runs in. When it is not part of another use, what an exception left of the
-        last one is put right first. ``repairing``: it sets all state anew.
+    def _make_uses(self) -> Uses:
+        """Makes the door of the engine, which does not lead back to it."""
+        prepare, settle = weakref.WeakMethod(self._prepare), weakref.WeakMethod(self.handed.settle)
+        return Uses(
+            self.scopes,
+            check_process=self.store.check_process,
+            wait=partial(wait_for_others, self.scopes),
+            prepare=lambda repairing: prepare()(repairing),
+            settle=lambda: settle()(),
+        )
 
-        Raises UsageError when that state is lost, for every use but a repairing one, where tensors have no bytes, and where another thread
-        uses the engine and does not come further.
-        """
-        if not is_compiling():  # which looks at what parameters are, under FakeTensorMode
-            refuse_without_bytes("a use", transforms=False)
-        self.store.check_process()
-        if self.scopes.running_here or torch._C._current_graph_task_id() != -1:
-            return self.scopes.scope()
-        prepare = partial(self._prepare, repairing=repairing)
-        return self.scopes.scope(wait=partial(wait_for_others, self.scopes), prepare=prepare)
+    def _define_states(self) -> None:
+        """Says how each state is known, that no feature defines when it is made."""
+        passes, joined, steps, scopes, finalizer = self.passes, self.joined, self.steps, self.scopes, self._finalizer
+
+        def is_whole() -> bool:
+            return not scopes.interrupted and not passes.is_cut_short  # else the next use ends what went on
+
+        self.uses.define(State.UNWRAPPED, lambda: not finalizer.alive)
+        self.uses.define(State.FORWARD, lambda: passes.is_in_forward)
+        self.uses.define(State.BACKWARD, lambda: passes.is_in_backward)
+        self.uses.define(State.ACCUMULATING, lambda: joined.is_open and is_whole())
+        self.uses.define(State.STEPPING, lambda: steps.streaming and is_whole())
+        self.uses.define(State.STEPPED, lambda: steps.begun and not steps.streaming and is_whole())
 
     @torch.compiler.disable  # a compiled function may be what uses the engine
-    def _prepare(self, *, repairing: bool) -> None:
+    def _prepare(self, repairing: bool) -> None:
         """Puts right what an exception left, first of all in a use that is not part of another one."""
         refuse_at_the_end()
         self.parking.resume()
         self.recover(finishing=not repairing)
-        if self._halted is not None and not repairing:
-            error = self._halted()
+        if (error := self.uses.halted_error()) is not None and not repairing:
             self.collectives.warn(error)  # other ranks are not to wait for this one
             raise error
         self.handed.begin_use(repairing=repairing)
@@ -207,7 +217,7 @@ class Engine(Refusals):
     @property
     def is_sound(self) -> bool:
         """Whether the state is whole, and nothing of the last use waits to be put right."""
-        return self._halted is None and self.store.failure is None and not self._is_cut_short
+        return not self.uses.is_halted and self.store.failure is None and not self._is_cut_short
 
     def begin_repair(self, why: str) -> None:
         """Gives the old state up, for all of it is about to be set anew. ``why`` is what every use is told until :meth:`go_on`.
@@ -217,30 +227,27 @@ class Engine(Refusals):
         try:
             self.journal.finish()  # so that updates which were submitted are known, and waited for, before anything is written
         except Exception:  # noqa: BLE001 - what cannot be carried to its end is what all is set anew for
-            self.halt(why)
+            self.uses.halt(why)
             self.journal.forget()
         self.lent.forget()
         self.wait_idle()
         self.prefetcher.release_all(self.units)
-        self.halt(why)
-
-    def halt(self, why: str) -> InfinityError:
-        """Refuses everything from here on but loading a checkpoint. Returns the error that says so."""
-        return self.refuse_all(f"{why}: the state in memory is neither the old one nor the new one. Load a checkpoint.")
-
-    def refuse_all(self, message: str) -> InfinityError:
-        """Raises UsageError with ``message`` on every use, until :meth:`go_on`. Returns that error."""
-        self._halted = partial(UsageError, message)
-        return self._halted()
-
-    def go_on(self) -> None:
-        """Takes back :meth:`halt` and :meth:`refuse_all`: the state is whole."""
-        self._halted = None
+        self.uses.halt(why)
 
     @property
     def step_index(self) -> int:
         """Optimizer steps that were made."""
         return self.steps.index
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether a forward or backward was left by an exception. Asked where none is running."""
+        return self.passes.is_cut_short
+
+    @property
+    def keeps_older(self) -> bool:
+        """Whether an update leaves the weights that it begins with: micro-batches that began with them are under way."""
+        return self.older is not None and self.older.is_running
 
     # --- what parameters ask ---
 
@@ -268,12 +275,12 @@ class Engine(Refusals):
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Sends the value of ``p.copy_(value)``, outside a forward, home, master and all."""
-        with self.using(), self.handed.loading(handle, value):
+        with self.uses.begin(), self.handed.loading(handle, value):
             self.edits.write_value(handle, value)
 
     def read_value(self, handle: ParamHandle) -> torch.Tensor:
         """Reads the value at home, outside a forward."""
-        with self.using(), self.handed.settled():
+        with self.uses.begin(), self.handed.settled():
             return handle.shard.read_value(self.store, handle.index)
 
     # --- what blocks ask that run another way ---
@@ -320,15 +327,6 @@ class Engine(Refusals):
         return self.steps.streaming or self.shadow_policy is not None
 
     # --- what the optimizer asks ---
-
-    @property
-    def is_cut_short(self) -> bool:
-        """Whether a forward or backward was left by an exception. Asked where none is running."""
-        return self.passes.is_cut_short
-
-    def mark_interrupted(self) -> None:
-        """Has the next use of the engine recover."""
-        self.scopes.interrupted = True
 
     def release(self, units: Iterable[ParamUnit]) -> None:
         """Sends ``units`` home: their bytes there are about to change."""

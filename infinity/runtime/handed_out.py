@@ -32,6 +32,7 @@ from ..optim.lent_state import STEP, checked_step
 from ..optim.optimizer_state import MASTER
 from ..state.dtensors import is_distributed, like, local_of
 from ..state.handle import ParamHandle
+from ..state.operations import Operation
 from ..state.shard import same_bits
 from ..state.unit import ParamUnit
 from .running import Running
@@ -280,8 +281,7 @@ class HandedOut:
 
     def _send(self, written: list[_Handed]) -> None:
         engine = self.engine
-        engine.refuse_between("writing to a tensor of a state dict")
-        engine.refuse_unflushed("writing to a tensor of a state dict")
+        engine.uses.check(Operation.WRITE_STATE_DICT)
         if moments := [entry for entry in written if entry.array not in (VALUE, MASTER)]:
             engine.lent.settle()  # what was written through optimizer.state, too, makes these stale
         try:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..errors import UsageError
 from ..gradients.whole import WholeGradients
+from ..state.operations import Operation
 from .running import Running
 
 
@@ -30,18 +30,15 @@ class JoinedPass:
 
         Raises UsageError where a pass is open already, or runs.
         """
-        engine.check_alive()
-        engine.refuse_between("infinity.accumulate inside another one")
-        if engine.computing:
-            raise UsageError("infinity.accumulate is not to be had inside a forward or backward: a pass is running")
+        engine.uses.check(Operation.JOINED_PASS)
         try:
-            with engine.using():
+            with engine.uses.begin():
                 self._open(engine)
             yield
-            with engine.using():
+            with engine.uses.begin():
                 self._close(engine, finish)
         except BaseException:
-            engine.mark_interrupted()  # the next use puts things right, once nothing runs
+            engine.uses.interrupt()  # the next use puts things right, once nothing runs
             raise
 
     def _open(self, engine: Running) -> None:
@@ -54,7 +51,7 @@ class JoinedPass:
     def _close(self, engine: Running, finish: Callable[[], None]) -> None:
         if not self.is_open:
             return  # something inside failed, was caught, and all was put right since
-        engine.mark_interrupted()  # cut short from here on, what is half landed is torn
+        engine.uses.interrupt()  # cut short from here on, what is half landed is torn
         self.is_open = False
         with engine.store.guarding():
             engine.gradients.land_together(engine.units)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ..errors import InternalError, UsageError
+from ..state.operations import State
 from ..state.versions import UnitVersions
 from .running import Running
 
@@ -57,6 +58,11 @@ class OlderWeights:
             versions.older.list_in(engine.storages, versions.unit)
         engine.prefetcher.add([versions.older for versions in self._versions])
         engine.older = self
+        me, scopes = weakref.ref(self), engine.scopes
+        engine.uses.define(State.STALE, lambda: (older := me()) is not None and older.is_running and not scopes.interrupted)
+        engine.uses.define(
+            State.BETWEEN, lambda: (older := me()) is not None and older.is_between_updates and not scopes.interrupted
+        )
 
     @property
     def engine(self) -> Versioned:
@@ -68,14 +74,14 @@ class OlderWeights:
         try:
             self._first, self.is_running, self._is_updating = self.engine.step_index, True, False
             yield
-            with self.engine.using():
+            with self.engine.uses.begin():
                 # What was fetched ahead is for a batch that does not come.
                 self.engine.release([versions.unit for versions in self._versions])
                 for versions in self._versions:
                     versions.compute_with(older=False)
             self.is_running = False
         except BaseException:
-            self.engine.mark_interrupted()  # in an update, perhaps, that has not been made: the next use puts right which weights are which
+            self.engine.uses.interrupt()  # in an update, perhaps, that has not been made: the next use puts right which weights are which
             self.is_running = False
             raise
 
@@ -99,7 +105,7 @@ class OlderWeights:
     def update(self, step: Callable[[], object]) -> None:
         """Makes an update by ``step``, between two uses of the engine: the weights that it begins with become the older ones."""
         engine = self.engine
-        with engine.using():
+        with engine.uses.begin():
             for versions in self._versions:
                 engine.prefetcher.pass_on(versions.unit, versions.older, versions.begin_update)
         self._is_updating = True

@@ -21,6 +21,7 @@ from ..forwards.lazy_logits import Logits
 from ..forwards.weights import too_late
 from ..state.dtensors import local_of
 from ..state.handle import handle_of, set_raw_grad
+from ..state.operations import Operation
 from ..state.unit import ParamUnit
 from .backward import Backward
 from .frame import Frame
@@ -49,6 +50,16 @@ class Passes:
         return bool(self.frames) or torch._C._current_graph_task_id() != -1
 
     @property
+    def is_in_forward(self) -> bool:
+        """Whether this thread is inside a forward of the model, and in no backward."""
+        return bool(self.frames) and self.scopes.running_here > 0 and torch._C._current_graph_task_id() == -1
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether this thread is inside a backward of the model."""
+        return bool(self.backward.tasks) and torch._C._current_graph_task_id() != -1
+
+    @property
     def is_recomputed(self) -> bool:
         """Whether what runs now runs a second time in the backward, or this is that time: it then has to be the same."""
         if torch._C._current_graph_task_id() != -1 or (self.frames and self.frames[-1].is_recomputed):
@@ -71,7 +82,7 @@ class Passes:
     ) -> None:
         """Begins a forward of ``module``, which is given ``args`` and ``kwargs``."""
         self.engine.store.check_process()
-        self.engine.check_open(f"this forward of {type(module).__name__}")
+        self.engine.uses.check(Operation.FORWARD, f"this forward of {type(module).__name__}")
         in_backward = torch._C._current_graph_task_id() != -1
         if not self.frames and not in_backward:
             self.engine.handed.settle()
@@ -108,7 +119,7 @@ class Passes:
         if not engine.joined.begins():
             return
         if not engine.joined.is_open:
-            engine.refuse_unflushed("a forward of its own")
+            engine.uses.check(Operation.LONE_FORWARD)
         kind = "unflushed" if engine.keeps_older else "train"  # in which units come in other versions, too
         for handle in engine.trained if training else ():
             set_raw_grad(handle.param, None)  # of a backward that was cut short before the engine heard of it

@@ -82,8 +82,7 @@ class Prefetcher:
         try:
             least = self.ensure(unit, backward=backward, offered=offered)
         except BaseException:
-            # Not unhold(): a unit that was not exposed has no edits. It would be compared with its
-            # use before, and the meeting about such an edit would hide this error.
+            # Not unhold(): edits of a unit that was not exposed would be those of its last use.
             self._take_off(unit)
             raise
         if self._holds[unit] == 1:
@@ -148,8 +147,7 @@ class Prefetcher:
 
     @apart
     def release_idle(self, *, keeps: bool = False) -> None:
-        """Sends every idle unit home: the pass is over, and at rest a parameter holds no storage. ``keeps``: another one is about to begin
-        with them."""
+        """Sends every idle unit home at the end of a pass. ``keeps``: another pass is about to use them."""
         self._collectives.end_pass()
         if self._ranks.keeps_weights or keeps:
             return
@@ -205,9 +203,8 @@ class Prefetcher:
     def _gather_ahead(self, upcoming: Iterable[int], offered: int) -> int | None:
         """Starts gathering the next units while this one computes. Returns what all ranks offered, None where none starts.
 
-        What decides must be the same on every rank, so nothing here goes by what has arrived: a unit that is still being
-        read, or found no room to be read to yet, is waited for. Ranks whose last passes went different ways, or were cut
-        short, expect different units: until a pass's traces agree nothing is gathered before it is used.
+        Every rank must decide the same, so a unit that has not arrived is waited for. Until the traces of
+        a pass agree over the ranks, nothing is gathered before it is used.
         """
         coming, least = [self.units[index] for index in upcoming], None
         if not self._collectives.traces_agree:

@@ -33,7 +33,7 @@ def recover(engine: Running, *, finishing: bool) -> None:
         return  # still marked: the next use does the rest
     if engine.steps.streaming:
         if any(handle.grad.state is GradState.CONSUMED for handle in engine.trained):
-            engine.halt("an exception inside step_in_backward left part of a step done")
+            engine.uses.halt("an exception inside step_in_backward left part of a step done")
         engine.steps.give_up()
     engine.scopes.interrupted = False  # the last thing
 

@@ -9,7 +9,6 @@ import torch
 
 from .. import native
 from ..distributed.data_ranks import DataRanks
-from ..errors import InfinityError
 from ..gradients.bank import GradientBank
 from ..gradients.reducer import Reducer
 from ..machine.device import Device
@@ -161,30 +160,12 @@ class Running(ScopeOpener, Protocol):
     def computing(self) -> bool:
         """Whether a forward or backward of the model is running."""
 
-    def check_alive(self) -> None:
-        """Raises UsageError where the engine is gone, or its process forked."""
-
-    def check_open(self, what: str) -> None:
-        """Raises UsageError where the homes are gone, that ``what`` needs."""
-
-    def refuse_between(self, what: str) -> None:
-        """Raises UsageError between the backwards of a joined pass."""
-
     @property
     def keeps_older(self) -> bool:
         """Whether a pipeline runs without flush."""
 
-    def refuse_unflushed(self, what: str) -> None:
-        """Raises UsageError while a pipeline runs without flush."""
-
     def recover(self, *, finishing: bool = True) -> None:
         """Puts right what an exception left, if there was one."""
-
-    def mark_interrupted(self) -> None:
-        """Has the next use of the engine recover."""
-
-    def halt(self, why: str) -> InfinityError:
-        """Refuses everything from here on but loading a checkpoint."""
 
     def count_backwards(self, count: int) -> None:
         """Sets how many backwards have ended since the last step."""

@@ -11,12 +11,15 @@ from typing import Any, Protocol
 
 import torch
 
-from .. import native
+from ..distributed import farewell
+from ..distributed.data_ranks import DataRanks
+from ..distributed.pending import ranks_lost
 from ..errors import InfinityError, UsageError
 from ..machine import storage_guard
 from ..state.apart import refuse_without_bytes
 from ..state.handle import managed
 from ..state.parameter import STORED
+from ..state.uses import Uses
 
 UNCOMPILED = (
     "a wrapped model fetches and sends weights between its layers, which is nothing to be compiled: each block is a graph of its own. Leave out "
@@ -27,15 +30,12 @@ UNCOMPILED = (
 class ScopeOpener(Protocol):
     """The engine, as a call sees it that runs in a scope."""
 
+    ranks: DataRanks
+    uses: Uses
+
     @property
     def is_open(self) -> bool:
         """Whether the homes are there."""
-
-    def using(self, *, repairing: bool = False) -> native.Scope:
-        """Opens the scope that every use of the engine runs in."""
-
-    def meaning_of(self, error: RuntimeError) -> Exception:
-        """Returns what is raised for ``error`` of a call."""
 
 
 class ScopedCall:
@@ -87,7 +87,7 @@ def _scoped(engine: ScopeOpener, call: Callable) -> Callable:
             return nullcontext()
         refuse_without_bytes("a forward")
         refuse_compiled_autograd()
-        return engine.using()
+        return engine.uses.begin()
 
     def scoped(*args: Any, **kwargs: Any) -> Any:
         with scope():
@@ -96,11 +96,19 @@ def _scoped(engine: ScopeOpener, call: Callable) -> Callable:
             except RuntimeError as error:
                 if not isinstance(error, InfinityError) and storage_guard.is_refusal(error):
                     raise _named(error) from error
-                if (meant := engine.meaning_of(error)) is not error:
+                if (meant := _meaning_of(error, engine.ranks)) is not error:
                     raise meant from error
                 raise
 
     return torch.compiler.disable(scoped, recursive=False, reason=UNCOMPILED)  # what it calls may well be compiled
+
+
+def _meaning_of(error: RuntimeError, ranks: DataRanks) -> Exception:
+    """Returns what is raised for ``error`` of a forward. A collective of torch's own in there, as tensor parallelism
+    has them, only says that it has lost its connections, or waited in vain."""
+    if ranks.alone or isinstance(error, InfinityError) or not farewell.BROKEN.search(str(error)):
+        return error
+    return ranks_lost("a forward", error)
 
 
 def _named(error: BaseException) -> UsageError:

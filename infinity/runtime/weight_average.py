@@ -22,6 +22,7 @@ from .. import native
 from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..state.handle import ParamHandle
+from ..state.operations import State
 from ..state.shard import ParamShard
 from ..storage.arrays import StateArray
 from .running import Running
@@ -38,12 +39,6 @@ class Averaged(Running, Protocol):
     @property
     def step_index(self) -> int:
         """Optimizer steps that were made."""
-
-    def refuse(self, what: str) -> None:
-        """Raises UsageError where ``what`` is refused in something that goes on."""
-
-    def refuse_averaged(self, what: str) -> None:
-        """Raises UsageError while the model has the averages for its weights."""
 
     def wait_idle(self) -> None:
         """Waits until every byte is at home."""
@@ -82,6 +77,8 @@ class WeightAverage:
         except BaseException:
             self.free()
             raise
+        me = weakref.ref(self)
+        engine.uses.define(State.AVERAGED, lambda: (average := me()) is not None and average.is_exchanged)
 
     @property
     def engine(self) -> Averaged:
@@ -145,7 +142,6 @@ class WeightAverage:
     def update(self) -> None:
         """Takes the parameters as they are now into the average."""
         engine = self.engine
-        engine.refuse_averaged("updating the average")
         for shard in self._arrays:
             shard.wait()
         engine.journal.carry_out(partial(self._carry_out, self._updated, Progress(), self._end_update, self.count + 1))

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 import torch
 
-from .. import native
 from ..errors import InternalError, UsageError
 from ..machine.device import Device
 from .dtensors import local_of
 from .shard import ParamShard
 from .shared import is_counted, is_shared
 from .tensors import checksum_of
+from .uses import Uses
 
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -37,19 +37,14 @@ class Owner(Protocol):
 
     gradients: GradStandIns
     device: Device  # what computes
+    uses: Uses
 
     @property
     def computing(self) -> bool:
         """Whether a forward or backward of the model is running."""
 
-    def refuse_between(self, what: str) -> None:
-        """Raises UsageError where gradients are not whole: between the backwards of a joined pass."""
-
     def forget_backwards(self) -> None:
         """Forgets the backwards since the last step, whose gradients are gone."""
-
-    def using(self, *, repairing: bool = False) -> native.Scope:
-        """Opens the scope that every use of the engine runs in."""
 
     def touch(self, handle: ParamHandle, operation: str) -> None:
         """Gathers the parameter inside a forward or backward, and raises UsageError elsewhere."""

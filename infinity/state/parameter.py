@@ -157,7 +157,7 @@ class _Stored:
                 return _set_data(subject, args[1])
         touched = [leaf for leaf in leaves if isinstance(leaf, _Stored)]
         engine = handle_of(touched[0]).engine
-        with engine.using():
+        with engine.uses.begin():
             if subject is not None and func is torch.Tensor.copy_ and not engine.computing:
                 engine.write_value(handle_of(subject), args[1])
                 return subject
@@ -214,7 +214,7 @@ class StoredDTensor(_Stored, DTensor):
 
     def _gathered(self, what: str) -> DTensor:
         handle = handle_of(self)
-        with handle.engine.using():
+        with handle.engine.uses.begin():
             handle.engine.touch(handle, what)
         param = handle.param
         param.__class__ = DTensor
@@ -265,7 +265,7 @@ class StoredAlias(_Stored, torch.Tensor):
         # (DLPack) meets the guard.
         aliases = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, StoredAlias)]
         engine = handle_of(aliases[0]).engine
-        with engine.using():
+        with engine.uses.begin():
             for alias in aliases:
                 engine.touch(handle_of(alias), str(func))
             args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs or {}))

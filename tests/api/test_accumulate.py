@@ -140,7 +140,7 @@ def test_gradients_are_not_to_be_had_between_micro_batches(use):
     plain, plain_optimizer = build()
     with infinity.accumulate(model):
         loss_of(model, 0, 0).backward()
-        with pytest.raises(infinity.UsageError, match="is not to be had here"):
+        with pytest.raises(infinity.UsageError, match="is not available here"):
             USES[use](model, optimizer)
         with infinity.full_params(model) as params:  # the twin: values alone are read
             assert not models.differing(params, model.state_dict())

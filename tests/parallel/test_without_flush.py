@@ -43,17 +43,17 @@ REFUSED = {
     "no grad": "UsageError: run() trains",
     "gradients": "UsageError: run() with gradients of an earlier backward",
     "step_in_backward": "UsageError: run() inside step_in_backward",
-    "inside: save": "UsageError: save_checkpoint is not to be had while a pipeline runs without flush",
-    "inside: state_dict": "UsageError: state_dict() is not to be had while a pipeline runs without flush",
-    "inside: optimizer's": "UsageError: optimizer.state_dict() is not to be had while a pipeline runs without flush",
-    "inside: full_params": "UsageError: full_params is not to be had while a pipeline runs without flush",
-    "inside: unwrap": "UsageError: unwrap_model is not to be had while a pipeline runs without flush",
-    "inside: step": "UsageError: a step of a schedule is not to be had while a pipeline runs without flush",
-    "inside: eval": "UsageError: a step of a schedule is not to be had while a pipeline runs without flush",
-    "inside: accumulate": "UsageError: infinity.accumulate is not to be had while a pipeline runs without flush",
-    "inside: optimizer's step": "UsageError: optimizer.step() is not to be had while a pipeline runs without flush",
-    "inside: add_param_group": "UsageError: add_param_group() is not to be had while a pipeline runs without flush",
-    "inside: run": "UsageError: another run is not to be had while a pipeline runs without flush",
+    "inside: save": "UsageError: save_checkpoint is not available while a pipeline runs without flush",
+    "inside: state_dict": "UsageError: state_dict() is not available while a pipeline runs without flush",
+    "inside: optimizer's": "UsageError: optimizer.state_dict() is not available while a pipeline runs without flush",
+    "inside: full_params": "UsageError: full_params is not available while a pipeline runs without flush",
+    "inside: unwrap": "UsageError: unwrap_model is not available while a pipeline runs without flush",
+    "inside: step": "UsageError: a step of a schedule is not available while a pipeline runs without flush",
+    "inside: eval": "UsageError: a step of a schedule is not available while a pipeline runs without flush",
+    "inside: accumulate": "UsageError: infinity.accumulate is not available while a pipeline runs without flush",
+    "inside: optimizer's step": "UsageError: optimizer.step() is not available while a pipeline runs without flush",
+    "inside: add_param_group": "UsageError: add_param_group() is not available while a pipeline runs without flush",
+    "inside: run": "UsageError: another run is not available while a pipeline runs without flush",
     "goes on": "was taken",
 }
 
@@ -231,7 +231,7 @@ def test_what_cannot_run_without_flush_is_refused_on_every_rank(two, what):
 def test_a_forward_between_two_batches_is_refused_and_ends_the_run(two):
     """Also where somebody catches that; the engine goes on."""
     for rank in two["forward_inside"]:
-        assert rank["forward"].startswith("UsageError: a forward of its own is not to be had while a pipeline runs without flush")
+        assert rank["forward"].startswith("UsageError: a forward of its own is not available while a pipeline runs without flush")
         assert rank["run"].startswith("UsageError: this run without flush was cut short") and rank["steps"] == 1
     assert two["forward_inside"][1]["loss"] > 0
 

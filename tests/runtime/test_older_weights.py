@@ -60,7 +60,7 @@ def wrap(home: str, folder: Any, kind: type = nn.Linear) -> tuple:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = infinity.wrap_model(model, optimizer, at_home(home, home, folder))
     engine = wrapped(model).engine
-    with engine.using():
+    with engine.uses.begin():
         OlderWeights(engine)
     return model, optimizer, engine
 
@@ -241,7 +241,7 @@ def test_a_group_that_has_no_older_weights_is_refused(tmp_path):
     optimizer: Any = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
     model, optimizer = infinity.wrap_model(model, optimizer, at_home("host", "host", tmp_path))
     engine = wrapped(model).engine
-    with engine.using():
+    with engine.uses.begin():
         OlderWeights(engine)
     with pytest.raises(infinity.UsageError, match="after without_flush"):
         optimizer.add_param_group({"params": [model[0].weight]})

@@ -122,7 +122,7 @@ class User:
     def index(self) -> int:
         """Optimizer steps that were made, once what an exception left is put right."""
         engine = engine_of(self.parts)
-        with engine.using():
+        with engine.uses.begin():
             return engine.step_index
 
     def data(self, number: int) -> torch.Tensor:

@@ -1,0 +1,172 @@
+"""Operations: what users can ask a job for, and in which states it is refused.
+
+operation   one call that users make: of the model, of its optimizer or of this package
+state       what goes on when the call comes; several can go on at once
+
+A cell of the table is a dot where the operation is allowed. A letter there is the state's: the call
+raises UsageError with the remedy for that state, before anything changed. What a call is given may
+be refused all the same. Two states stand outside the table, since no operation is asked about them:
+a process that was forked refuses everything, a job whose state was lost everything but a load.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from ..errors import UsageError
+
+
+class State(Enum):
+    """What goes on. The value is the letter in the table."""
+
+    UNWRAPPED = "u"  # unwrap_model has given plain objects back
+    FORWARD = "f"  # a forward of the model runs: the call comes from a hook or a module
+    BACKWARD = "b"  # a backward runs: the call comes from a hook
+    ACCUMULATING = "a"  # gradients of several micro-batches wait for the end of their pass
+    STEPPING = "s"  # inside `with optimizer.step_in_backward()`
+    STEPPED = "p"  # between that block and optimizer.step(): part of the units are stepped
+    AVERAGED = "e"  # inside `with average.applied()`: the averages are the model's weights
+    STALE = "w"  # a pipeline runs without flush
+    BETWEEN = "o"  # the same, but for the updates that it makes itself
+
+
+class Operation(Enum):
+    """What users ask for. The value is its name in messages."""
+
+    FORWARD = "a forward"
+    LONE_FORWARD = "a forward of its own"
+    BACKWARD = "a backward"
+    SCHEDULE_STEP = "a step of a schedule"
+    PIPELINE_BATCH = "another batch"
+    PIPELINE_RUN = "another run"
+    ACCUMULATE = "infinity.accumulate"
+    JOINED_PASS = "a pass of several micro-batches"
+    STEP = "optimizer.step()"
+    STEP_IN_BACKWARD = "step_in_backward()"
+    ZERO_GRAD = "zero_grad()"
+    USE_GRAD = "param.grad"
+    ADD_PARAM_GROUP = "add_param_group()"
+    USE_OPTIMIZER_STATE = "optimizer.state"
+    OPTIMIZER_STATE_DICT = "optimizer.state_dict()"
+    LOAD_OPTIMIZER_STATE_DICT = "optimizer.load_state_dict()"
+    STATE_DICT = "state_dict()"
+    LOAD_STATE_DICT = "load_state_dict()"
+    WRITE_STATE_DICT = "writing to a tensor of a state dict"
+    FULL_PARAMS = "full_params"
+    WRITE_FULL_PARAMS = "full_params(writeback=True)"
+    SAVE_CHECKPOINT = "save_checkpoint"
+    LOAD_CHECKPOINT = "load_checkpoint"
+    SAVE_PRETRAINED = "save_pretrained"
+    SAVE_MERGED = "save_merged"
+    UPDATE_AVERAGE = "updating the average"
+    APPLY_AVERAGE = "average.applied()"
+    EXCHANGE_AVERAGE = "exchanging weights and averages"
+    AVERAGE_STATE_DICT = "the average's state dict"
+    LOAD_AVERAGE = "loading the average"
+    REMOVE_AVERAGE = "removing the average"
+    PARK = "park"
+    UNWRAP = "unwrap_model"
+
+
+# Three reasons fill the table. A weight is not read while units or stages have weights of different
+# steps. Values are not set where what goes on would lose them, or would use both. What gives homes
+# away, or takes all of them anew, needs a job in which nothing goes on.
+TABLE = """
+                               u f b a s p e w o
+    FORWARD                    u . . . . . . . .
+    LONE_FORWARD               u . . . . p . w .
+    BACKWARD                   u . . . . . . . .
+    SCHEDULE_STEP              u . . . . p . w .
+    PIPELINE_BATCH             u . . . . p . w .
+    PIPELINE_RUN               u . . a s p e w .
+    ACCUMULATE                 u f b a . p . w .
+    JOINED_PASS                u f b a . p . . .
+    STEP                       u . b a . . e . o
+    STEP_IN_BACKWARD           u f b a s p e w .
+    ZERO_GRAD                  u . . a s p . . .
+    USE_GRAD                   . . . a . . . . .
+    ADD_PARAM_GROUP            u f b a s p e w .
+    USE_OPTIMIZER_STATE        u . . . . . . w .
+    OPTIMIZER_STATE_DICT       u . . . s p . w .
+    LOAD_OPTIMIZER_STATE_DICT  u . . a s p e w .
+    STATE_DICT                 u . . . s p . w .
+    LOAD_STATE_DICT            u f . a s p e w .
+    WRITE_STATE_DICT           u . . a . . . w .
+    FULL_PARAMS                u . . . s p . w .
+    WRITE_FULL_PARAMS          u . . a s p e w .
+    SAVE_CHECKPOINT            u . b a s p e w .
+    LOAD_CHECKPOINT            u f b a s . e w .
+    SAVE_PRETRAINED            u . . . s p . w .
+    SAVE_MERGED                u . . . s p . w .
+    UPDATE_AVERAGE             u . . . s p e w .
+    APPLY_AVERAGE              u f b a s p e w .
+    EXCHANGE_AVERAGE           u f b a s p . w .
+    AVERAGE_STATE_DICT         u . . . s p e w .
+    LOAD_AVERAGE               u . . . . . e w .
+    REMOVE_AVERAGE             u . . . . . e w .
+    PARK                       u f b a s p . w .
+    UNWRAP                     u f b a s p e w .
+"""
+
+# Asked in every pass, or from inside a use: the states are looked at as they are. Every other
+# operation first puts right what an exception left, and takes what users wrote to state dicts.
+QUICK = {
+    Operation.FORWARD,
+    Operation.LONE_FORWARD,
+    Operation.BACKWARD,
+    Operation.JOINED_PASS,
+    Operation.SCHEDULE_STEP,
+    Operation.PIPELINE_BATCH,
+    Operation.PIPELINE_RUN,
+    Operation.STEP,
+    Operation.STEP_IN_BACKWARD,
+    Operation.ZERO_GRAD,
+    Operation.USE_GRAD,
+    Operation.ADD_PARAM_GROUP,
+    Operation.WRITE_STATE_DICT,
+}
+
+STALE_REMEDY = (
+    "{} is not available while a pipeline runs without flush: its stages are not all after the same update. "
+    "Call it when run() has returned, which flushes: between two calls there is one version of the weights."
+)
+REMEDIES = {
+    State.UNWRAPPED: "{} needs weights that went with the engine: the model was unwrapped, or is gone. Use the model "
+    "and the optimizer that unwrap_model returned, and run a backward before unwrap_model.",
+    State.FORWARD: "{} inside a forward of the model, from a hook or a module: call it when the forward is over.",
+    State.BACKWARD: "{} inside a backward of the model, from a hook: call it when the backward is over.",
+    State.ACCUMULATING: "{} is not available here: gradients of several micro-batches are incomplete until the "
+    "`with infinity.accumulate(...)` block, or the step of the pipeline's schedule, is over. Read, clip, step and zero "
+    "gradients after it.",
+    State.STEPPING: "{} inside `with optimizer.step_in_backward()`: part of the units are stepped there. Call it "
+    "before that block, or after optimizer.step().",
+    State.STEPPED: "{} between step_in_backward and its step(): part of the units are stepped. Call optimizer.step() first.",
+    State.AVERAGED: "{} is not available inside `with average.applied()`: the model has its average for weights. Call it "
+    "after that block.",
+    State.STALE: STALE_REMEDY,
+    State.BETWEEN: STALE_REMEDY,
+}
+# What helps in one cell more than the remedy for the state does.
+SPECIAL = {
+    (Operation.STEP, State.BACKWARD): "optimizer.step() inside a backward, from a hook: to step units while it runs, use "
+    "`with optimizer.step_in_backward(): loss.backward()`, and call step() after that.",
+    (Operation.ACCUMULATE, State.ACCUMULATING): "infinity.accumulate inside another one, or inside a step of a pipeline's "
+    "schedule: its micro-batches are added up by the outer one already. Leave the inner block out.",
+}
+
+
+def _read(table: str) -> dict[Operation, tuple[State, ...]]:
+    header, *rows = table.strip().splitlines()
+    states = [State(letter) for letter in header.split()]
+    found: dict[Operation, tuple[State, ...]] = {}
+    for name, *cells in map(str.split, rows):
+        found[Operation[name]] = tuple(state for state, cell in zip(states, cells, strict=True) if cell == state.value)
+    return found
+
+
+REFUSED = _read(TABLE)
+
+
+def refusal(operation: Operation, state: State, what: str | None = None) -> UsageError:
+    """Makes the error for ``operation`` in ``state``. ``what``: its name in the message."""
+    return UsageError(SPECIAL.get((operation, state), REMEDIES[state]).format(what or operation.value))
