@@ -26,5 +26,5 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     """
     engine = engine_of(model)
     engine.uses.check(Operation.ACCUMULATE)
-    with engine.joined.opened(engine):
+    with engine.joined.opened():
         yield

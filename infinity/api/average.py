@@ -55,7 +55,7 @@ class Average:
         if engine.average is not None:
             raise UsageError("this model has an average already: call its remove() first")
         with engine.uses.begin():
-            engine.average = self._average = WeightAverage(engine, blend)
+            engine.average = self._average = WeightAverage(engine.job, blend)
         self._model = model
 
     @property
@@ -69,8 +69,8 @@ class Average:
 
         Interrupted, it is carried to its end by the next use of the model. On every rank.
         """
-        engine = self._average.engine
-        with engine.uses.operation(Operation.UPDATE_AVERAGE), engine.store.guarding():
+        job = self._average.job
+        with job.uses.operation(Operation.UPDATE_AVERAGE), job.store.guarding():
             self._average.update()
 
     @contextmanager
@@ -90,24 +90,24 @@ class Average:
 
     def _check(self, operation: Operation, *, updated: bool = True) -> None:
         """Raises UsageError while the averages are the model's weights and, with ``updated``, where there are none yet."""
-        self._average.engine.uses.check(operation)  # an exchange that was cut short is over then
+        self._average.job.uses.check(operation)  # an exchange that was cut short is over then
         if updated and not self.updates:
             raise UsageError("there is no average yet: call update() after a step")
 
     @torch.no_grad()
     def _exchange(self, applied: bool) -> None:
         """Has the model the averages for its weights, or its weights again. Nothing is done where it has them."""
-        engine = self._average.engine
-        with engine.uses.operation(Operation.EXCHANGE_AVERAGE), engine.store.guarding():
+        job = self._average.job
+        with job.uses.operation(Operation.EXCHANGE_AVERAGE), job.store.guarding():
             if self._average.is_exchanged != applied:
                 self._average.exchange()
 
     def remove(self) -> None:
         """Gives the average's memory back."""
-        engine = self._average.engine
-        with engine.uses.operation(Operation.REMOVE_AVERAGE):  # brings back what is parked
+        job = self._average.job
+        with job.uses.operation(Operation.REMOVE_AVERAGE):  # brings back what is parked
             self._average.free()
-            engine.average = None
+            engine_of(self._model).average = None
 
     # --- state dicts ---
 
@@ -118,7 +118,7 @@ class Average:
         first update, and in :meth:`applied`, where the model's own state dict has the averages."""
         self._check(Operation.AVERAGE_STATE_DICT)
         state = self._model.state_dict()
-        with self._average.engine.uses.begin():
+        with self._average.job.uses.begin():
             return state | {name: self._whole(handle) for name, handle in self._handles().items() if name in state}
 
     def _handles(self) -> dict[str, ParamHandle]:
@@ -143,9 +143,9 @@ class Average:
         parts = {
             handle: part_of(handle.param, state_dict[name], f"the average of {name}").detach() for name, handle in handles.items()
         }
-        engine = self._average.engine
-        with engine.uses.begin(), engine.store.guarding():
-            engine.journal.carry_out(partial(self._take, parts, updates))
+        job = self._average.job
+        with job.uses.begin(), job.store.guarding():
+            job.journal.carry_out(partial(self._take, parts, updates))
 
     def _take(self, parts: Mapping[ParamHandle, torch.Tensor], updates: int) -> None:
         """Makes ``parts`` the average, from the start however far it came before."""

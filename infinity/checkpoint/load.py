@@ -126,7 +126,7 @@ def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module
         put_own_state(optimizer, engine, checked.own_state)
     rank = _rank_in(manifest, engine)
     _load_rest(model, checked.other, _rank_in(manifest, engine, of_stage=True))
-    engine.count_backwards(0)
+    engine.steps.count_backwards(0)
     if checked.generators is not None:
         restore_random_state(checked.generators, checked.other, rank)
     # Where an exception came before this rank had begun, all others say this and it does not: its old values must not mix with theirs.

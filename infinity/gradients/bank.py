@@ -138,7 +138,7 @@ class GradientBank(AssignedGrads):
             if self._reducer is not None:
                 self._reducer.average(are_gone=True)
             self.clips.clear()
-            handle.engine.forget_backwards()
+            handle.engine.steps.forget_backwards()
 
     def zero_here(self, handle: ParamHandle) -> None:
         """Leaves zeros where there is a gradient, without asking other ranks: whatever they have,

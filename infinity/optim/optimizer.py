@@ -230,9 +230,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         stepper.carry_out(steps)
         self._engine.lent.forget_edits()
         self._engine.gradients.clips.clear()
-        self._engine.count_backwards(0)
         self._engine.steps.finish(version)
-        self._engine.collectives.note_progress(steps=version, backwards=0)
 
     @contextmanager
     def step_in_backward(self) -> Iterator[None]:
@@ -292,7 +290,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                         param.grad.zero_()
             if not set_to_none:
                 self._engine.gradients.clips.clear()
-                self._engine.forget_backwards()
+                self._engine.steps.forget_backwards()
 
     # --- state ---
 

@@ -77,12 +77,6 @@ class StepTarget(Protocol):
     def admit(self, params: Iterable[torch.Tensor], *, moment_count: int, then: Callable[[], None]) -> None:
         """Steps, from now on, ``params`` too, and calls ``then``, or raises and changes nothing."""
 
-    def count_backwards(self, count: int) -> None:
-        """Sets how many backwards have ended since the last step."""
-
-    def forget_backwards(self) -> None:
-        """Forgets the backwards since the last step, whose gradients are gone, or zero."""
-
     def begin_step(self) -> None:
         """Starts a step."""
 

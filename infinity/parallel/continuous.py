@@ -74,7 +74,7 @@ def without_flush(schedule: Any, optimizer: torch.optim.Optimizer, *, quiet: boo
     attach(schedule)
     with engine.uses.begin():
         if engine.older is None:
-            OlderWeights(engine)
+            engine.older = OlderWeights(engine.job)
     if optimizer.rule_name in ADAMS and not quiet:
         warnings.warn(
             f"without_flush with {optimizer.rule_name}: gradients are of weights one update old, which is reported to degrade the rules of Adam far more "

@@ -156,7 +156,7 @@ def one_pass(engine: Engine, stages: list[Any]) -> Iterator[None]:
     """Makes what attached ``stages`` run inside the block one pass, whose gradients are scaled when they have landed."""
     for stage in stages:
         getattr(stage, ATTACHED).clear()
-    with engine.in_common.compared(), engine.joined.opened(engine, finish=partial(_scale_all, stages)):
+    with engine.in_common.compared(), engine.joined.opened(finish=partial(_scale_all, stages)):
         yield
 
 
@@ -234,7 +234,7 @@ def _attach_stage(stage: Any, engine: Engine) -> None:
 
         def begin_anew() -> None:
             clean_up()
-            engine.joined.begin_anew(engine)
+            engine.joined.begin_anew()
 
         stage._post_metadata_inference_cleanup = begin_anew
 

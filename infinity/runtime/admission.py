@@ -12,16 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from .. import native
-from ..config.config import Config
 from ..errors import CapacityError, UsageError
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
-from ..optim.updates import Updates
 from ..planning.budgets import measured_free
 from ..planning.memory_plan import MemoryPlan, term_of
 from ..planning.unit_sizes import ShardSize, UnitSize
@@ -30,37 +27,14 @@ from ..state.shard import ParamShard
 from ..state.shard_spec import ShardSpec
 from ..state.unit import ParamUnit
 from ..storage.arrays import ArrayIO, StateArray
-from .older_weights import OlderWeights
+from .job import Job, wait_idle
 from .resources import Resources
-from .running import Running
-from .weight_average import WeightAverage
 
 INSTEAD = (
     "Give the optimizer all parameters before wrap_model, and freeze those that are trained later with requires_grad_(False): what is frozen "
     "gets no step. Or unwrap_model first, add the group, and wrap again."
 )
 ZEROED_AT_ONCE = 4 * 1024 * 1024  # elements
-
-
-class Admitting(Running, Protocol):
-    """The engine, as what admits parameters to its optimizer sees it."""
-
-    config: Config
-    plan: MemoryPlan
-    sizes: list[UnitSize]
-    updates: Updates
-    average: WeightAverage | None
-    older: OlderWeights | None
-
-    @property
-    def computing(self) -> bool:
-        """Whether a forward or backward of the model is running."""
-
-    def wait_idle(self) -> None:
-        """Waits until every byte is at home."""
-
-    def release(self, units: Iterable[ParamUnit]) -> None:
-        """Sends ``units`` home."""
 
 
 @dataclass
@@ -73,61 +47,60 @@ class Growth:
 
 
 def admit(
-    engine: Admitting,
+    job: Job,
     resources: Resources,
     params: Iterable[torch.Tensor],
     *,
     moment_count: int,
+    hook: Callable[[torch.Tensor], None],
     then: Callable[[], None],
 ) -> None:
     """Does what :meth:`Engine.admit` says."""
-    handles = _latecomers(engine, params)
+    handles = _latecomers(job, params)
     growths = {
-        handle.shard: Growth(handle.unit, handle.shard.spec.trained(engine.config.master, moment_count))
+        handle.shard: Growth(handle.unit, handle.shard.spec.trained(job.config.master, moment_count))
         for handle in handles if not handle.shard.spec.stepped
     }  # fmt: skip
-    sizes = [_grown(size, unit, growths) for size, unit in zip(engine.sizes, engine.units)]
-    engine.wait_idle()
-    engine.gradients.homes.settle()
-    engine.release(engine.units)
-    _check_room(engine, growths)
+    sizes = [_grown(size, unit, growths) for size, unit in zip(job.planned.sizes, job.units)]
+    wait_idle(job)
+    job.gradients.homes.settle()
+    job.prefetcher.release_all(job.units)
+    _check_room(job, growths)
     try:
         for shard, growth in growths.items():
-            _allocate(engine, shard, growth)
+            _allocate(job, shard, growth)
         is_refitted = resources.refit(sizes)
         updater = resources.make_updater() if is_refitted else None
     except BaseException:
         for growth in growths.values():
             for array in growth.arrays.values():
-                engine.store.free_more(array)
+                job.store.free_more(array)
         raise
-    plan = replace(engine.plan, terms=_terms(engine.plan, growths))
+    plan = replace(job.planned.plan, terms=_terms(job.planned.plan, growths))
 
     def change() -> None:
-        if updater is not None and engine.updates.updater is not updater:
-            engine.updates.use(updater, engine.device, engine.plan.device_slot_nbytes)
-        engine.gradients.homes.stage_in(resources.grad_staging)
+        if updater is not None and job.updates.updater is not updater:
+            job.updates.use(updater, job.device, job.planned.plan.device_slot_nbytes)
+        job.gradients.homes.stage_in(resources.grad_staging)
         for shard, growth in growths.items():
             shard.grow(growth.spec, growth.arrays)
         for handle in handles:
             if handle.grad is None:
-                engine.passes.hook(handle.param)
-                engine.gradients.track(handle)
-                engine.trained.append(handle)
-        engine.sizes, engine.plan = sizes, plan
+                hook(handle.param)
+                job.gradients.track(handle)
+                job.trained.append(handle)
+        job.planned.sizes, job.planned.plan = sizes, plan
         then()
 
     native.insist(change)
 
 
-def _latecomers(engine: Admitting, params: Iterable[torch.Tensor]) -> list[ParamHandle]:
+def _latecomers(job: Job, params: Iterable[torch.Tensor]) -> list[ParamHandle]:
     """Returns the handles of ``params``. Raises UsageError where one of them, or the engine as it is, allows no admission."""
-    if engine.computing:
-        raise UsageError("add_param_group inside a forward or backward of the model: add the group between two of them")
     handles = []
     for param in params:
         handle = handle_of(param)
-        if handle is None or handle.engine is not engine:
+        if handle is None or handle.engine.uses is not job.uses:
             raise UsageError(
                 f"add_param_group: a parameter of shape {tuple(param.shape)} is not one that wrap_model has taken home with this optimizer, so "
                 f"its state has no home. {INSTEAD}"
@@ -135,18 +108,12 @@ def _latecomers(engine: Admitting, params: Iterable[torch.Tensor]) -> list[Param
         if raw_grad(param) is not None:
             raise UsageError(f"add_param_group: {handle.name} has a gradient from before: set it to None first")
         handles.append(handle)
-    if not engine.ranks.alone:
+    if not job.ranks.alone:
         raise UsageError(f"add_param_group after wrap_model, with several ranks: not available in this version. {INSTEAD}")
-    if not engine.device.is_host:
+    if not job.device.is_host:
         raise UsageError(
-            f"add_param_group after wrap_model, computing on {engine.device.where}: not available in this version. {INSTEAD}"
+            f"add_param_group after wrap_model, computing on {job.device.where}: not available in this version. {INSTEAD}"
         )
-    if engine.average is not None:
-        raise UsageError(
-            "add_param_group: the average of this model does not have these parameters. Make infinity.ema or swa afterwards."
-        )
-    if engine.older is not None:
-        raise UsageError(f"add_param_group after without_flush, which keeps no older weights of these parameters. {INSTEAD}")
     return handles
 
 
@@ -164,14 +131,14 @@ def _sizes(plan: MemoryPlan, growths: Mapping[ParamShard, Growth]) -> list[tuple
     return found
 
 
-def _check_room(engine: Admitting, growths: Mapping[ParamShard, Growth]) -> None:
+def _check_room(job: Job, growths: Mapping[ParamShard, Growth]) -> None:
     """Raises CapacityError where what is free does not hold the growth. Budgets are the ledger's to keep."""
     needed: dict[Tier, int] = {}
-    for tier, _, nbytes in _sizes(engine.plan, growths):
+    for tier, _, nbytes in _sizes(job.planned.plan, growths):
         shared = Tier.HOST if tier is Tier.DEVICE else tier  # one memory: the processor computes
         needed[shared] = needed.get(shared, 0) + nbytes
     for tier, nbytes in needed.items():
-        free = measured_free(tier, engine.config, engine.device)
+        free = measured_free(tier, job.config, job.device)
         if nbytes > free:
             raise CapacityError(
                 f"add_param_group: gradients and optimizer state of {len(growths)} shards need {format_nbytes(nbytes)} on {tier}, of which "
@@ -186,10 +153,10 @@ def _terms(plan: MemoryPlan, growths: Mapping[ParamShard, Growth]) -> dict[Tier,
     return terms
 
 
-def _allocate(engine: Admitting, shard: ParamShard, growth: Growth) -> None:
+def _allocate(job: Job, shard: ParamShard, growth: Growth) -> None:
     """Makes the arrays: moments are zero, masters hold what the weights are."""
-    store, unit = engine.store, growth.unit
-    growth.arrays = shard.allocate_missing(store, growth.spec, engine.plan.tiers_of(unit.index), f"unit {unit.name}")
+    store, unit = job.store, growth.unit
+    growth.arrays = shard.allocate_missing(store, growth.spec, job.planned.plan.tiers_of(unit.index), f"unit {unit.name}")
     for name, array in growth.arrays.items():
         if name == "master" and growth.spec.master == native.Master.FLOAT32:
             make: Callable[[int, int], torch.Tensor] = partial(_masters, store, shard)
@@ -199,7 +166,7 @@ def _allocate(engine: Admitting, shard: ParamShard, growth: Growth) -> None:
             continue
         for begin in range(0, array.numel, ZEROED_AT_ONCE):
             end = min(array.numel, begin + ZEROED_AT_ONCE)
-            store.write(array, begin, make(begin, end), version=engine.steps.index)
+            store.write(array, begin, make(begin, end), version=job.steps.index)
 
 
 def _masters(store: ArrayIO, shard: ParamShard, begin: int, end: int) -> torch.Tensor:

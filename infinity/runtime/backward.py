@@ -11,7 +11,6 @@ end of the outermost task is let go: unused parameters get no gradient, and noth
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -24,71 +23,62 @@ from ..state.dtensors import is_distributed, part_of
 from ..state.handle import ParamHandle, handle_of, raw_grad, set_raw_grad
 from ..state.operations import Operation
 from ..state.unit import ParamUnit
-from .frame import Frame
-from .running import Running
+from .job import Job
 from .tasks import AutogradTasks
 
 
 class Backward:
     """The backward that is running. Used from the thread that autograd runs it in."""
 
-    def __init__(self, engine: Running, frames: list[Frame]):
-        self._engine = weakref.ref(engine)  # the engine holds this object
-        self._frames = frames  # that are running: the passes'
-        self.tasks = AutogradTasks(engine.scopes)
-        self._awaited: dict[ParamUnit, set[ParamHandle]] = {}  # least recently used first
-        self._expected: dict[ParamUnit, set[ParamHandle]] = {}  # in lockstep: what a unit still has to get, held or not
-        self._since: dict[ParamUnit, float] = {}  # when the backward came to each of those
-        self._reached: set[ParamUnit] = set()  # units that got a gradient in this backward
+    def __init__(self, job: Job, recover: Callable[[], None]):
+        """``recover``: puts right what an exception left, where a backward is the first to come."""
+        self.job, self._pass, self._recover = job, job.running, recover
+        self.tasks = AutogradTasks(job.scopes, job.running)
         self._without_grad: dict[ParamUnit, set[ParamHandle]] = {}  # seen to get none in an earlier one
         self._listeners: list[Callable[[ParamUnit], None]] = []
 
     @property
-    def engine(self) -> Running:
-        return self._engine()
-
-    @property
     def in_lockstep(self) -> bool:
         """Whether other ranks gather with this one in mid-backward."""
-        return self.engine.reducer is not None and self.engine.reducer.waits_elsewhere
+        return self.job.reducer is not None and self.job.reducer.waits_elsewhere
 
     # --- units ---
 
     def gather(self, unit: ParamUnit) -> int | None:
         """Holds ``unit`` in a backward. Returns how many reductions all ranks could start, where they met for its gather."""
-        self.engine.handed.refuse_in_backward(unit)
-        reducer = self.engine.reducer
-        return self.engine.prefetcher.hold(unit, backward=True, offered=reducer.offered if reducer is not None else 0)
+        self.job.handed.refuse_in_backward(unit)
+        reducer = self.job.reducer
+        return self.job.prefetcher.hold(unit, backward=True, offered=reducer.offered if reducer is not None else 0)
 
     def hold(self, unit: ParamUnit) -> None:
         """Holds ``unit``, which the running backward needs."""
-        self.engine.uses.check(Operation.BACKWARD, "this backward")
+        self.job.uses.check(Operation.BACKWARD, "this backward")
         refuse_without_bytes("a backward")
         self.join()
-        if unit in self._awaited:
-            self._awaited[unit] = self._awaited.pop(unit)  # the last one used
+        if unit in self._pass.awaited:
+            self._pass.awaited[unit] = self._pass.awaited.pop(unit)  # the last one used
             return
         if self.in_lockstep:
-            for other in list(self._awaited)[:-1]:
+            for other in list(self._pass.awaited)[:-1]:
                 self.let_go(other)
         trained = zip(unit.handles, (param for shard in unit.shards for param in shard.params))
         expected = {h for h, p in trained if h.grad is not None and p.requires_grad} - self._without_grad.get(unit, set())
-        with self.engine.store.guarding():
+        with self.job.store.guarding():
             least = self.gather(unit)
-            if self.engine.reducer is not None:
-                self.engine.reducer.come_to_unit(least)
-        self._awaited[unit] = expected
+            if self.job.reducer is not None:
+                self.job.reducer.come_to_unit(least)
+        self._pass.awaited[unit] = expected
         if self.in_lockstep:
-            self._expected.setdefault(unit, expected)
-        self._since[unit] = time.perf_counter()
+            self._pass.expected.setdefault(unit, expected)
+        self._pass.since[unit] = time.perf_counter()
 
     def let_go(self, unit: ParamUnit) -> None:
         """Lets ``unit`` go, with which the backward is done."""
-        if unit in self._awaited:
-            del self._awaited[unit]
-            self.engine.traffic.mark("backward", unit.name, self._since.pop(unit))
-            self.engine.prefetcher.unhold(unit)
-            self.engine.gradients.homes.close_all(unit.shards)
+        if unit in self._pass.awaited:
+            del self._pass.awaited[unit]
+            self.job.traffic.mark("backward", unit.name, self._pass.since.pop(unit))
+            self.job.prefetcher.unhold(unit)
+            self.job.gradients.homes.close_all(unit.shards)
 
     def give_way(self) -> bool:
         """Lets the unit go that the backward has not used for longest: the device window is full.
@@ -96,8 +86,8 @@ class Backward:
         It comes back when it is needed after all. What waits that long is mostly a unit with a parameter that gets no
         gradient, or a tied one whose other use is yet to come. False when there is none.
         """
-        for unit in self._awaited:
-            if not any(unit in frame.units for frame in self._frames):
+        for unit in self._pass.awaited:
+            if not any(unit in frame.units for frame in self._pass.frames):
                 self.let_go(unit)
                 return True
         return False
@@ -119,15 +109,15 @@ class Backward:
         self.join()
         if grad is None:
             return  # of a weight that runs in tiles: it has landed
-        self.engine.gradients.changes.begin(handle)
+        self.job.gradients.changes.begin(handle)
         if is_distributed(grad):
             grad = part_of(param, grad, f"the gradient of {handle.name}")  # partial sums over the mesh are added
         set_raw_grad(param, None)
-        with self.engine.store.guarding():
-            self.engine.gradients.land(handle, grad)
-        self._reached.add(handle.unit)
+        with self.job.store.guarding():
+            self.job.gradients.land(handle, grad)
+        self._pass.reached.add(handle.unit)
         self._without_grad.get(handle.unit, set()).discard(handle)
-        awaited = (self._expected if self.in_lockstep else self._awaited).get(handle.unit)
+        awaited = (self._pass.expected if self.in_lockstep else self._pass.awaited).get(handle.unit)
         if awaited is not None:
             awaited.discard(handle)
             if not awaited:
@@ -137,24 +127,24 @@ class Backward:
         """Goes on with a unit whose gradients of this backward have all landed."""
         if not self.in_lockstep:
             self.let_go(unit)
-        if self.engine.reducer is not None:
-            self.engine.reducer.ready(unit)
-        elif not self.engine.joined.is_open:
+        if self.job.reducer is not None:
+            self.job.reducer.ready(unit)
+        elif not self._pass.is_joined:
             self._tell(unit)
 
     def land_by_hand(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         """Sends home a gradient that was computed without being accumulated, between the backwards of a joined pass."""
         handle = handle_of(param)
-        self.engine.gradients.changes.begin(handle)
-        with self.engine.store.guarding():
-            self.engine.gradients.land(handle, part_of(param, grad, f"the gradient of {handle.name}"))
+        self.job.gradients.changes.begin(handle)
+        with self.job.store.guarding():
+            self.job.gradients.land(handle, part_of(param, grad, f"the gradient of {handle.name}"))
         self._without_grad.get(handle.unit, set()).discard(handle)
-        self.engine.joined.note_backward()
+        self._pass.backward_count += 1
 
     def landed_at_home(self, unit: ParamUnit) -> None:
         """Tells the listeners that ``unit``'s gradients have landed for good: averages over all ranks, or sums of a joined pass."""
         landed = any(handle.grad.state is GradState.LANDED for handle in unit.handles if handle.grad)
-        if landed and not self.engine.prefetcher.is_held(unit):
+        if landed and not self.job.prefetcher.is_held(unit):
             self._tell(unit)
 
     def listen(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
@@ -174,42 +164,37 @@ class Backward:
 
     def begin_task(self) -> None:
         """Puts right what came before the outermost task, if that was cut short."""
-        self.engine.recover()
+        self._recover()
 
     @apart
     def end_task(self) -> None:
         """Lets go of what is still held as the outermost task ends: it got no gradient for some of its parameters."""
-        for unit, missing in (self._awaited | self._expected).items():
-            if unit in self._reached:  # else this was torch.autograd.grad, which accumulates nothing
+        for unit, missing in (self._pass.awaited | self._pass.expected).items():
+            if unit in self._pass.reached:  # else this was torch.autograd.grad, which accumulates nothing
                 self._without_grad[unit] = self._without_grad.get(unit, set()) | missing
-        for unit in list(self._awaited):
+        for unit in list(self._pass.awaited):
             self.let_go(unit)
-        self._expected.clear()
-        self._reached.clear()
+        self._pass.expected.clear()
+        self._pass.reached.clear()
         self._end()
 
     def _end(self) -> None:
         """Ends the backward: every gradient is on its way home, or waits for those of the same pass."""
-        engine = self.engine
-        if engine.joined.is_open:
-            engine.joined.note_backward()
-            engine.gradients.end_one_of_several()
+        job = self.job
+        if self._pass.is_joined:
+            self._pass.backward_count += 1
+            job.gradients.end_one_of_several()
             return
-        if engine.reducer is not None:
-            with engine.store.guarding():
-                engine.reducer.end_backward()
+        if job.reducer is not None:
+            with job.store.guarding():
+                job.reducer.end_backward()
         self.end_joined()
 
     def end_joined(self) -> None:
         """Ends one backward, or those of a joined pass, whose gradients have landed."""
-        engine = self.engine
-        engine.count_backwards(engine.steps.backwards + 1)
-        engine.gradients.end_backward()
-        engine.gradients.homes.close_all([shard for unit in engine.units for shard in unit.shards])
-        if not self._frames:
-            engine.release_idle()
-
-    def rebuild(self) -> None:
-        """Forgets whatever an exception left of what was running. Only while nothing is running."""
-        self._awaited, self._expected, self._since, self._reached = {}, {}, {}, set()
-        self.tasks.rebuild()
+        job = self.job
+        job.steps.count_backwards(job.steps.backwards + 1)
+        job.gradients.end_backward()
+        job.gradients.homes.close_all([shard for unit in job.units for shard in unit.shards])
+        if not self._pass.frames:
+            job.prefetcher.release_idle()

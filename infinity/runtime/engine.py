@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from functools import partial
 
 import torch
@@ -39,13 +40,16 @@ from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from ..state.uses import Uses
 from ..state.weight_storages import WeightStorages
-from .admission import admit
+from .admission import INSTEAD, admit
+from .backward import Backward
 from .handed_out import HandedOut
 from .in_common import InCommon
+from .job import Job, Planned, wait_idle
 from .joined_pass import JoinedPass
 from .older_weights import OlderWeights
 from .one_thread import refuse_at_the_end, wait_for_others
 from .parking import Parking
+from .pass_state import Pass
 from .passes import Passes
 from .prefetch import Prefetcher
 from .recovery import recover
@@ -70,15 +74,15 @@ class Engine:
         device: Device,
         collectives: Collectives | None = None,
     ):
-        self.config, self.plan, self.units, self.device = config, plan, units, device
+        self.config, self.units, self.device = config, units, device
+        self.planned = Planned(plan, sizes)
         autograd = torch._C._autograd
         self.scopes = native.Scopes(autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks)
-        self.journal, self.schedule, self.steps = Journal(), Schedule(), StepCounter()
+        self.journal, self.schedule, self.running = Journal(), Schedule(), Pass()
         self.collectives = collectives or Collectives()
         self.ranks, self.traffic = self.collectives.ranks, self.collectives.traffic
+        self.steps = StepCounter(note_progress=self.collectives.note_progress)
         self.traffic.timeline = Timeline(trace_path(config.trace, self.ranks)) if config.trace is not None else None
-        self.joined = JoinedPass()
-        self.sizes = sizes  # of the units, as they were planned with
         self.shadow_policy = ShadowPolicy() if plan.shadowed else None
         self.trained: list[ParamHandle] = []  # the parameters that have optimizer state
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}  # the newest state-dict tensor of a tied parameter
@@ -91,8 +95,7 @@ class Engine:
         self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives)
         self.updates = Updates(units, self.traffic)
         self.lent = LentState(self.store, self.steps, self.journal)
-        self.handed, self.parking = HandedOut(self), Parking(self.store)
-        self.uses = self._make_uses()
+        self.parking, self.uses = Parking(self.store), self._make_uses()
         contents = [shard.contents for unit in units for shard in unit.shards]  # of which none leads back to this object
         given_back = self.scopes, self.store, contents, self.updates.recorded, self.updates.names, self.collectives, device
         # To its end, though Ctrl-C comes between: nobody would call it again.
@@ -107,38 +110,54 @@ class Engine:
         self._put_together(stepping)
 
     def _put_together(self, stepping: bool) -> None:
-        """Makes the parts that run while the model runs."""
-        self.passes = Passes(self)
-        self.backward = self.passes.backward
-        staging, in_flight = self._resources.grad_staging, self.plan.landing_nbytes
-        self.gradients = GradientBank(self.store, staging, self.collectives, in_flight_nbytes=in_flight)
-        self.reducer: Reducer | None = None
-        if stepping and self.ranks.data_size > 1:
-            trained = [unit for unit in self.units if any(shard.spec.stepped for shard in unit.shards)]
-            tells = self.backward.landed_at_home, self.steps_units_early
-            self.reducer = Reducer(self.collectives, trained, self.gradients, self.ledger, self.schedule, *tells)
-            self.gradients.reduce_with(self.reducer)
+        """Makes the parts that run while the model runs. What calls back finds this object weakly: the job must not lead to it."""
+        plan, me = self.planned.plan, weakref.ref(self)
+        self.gradients = GradientBank(
+            self.store, self._resources.grad_staging, self.collectives, in_flight_nbytes=plan.landing_nbytes
+        )
+        self.reducer = self._make_reducer() if stepping and self.ranks.data_size > 1 else None
         self.activations = self._resources.make_activations()
-        planned = self.activations is not None and self.activations.spare_nbytes is not None and self.config.micro_batch is None
-        if planned and self.ranks.alone:  # ranks have to do the same, and do not measure the same
-            # Sending reads and writes every byte twice, there and back.
-            self.activations.plan_with(ActivationPlanner(self, send_rate=memory_rate() / 4, recomputes=self.config.recompute))
         self.prefetcher = Prefetcher(
             self.units,
             self.store,
             self.ledger,
             self.schedule,
-            window_nbytes=self.plan.device_window_nbytes,
-            units_ahead=self.plan.units_ahead,
-            give_way=self.backward.give_way,
+            window_nbytes=plan.device_window_nbytes,
+            units_ahead=plan.units_ahead,
+            give_way=lambda: me().backward.give_way(),
             before_gather=self.reducer.start_due if self.reducer is not None else lambda: None,
             collectives=self.collectives,
             device=self.device,
             journal=self.journal,
+            running=self.running,
         )
-        self.in_common, self.sequences = InCommon(self), Sequences(self)
         self.edits = ValueEdits(self.store, self.prefetcher, self.journal, self.collectives, self.steps)
+        self.handed = HandedOut(self.store, self.steps, self.ranks, self.lent, self.uses, self.edits)
+        self.in_common = InCommon(self.collectives, self.device, self.steps, self.gradients, self.trained)
+        self.sequences = Sequences(self.collectives, self.device)
+        self.job = Job(**{each.name: getattr(self, each.name) for each in fields(Job)})
+        self.backward = Backward(self.job, recover=lambda: me().recover())
+        self.passes, self.joined = Passes(self.job, self.backward), JoinedPass(self.job, self.backward)
         self._define_states()
+        planned = self.activations is not None and self.activations.spare_nbytes is not None and self.config.micro_batch is None
+        if planned and self.ranks.alone:  # ranks have to do the same, and do not measure the same
+            # Sending reads and writes every byte twice, there and back.
+            self.activations.plan_with(ActivationPlanner(self, send_rate=memory_rate() / 4, recomputes=self.config.recompute))
+
+    def _make_reducer(self) -> Reducer:
+        """Makes what averages gradients over the ranks."""
+        me, steps, makes_ahead = weakref.ref(self), self.steps, self.shadow_policy is not None
+        reducer = Reducer(
+            self.collectives,
+            [unit for unit in self.units if any(shard.spec.stepped for shard in unit.shards)],
+            self.gradients,
+            self.ledger,
+            self.schedule,
+            lambda unit: me().backward.landed_at_home(unit),
+            lambda: steps.streaming or makes_ahead,
+        )
+        self.gradients.reduce_with(reducer)
+        return reducer
 
     def attach(self, names: dict[torch.Tensor, list[str]]) -> None:
         """Makes the parameters managed ones. Their values are at home already: nothing here needs space or the disk."""
@@ -165,26 +184,28 @@ class Engine:
 
     def _make_uses(self) -> Uses:
         """Makes the door of the engine, which does not lead back to it."""
-        prepare, settle = weakref.WeakMethod(self._prepare), weakref.WeakMethod(self.handed.settle)
+        prepare, me = weakref.WeakMethod(self._prepare), weakref.ref(self)
         return Uses(
             self.scopes,
             check_process=self.store.check_process,
             wait=partial(wait_for_others, self.scopes),
             prepare=lambda repairing: prepare()(repairing),
-            settle=lambda: settle()(),
+            settle=lambda: me().handed.settle(),
         )
 
     def _define_states(self) -> None:
         """Says how each state is known, that no feature defines when it is made."""
-        passes, joined, steps, scopes, finalizer = self.passes, self.joined, self.steps, self.scopes, self._finalizer
+        running, steps, scopes, finalizer = self.running, self.steps, self.scopes, self._finalizer
 
         def is_whole() -> bool:
-            return not scopes.interrupted and not passes.is_cut_short  # else the next use ends what went on
+            return not scopes.interrupted and not running.is_cut_short  # else the next use ends what went on
 
         self.uses.define(State.UNWRAPPED, lambda: not finalizer.alive)
-        self.uses.define(State.FORWARD, lambda: passes.is_in_forward)
-        self.uses.define(State.BACKWARD, lambda: passes.is_in_backward)
-        self.uses.define(State.ACCUMULATING, lambda: joined.is_open and is_whole())
+        self.uses.define(
+            State.FORWARD, lambda: bool(running.frames) and scopes.running_here > 0 and torch._C._current_graph_task_id() == -1
+        )
+        self.uses.define(State.BACKWARD, lambda: bool(running.tokens) and torch._C._current_graph_task_id() != -1)
+        self.uses.define(State.ACCUMULATING, lambda: running.is_joined and is_whole())
         self.uses.define(State.STEPPING, lambda: steps.streaming and is_whole())
         self.uses.define(State.STEPPED, lambda: steps.begun and not steps.streaming and is_whole())
 
@@ -208,11 +229,11 @@ class Engine:
         """Puts right what an exception left, if there was one. Asked while no other use is running. ``finishing``: what had to be whole
         is carried to its end; else that waits for the next use, unless all state is set anew meanwhile."""
         if self.is_open and self._is_cut_short:
-            recover(self, finishing=finishing)
+            recover(self.job, self.older, finishing=finishing)
 
     @property
     def _is_cut_short(self) -> bool:
-        return self.scopes.interrupted or self.passes.is_cut_short or not self.journal.is_clear
+        return self.scopes.interrupted or self.running.is_cut_short or not self.journal.is_clear
 
     @property
     def is_sound(self) -> bool:
@@ -242,12 +263,22 @@ class Engine:
     @property
     def is_cut_short(self) -> bool:
         """Whether a forward or backward was left by an exception. Asked where none is running."""
-        return self.passes.is_cut_short
+        return self.running.is_cut_short
 
     @property
     def keeps_older(self) -> bool:
         """Whether an update leaves the weights that it begins with: micro-batches that began with them are under way."""
-        return self.older is not None and self.older.is_running
+        return self.running.is_stale
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """What lies where."""
+        return self.planned.plan
+
+    @property
+    def sizes(self) -> list[UnitSize]:
+        """The units' sizes, as they were planned with."""
+        return self.planned.sizes
 
     # --- what parameters ask ---
 
@@ -298,33 +329,19 @@ class Engine:
         """Has the running backward end what it holds."""
         self.backward.join()
 
-    def release_idle(self) -> None:
-        """Sends idle units home where the pass is over."""
-        if not self.joined.is_open:
-            self.prefetcher.release_idle(keeps=self.keeps_older)
-
     def admit(self, params: Iterable[torch.Tensor], *, moment_count: int, then: Callable[[], None]) -> None:
         """Steps ``params``, frozen until now. Raises UsageError or CapacityError with nothing changed."""
-        admit(self, self._resources, params, moment_count=moment_count, then=then)
-
-    def count_backwards(self, count: int) -> None:
-        """Sets how many backwards have ended since the last step."""
-        self.steps.count_backwards(count)
-        self.collectives.note_progress(steps=self.steps.index, backwards=count)
-
-    def forget_backwards(self) -> None:
-        """Forgets the backwards since the last step, whose gradients are gone: none of them counts
-        any more."""
-        if self.steps.backwards:
-            self.count_backwards(0)
+        if self.average is not None:
+            raise UsageError(
+                "add_param_group: the average of this model does not have these parameters. Make infinity.ema or swa afterwards."
+            )
+        if self.older is not None:
+            raise UsageError(f"add_param_group after without_flush, which keeps no older weights of these parameters. {INSTEAD}")
+        admit(self.job, self._resources, params, moment_count=moment_count, hook=self.passes.hook, then=then)
 
     def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
         """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward. Returns what ends that."""
         return self.backward.listen(listener)
-
-    def steps_units_early(self) -> bool:
-        """Tells whether somebody steps units while the backward goes on, or makes their updates ahead."""
-        return self.steps.streaming or self.shadow_policy is not None
 
     # --- what the optimizer asks ---
 
@@ -343,11 +360,7 @@ class Engine:
 
     def wait_idle(self) -> None:
         """Waits until every byte is at home, what users changed in state dicts and the optimizer's state too. Raises what went wrong."""
-        self.handed.settle_with_lent()
-        for unit in self.units:
-            for shard in unit.shards:
-                shard.wait()
-        self.updates.draw()
+        wait_idle(self.job)
 
     def shut_down(self) -> None:
         """Gives everything back: memory, descriptors, files."""

@@ -26,16 +26,20 @@ from typing import Any
 
 import torch
 
+from ..distributed.data_ranks import DataRanks
 from ..errors import UsageError
 from ..machine import storage_guard
-from ..optim.lent_state import STEP, checked_step
+from ..optim.lent_state import STEP, LentState, checked_step
 from ..optim.optimizer_state import MASTER
 from ..state.dtensors import is_distributed, like, local_of
 from ..state.handle import ParamHandle
-from ..state.operations import Operation
+from ..state.operations import Operation, State
 from ..state.shard import same_bits
+from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
-from .running import Running
+from ..state.uses import Uses
+from ..storage.store import ShardStore
+from .value_edits import ValueEdits
 
 VALUE = "value"  # of a parameter: what is handed out beside MASTER, STEP and the arrays of moments
 PROBED_NBYTES, PROBES = 4096, 128  # what is looked at whole, and how many bytes of what is larger
@@ -106,19 +110,19 @@ class _Handed:
         """Whether NumPy, or another process, may have changed it without a word."""
         return not self.was_freed and storage_guard.is_fixed(self._storage)
 
-    def is_written(self, engine: Running, *, is_stale: bool) -> bool:
+    def is_written(self, homes: HandedOut, *, is_stale: bool) -> bool:
         """Tells whether anything has changed it. The bytes of a snapshot are looked at once in a step."""
         if self._count() != self._versions:
             return not self.was_freed
-        if self.was_freed or (is_stale and self._looked_at == engine.steps.index):
+        if self.was_freed or (is_stale and self._looked_at == homes.steps.index):
             return False
-        self._looked_at = engine.steps.index
+        self._looked_at = homes.steps.index
         if self._probe() != self._bytes:
             return True
-        self.is_seen_here_alone = self.is_exported and self._differs(engine, is_stale=is_stale)
+        self.is_seen_here_alone = self.is_exported and self._differs(homes, is_stale=is_stale)
         return self.is_seen_here_alone
 
-    def _differs(self, engine: Running, *, is_stale: bool) -> bool:
+    def _differs(self, homes: HandedOut, *, is_stale: bool) -> bool:
         """Compares all bits: with those at home when it is first asked, and with those of that time from then on."""
         known, self._digest = self._digest, self._hash()
         if known is not None:
@@ -126,13 +130,13 @@ class _Handed:
         if is_stale or self.array in (STEP, MASTER):
             return False
         if self.array == VALUE:
-            return bool(self.handle.shard.changes(engine.store, self.handle.index, self.bytes))
+            return bool(self.handle.shard.changes(homes.store, self.handle.index, self.bytes))
         shard, index = self.handle.shard, self.handle.index
-        if engine.ranks.alone:
-            home = shard.flattened(shard.read_moment(engine.store, self.array, index), index)
+        if homes.ranks.alone:
+            home = shard.flattened(shard.read_moment(homes.store, self.array, index), index)
             return not bool(same_bits(shard.flattened(self.bytes, index), home).all())
         begin, end = (at - shard.layout.placements[index].offset for at in shard.own_part(self.array, index))
-        home, here = shard.read_own_part(engine.store, self.array, index), shard.flattened(self.bytes, index)[begin:end]
+        home, here = shard.read_own_part(homes.store, self.array, index), shard.flattened(self.bytes, index)[begin:end]
         return home.dtype == here.dtype and not bool(same_bits(here, home).all())
 
     def is_held(self, *, dying: bool = False) -> bool:
@@ -145,16 +149,13 @@ class _Handed:
 class HandedOut:
     """The tensors of state dicts of one engine. Given and settled inside a use of the engine; a tensor may die at any time."""
 
-    def __init__(self, engine: Running):
-        self._engine = weakref.ref(engine)  # the engine holds this object
+    def __init__(self, store: ShardStore, steps: StepCounter, ranks: DataRanks, lent: LentState, uses: Uses, edits: ValueEdits):
+        self.store, self.steps, self.ranks = store, steps, ranks
+        self._lent, self._uses, self._edits = lent, uses, edits
         self._entries: dict[int, _Handed] = {}  # by their storages, which they keep
         self._keys: dict[ParamHandle, set[int]] = {}  # of each parameter's entries
         self._filled: weakref.ref[dict] | None = None  # the state dict that was begun last
         self._is_filling = False
-
-    @property
-    def engine(self) -> Running:
-        return self._engine()
 
     @contextmanager
     def filling(self, state: dict) -> Iterator[None]:
@@ -173,7 +174,7 @@ class HandedOut:
             return
         key, me = storage_guard.identity(local_of(tensor)), weakref.ref(self)
         entry = _Handed(handle, array, tensor, partial(_died, me, key))
-        entry.note(self._stamp(entry), self.engine.steps.index)
+        entry.note(self._stamp(entry), self.steps.index)
         self._entries[key] = entry
         self._keys.setdefault(handle, set()).add(key)
 
@@ -202,22 +203,22 @@ class HandedOut:
         if self._entries and not local_of(value).is_meta and local_of(value).layout is torch.strided:
             entry = self._entries.get(storage_guard.identity(local_of(value)))
             if entry is not None and entry.handle is handle and entry.array == VALUE:
-                entry.note(self._stamp(entry), self.engine.steps.index)
+                entry.note(self._stamp(entry), self.steps.index)
 
     def begin_use(self, *, repairing: bool) -> None:
         """Sends home what was written, at the beginning of a use. Several ranks do so where all of them come by."""
-        if self._entries and self.engine.ranks.alone and not repairing:
+        if self._entries and self.ranks.alone and not repairing:
             self.settle()
 
     def settle_on_ranks(self) -> None:
         """Sends home what was written, where several ranks come by; one has done so as the use began."""
-        if not self.engine.ranks.alone:
+        if not self.ranks.alone:
             self.settle()
 
     def settle_with_lent(self) -> None:
         """Sends home what was written to state dicts, and to the optimizer's state."""
         self.settle()
-        self.engine.lent.settle()
+        self._lent.settle()
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -228,11 +229,11 @@ class HandedOut:
     def settle(self) -> None:
         """Sends home what was written since the last time. Raises UsageError, with nothing changed, for what cannot be: once for each
         writing. With several ranks all of them settle."""
-        if not self._entries or self._is_filling or not self.engine.is_open:
+        if not self._entries or self._is_filling or self._uses.is_in(State.UNWRAPPED):
             return
         written: list[_Handed] = []
         for key, entry in self._entries.copy().items():
-            if entry.is_written(self.engine, is_stale=self._is_stale(entry)):
+            if entry.is_written(self, is_stale=self._is_stale(entry)):
                 written.append(entry)
             elif not entry.is_held():
                 self._drop(key, entry)
@@ -252,7 +253,7 @@ class HandedOut:
         handle = entry.handle
         if entry.array in (VALUE, MASTER):
             return handle.version, handle.forward_edits
-        return self.engine.steps.index, self.engine.lent.changes_of(handle, entry.array)
+        return self.steps.index, self._lent.changes_of(handle, entry.array)
 
     def _is_stale(self, entry: _Handed) -> bool:
         if entry.stamp is not None and entry.stamp != self._stamp(entry):
@@ -280,10 +281,9 @@ class HandedOut:
         return left
 
     def _send(self, written: list[_Handed]) -> None:
-        engine = self.engine
-        engine.uses.check(Operation.WRITE_STATE_DICT)
+        self._uses.check(Operation.WRITE_STATE_DICT)
         if moments := [entry for entry in written if entry.array not in (VALUE, MASTER)]:
-            engine.lent.settle()  # what was written through optimizer.state, too, makes these stale
+            self._lent.settle()  # what was written through optimizer.state, too, makes these stale
         try:
             self._check(written)
         except UsageError:
@@ -305,13 +305,13 @@ class HandedOut:
             name = entry.handle.name
             what = f"{entry.array} of {name}" if entry.array != VALUE else name
             if self._is_stale(entry):
-                steps = self.engine.steps.index - entry.index
+                steps = self.steps.index - entry.index
                 since = f"{steps} further steps" if steps else "a load or an edit that changed it meanwhile"
                 raise UsageError(
                     f"{what}: a state_dict() value was written to after {since}: it is a snapshot, and the write would put "
                     "old values back. Nothing was changed: take state_dict() anew, or clone() what is to be kept."
                 )
-            if entry.is_seen_here_alone and not self.engine.ranks.alone:
+            if entry.is_seen_here_alone and not self.ranks.alone:
                 raise UsageError(
                     f"{what}: a state_dict() value was written to through NumPy, of which other ranks cannot tell. Nothing was "
                     "changed: with several ranks write through torch, on all of them."
@@ -343,7 +343,7 @@ class HandedOut:
                 self._follow(entry, alike, looked)
 
         edited = [(entry.handle, entry.bytes) for entry in written]
-        self.engine.edits.write_changes(edited, "taking over state_dict() values", then)
+        self._edits.write_changes(edited, "taking over state_dict() values", then)
 
     def _send_moment(self, entry: _Handed) -> None:
         alike, looked = self._alike(entry), entry.look()
@@ -351,17 +351,17 @@ class HandedOut:
         whole = value if entry.array == STEP else like(entry.handle.param, value)
 
         def then() -> None:
-            self.engine.lent.follow(entry.handle, entry.array, value)
+            self._lent.follow(entry.handle, entry.array, value)
             self._follow(entry, alike, looked)
 
-        self.engine.lent.write(entry.handle, {entry.array: whole}, then)
+        self._lent.write(entry.handle, {entry.array: whole}, then)
 
     def _follow(self, entry: _Handed, alike: list[_Handed], looked: tuple[list[int], bytes]) -> None:
         """Notes what was written as what is at home, and shows it in the other state dicts that have it."""
         for each in alike:
             if each is not entry:
                 each.bytes.copy_(entry.bytes)
-            each.note(self._stamp(each), self.engine.steps.index, looked if each is entry else None)
+            each.note(self._stamp(each), self.steps.index, looked if each is entry else None)
 
 
 def _died(owner: weakref.ref[HandedOut], key: int, reference: weakref.ref, *, is_over: Callable = sys.is_finalizing) -> None:

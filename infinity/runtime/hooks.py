@@ -10,8 +10,8 @@ import torch
 from ..errors import UsageError
 from ..state import mistakes
 from ..state.unit import ParamUnit
+from .engine import Engine
 from .fixed_form import fix_forms
-from .running import Running
 from .scoped_call import UNCOMPILED, ScopedCall
 
 
@@ -76,7 +76,7 @@ class LandingHook:
 class LandingHooks:
     """The landing hooks of all parameters that are stepped, until :meth:`remove`."""
 
-    def __init__(self, engine: Running):
+    def __init__(self, engine: Engine):
         self._hooks: list[LandingHook] = []
         self._late = engine.passes.landing_hooks if engine.ranks.tensor is not None else []
         backward = weakref.ref(engine.backward)
@@ -90,7 +90,7 @@ class LandingHooks:
     def add(self, param: torch.Tensor) -> None:
         """Hooks a parameter that is stepped from now on."""
         self._hooks.append(LandingHook(param, self._landed))
-        self._late.append(self._hooks[-1])
+        self._late.append(self._hooks[-1].come_last)
 
     def remove(self) -> None:
         """Takes all of them off. A second call does nothing."""
@@ -104,7 +104,7 @@ def _chooses_by_weights(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.TransformerEncoder) and len(module.layers) > 0
 
 
-def install_hooks(engine: Running, roots: Sequence[torch.nn.Module], owners: dict[torch.nn.Module, list[ParamUnit]]) -> list:
+def install_hooks(engine: Engine, roots: Sequence[torch.nn.Module], owners: dict[torch.nn.Module, list[ParamUnit]]) -> list:
     """Installs hooks on ``roots``, every owner, and every stepped parameter. Returns what removes that, each any number of times."""
     removers: list = []
     encoders = [module for root in roots for module in root.modules() if _chooses_by_weights(module)]
@@ -126,7 +126,7 @@ def install_hooks(engine: Running, roots: Sequence[torch.nn.Module], owners: dic
         before.is_infinity = after.is_infinity = True
         removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
-        removers += [ScopedCall(engine, module), RefusedCopy(module)]
+        removers += [ScopedCall(engine.job, module), RefusedCopy(module)]
     landing = LandingHooks(engine)
     for unit in engine.units:
         for handle in unit.handles:

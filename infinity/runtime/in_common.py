@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy
 import torch
@@ -48,22 +48,20 @@ SAME_SEED = (
 SAME_LOSS = "Compute the same loss on all ranks of one coordinate of the data axes: from the same labels, in the same mode."
 
 
-class Owner(Protocol):
-    """What is asked of the engine."""
-
-    collectives: Collectives
-    device: Device
-    steps: StepCounter
-    gradients: GradientBank
-    trained: list[ParamHandle]
-
-
 class InCommon:
     """Compares over the ranks of the tp axis, or of ep where they share a batch. Elsewhere it does nothing."""
 
-    def __init__(self, engine: Owner):
-        self._engine = weakref.ref(engine)  # the engine holds this object
-        self._channel = engine.collectives.ranks.tensor
+    def __init__(
+        self,
+        collectives: Collectives,
+        device: Device,
+        steps: StepCounter,
+        gradients: GradientBank,
+        trained: list[ParamHandle],
+    ):
+        self._collectives, self._device, self._steps = collectives, device, steps
+        self._gradients, self._trained = gradients, trained
+        self._channel = collectives.ranks.tensor
         self._buffers: list[tuple[torch.nn.Module, str, str]] = []  # and their names
         self._versions: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # of what was compared last
         self._before: dict[str, int] = {}  # states of the generators as the running forward began
@@ -103,14 +101,13 @@ class InCommon:
         """Begins a root forward. Raises UsageError, on all of these ranks, where they were given other tensors."""
         if self._channel is None:
             return
-        engine = self._engine()
-        if self._step != engine.steps.index:
-            self._step, self._forwards = engine.steps.index, 0
+        if self._step != self._steps.index:
+            self._step, self._forwards = self._steps.index, 0
         self._forwards += 1
-        engine.gradients.takes_samples = self._is_due
+        self._gradients.takes_samples = self._is_due
         if not self._is_compared:
             buffers = {name: self.describe(buffer) for name, buffer in self._changed_buffers().items()}
-            self.compare("a forward", {"the mode": mode_of(root, engine.device), **self._described(root, args, kwargs), **buffers})
+            self.compare("a forward", {"the mode": mode_of(root, self._device), **self._described(root, args, kwargs), **buffers})
         # Ranks that are given parts of a sequence drop in parts, too.
         self._before, self._root = {} if self._takes_parts(root) else self._states(), root
 
@@ -121,7 +118,7 @@ class InCommon:
         self._root = None
         drawn = [name for name, state in self._states().items() if state != self._before.get(name, state)] if self._before else []
         self._drawn |= {name: number_of((self._drawn.get(name, 0), self._before[name])) for name in drawn}
-        if self._engine().gradients.takes_samples and not self._is_compared:
+        if self._gradients.takes_samples and not self._is_compared:
             for output in outputs:
                 if output.requires_grad and is_common(output) and output.numel():
                     self._watch(output)
@@ -150,7 +147,7 @@ class InCommon:
         """Raises UsageError, on all of these ranks, where they do not come to ``what`` with the same, or have drawn other random numbers."""
         if self._channel is None:
             return
-        collectives = self._engine().collectives
+        collectives = self._collectives
         spans = collectives.spans_over(self._channel, what, [number_of(given), number_of(self._drawn)])
         if any(least != most for least, most in spans):
             self._refuse(what, given if spans[0][0] != spans[0][1] else {})
@@ -225,8 +222,7 @@ class InCommon:
         return largest < float("inf") and _number(projection[1]) - _number(projection[0]) > self._tolerance() * largest
 
     def _samples(self) -> Iterator[tuple[ParamHandle, torch.Tensor]]:
-        engine = self._engine()
-        return ((handle, handle.grad.sample) for handle in engine.trained if handle.grad.sample is not None)
+        return ((handle, handle.grad.sample) for handle in self._trained if handle.grad.sample is not None)
 
     def _tolerance(self) -> float:
         dtypes = {handle.shard.spec.grad_dtype for handle, _ in self._samples()}
@@ -262,12 +258,12 @@ class InCommon:
         )
 
     def _collect(self, mine: Any, what: str) -> list[tuple[int, Any]]:
-        collectives = self._engine().collectives
+        collectives = self._collectives
         return collectives.collect((collectives.ranks.world_rank, mine), f"what differs at {what}", [self._channel])
 
     def _raise(self, text: str) -> NoReturn:
         error = UsageError(text)
-        self._engine().collectives.fail_elsewhere(self._channel, error)
+        self._collectives.fail_elsewhere(self._channel, error)
         raise error
 
     # --- what is read ---
@@ -275,7 +271,7 @@ class InCommon:
     @property
     def _is_due(self) -> bool:
         is_compared = self._step < FIRST_STEPS or self._step % LATER_STEPS == 0
-        return self._engine().device.is_host or (is_compared and self._forwards <= FORWARDS)
+        return self._device.is_host or (is_compared and self._forwards <= FORWARDS)
 
     def _states(self) -> dict[str, int]:
         """Digests of the generators that dropout draws from."""
@@ -284,7 +280,7 @@ class InCommon:
             "NumPy's generator": _numpy_state(),
             "Python's generator": _python_state(),
         }
-        where = self._engine().device.where
+        where = self._device.where
         if where.type != "cpu":
             found[f"the generator of {where}"] = native.crc32c(torch.get_device_module(where).get_rng_state(where))
         return found

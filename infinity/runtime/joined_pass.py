@@ -11,78 +11,66 @@ from contextlib import contextmanager
 
 from ..gradients.whole import WholeGradients
 from ..state.operations import Operation
-from .running import Running
+from .backward import Backward
+from .job import Job
 
 
 class JoinedPass:
     """The pass that several forwards and backwards make together. Used from the thread that runs the model."""
 
-    def __init__(self) -> None:
-        self.is_open = False
-        self._has_begun = False  # with its first root forward
-        self._backwards = 0
+    def __init__(self, job: Job, backward: Backward):
+        self._job, self._pass, self._backward = job, job.running, backward
 
     @contextmanager
-    def opened(self, engine: Running, finish: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def opened(self, finish: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Joins all forwards and backwards inside the block. Left by an exception, what they added to gradients is torn.
 
         ``finish``: what is to be done to the gradients once they have landed, before anybody steps them; cut short, they are torn, too.
 
         Raises UsageError where a pass is open already, or runs.
         """
-        engine.uses.check(Operation.JOINED_PASS)
+        uses = self._job.uses
+        uses.check(Operation.JOINED_PASS)
         try:
-            with engine.uses.begin():
-                self._open(engine)
+            with uses.begin():
+                self._open()
             yield
-            with engine.uses.begin():
-                self._close(engine, finish)
+            with uses.begin():
+                self._close(finish)
         except BaseException:
-            engine.uses.interrupt()  # the next use puts things right, once nothing runs
+            uses.interrupt()  # the next use puts things right, once nothing runs
             raise
 
-    def _open(self, engine: Running) -> None:
-        reduced = engine.reducer is not None and not engine.ranks.keeps_gradients
-        engine.gradients.join_backwards(None if reduced else WholeGradients(engine.ledger, engine.device))
-        if engine.reducer is not None:
-            engine.reducer.waits_for_more = True
-        self.is_open, self._has_begun, self._backwards = True, False, 0
+    def _open(self) -> None:
+        job = self._job
+        reduced = job.reducer is not None and not job.ranks.keeps_gradients
+        job.gradients.join_backwards(None if reduced else WholeGradients(job.ledger, job.device))
+        if job.reducer is not None:
+            job.reducer.waits_for_more = True
+        self._pass.is_joined, self._pass.has_begun, self._pass.backward_count = True, False, 0
 
-    def _close(self, engine: Running, finish: Callable[[], None]) -> None:
-        if not self.is_open:
+    def _close(self, finish: Callable[[], None]) -> None:
+        job = self._job
+        if not self._pass.is_joined:
             return  # something inside failed, was caught, and all was put right since
-        engine.uses.interrupt()  # cut short from here on, what is half landed is torn
-        self.is_open = False
-        with engine.store.guarding():
-            engine.gradients.land_together(engine.units)
-        if engine.reducer is not None:
-            with engine.store.guarding():
-                engine.reducer.reduce_all()
+        job.uses.interrupt()  # an exception from here on leaves partial gradients: they are torn
+        self._pass.is_joined = False
+        with job.store.guarding():
+            job.gradients.land_together(job.units)
+        if job.reducer is not None:
+            with job.store.guarding():
+                job.reducer.reduce_all()
         finish()
-        for unit in reversed(engine.units):
-            engine.backward.landed_at_home(unit)
-        if self._backwards:
-            engine.backward.end_joined()
+        for unit in reversed(job.units):
+            self._backward.landed_at_home(unit)
+        if self._pass.backward_count:
+            self._backward.end_joined()
         else:
-            engine.release_idle()
-        engine.scopes.interrupted = False
+            job.prefetcher.release_idle()
+        job.scopes.interrupted = False
 
-    def begins(self) -> bool:
-        """Tells whether a root forward that starts now begins a pass."""
-        begins = not (self.is_open and self._has_begun)
-        self._has_begun = True
-        return begins
-
-    def begin_anew(self, engine: Running) -> None:
+    def begin_anew(self) -> None:
         """Has the next root forward begin the pass once more: what ran until now only tried things out."""
-        if self.is_open and self._has_begun:
-            engine.schedule.forget()
-            self._has_begun = False
-
-    def note_backward(self) -> None:
-        """Counts a backward that ended."""
-        self._backwards += 1
-
-    def rebuild(self) -> None:
-        """Forgets the pass, which an exception cut short. Only while nothing is running."""
-        self.is_open = self._has_begun = False
+        if self._pass.is_joined and self._pass.has_begun:
+            self._job.schedule.forget()
+            self._pass.has_begun = False

@@ -24,40 +24,28 @@ from ..state.handle import handle_of, set_raw_grad
 from ..state.operations import Operation
 from ..state.unit import ParamUnit
 from .backward import Backward
-from .frame import Frame
-from .running import LateHook, Running
+from .job import Job
+from .pass_state import Frame
 from .saved_weights import OPAQUE, is_checkpoint, saving_hooks
 
 
 class Passes:
     """The forwards that are running, and the backward behind them."""
 
-    def __init__(self, engine: Running):
-        self._engine = weakref.ref(engine)  # the engine holds this object
-        self.scopes = engine.scopes
-        self.frames: list[Frame] = []
-        self.backward = Backward(engine, self.frames)
+    def __init__(self, job: Job, backward: Backward):
+        self.job, self.scopes, self._pass, self.backward = job, job.scopes, job.running, backward
         self._hook: Callable[[torch.Tensor], None] | None = None  # hooks parameters that come later
-        self.landing_hooks: list[LateHook] = []  # that are to run after every other, which a forward may have registered
+        self.landing_hooks: list[Callable[[], None]] = []  # that are to run after every other, which a forward may have registered
 
     @property
-    def engine(self) -> Running:
-        return self._engine()
+    def frames(self) -> list[Frame]:
+        """The running forwards, the innermost last."""
+        return self._pass.frames
 
     @property
     def computing(self) -> bool:
         """Whether a forward or backward of the model is running."""
         return bool(self.frames) or torch._C._current_graph_task_id() != -1
-
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether this thread is inside a forward of the model, and in no backward."""
-        return bool(self.frames) and self.scopes.running_here > 0 and torch._C._current_graph_task_id() == -1
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether this thread is inside a backward of the model."""
-        return bool(self.backward.tasks) and torch._C._current_graph_task_id() != -1
 
     @property
     def is_recomputed(self) -> bool:
@@ -81,29 +69,29 @@ class Passes:
         self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool, args: tuple = (), kwargs: dict | None = None
     ) -> None:
         """Begins a forward of ``module``, which is given ``args`` and ``kwargs``."""
-        self.engine.store.check_process()
-        self.engine.uses.check(Operation.FORWARD, f"this forward of {type(module).__name__}")
+        self.job.store.check_process()
+        self.job.uses.check(Operation.FORWARD, f"this forward of {type(module).__name__}")
         in_backward = torch._C._current_graph_task_id() != -1
         if not self.frames and not in_backward:
-            self.engine.handed.settle()
+            self.job.handed.settle()
         if not self.frames and not in_backward and is_root:
-            self.engine.sequences.begin(module, args, kwargs or {})
-            self.engine.in_common.begin(module, args, kwargs or {})
+            self.job.sequences.begin(module, args, kwargs or {})
+            self.job.in_common.begin(module, args, kwargs or {})
             self._begin(training=torch.is_grad_enabled())
         # Before anything is held: a module of unknown tensors may raise here.
-        keeping = self.engine.activations if torch.is_grad_enabled() and not self.frames and not in_backward else None
+        keeping = self.job.activations if torch.is_grad_enabled() and not self.frames and not in_backward else None
         foreign = self._foreign_storages(module) if keeping is not None else set()
         held: list[ParamUnit] = []
         try:
-            with self.engine.store.guarding():
+            with self.job.store.guarding():
                 for unit in units:
-                    least = self.backward.gather(unit) if in_backward else self.engine.prefetcher.hold(unit)
+                    least = self.backward.gather(unit) if in_backward else self.job.prefetcher.hold(unit)
                     held.append(unit)
-                    if in_backward and self.engine.reducer is not None:
-                        self.engine.reducer.start_offered(least)
+                    if in_backward and self.job.reducer is not None:
+                        self.job.reducer.start_offered(least)
         except BaseException:
             for unit in held:
-                self.engine.prefetcher.unhold(unit)
+                self.job.prefetcher.unhold(unit)
             raise
         self.frames.append(Frame(module, held, is_recomputed=self.is_recomputed, hooks=self.scopes.hooks))
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -115,18 +103,18 @@ class Passes:
 
     def _begin(self, *, training: bool) -> None:
         """Begins a root forward."""
-        engine = self.engine
-        if not engine.joined.begins():
+        job = self.job
+        if not self._pass.begin_root():
             return
-        if not engine.joined.is_open:
-            engine.uses.check(Operation.LONE_FORWARD)
-        kind = "unflushed" if engine.keeps_older else "train"  # in which units come in other versions, too
-        for handle in engine.trained if training else ():
+        if not self._pass.is_joined:
+            job.uses.check(Operation.LONE_FORWARD)
+        kind = "unflushed" if self._pass.is_stale else "train"  # in which units come in other versions, too
+        for handle in job.trained if training else ():
             set_raw_grad(handle.param, None)  # of a backward that was cut short before the engine heard of it
         if training:
-            engine.gradients.let_go_unheld()
-        engine.schedule.begin(kind if training else "infer")
-        engine.prefetcher.begin_pass(training=training)
+            job.gradients.let_go_unheld()
+        job.schedule.begin(kind if training else "infer")
+        job.prefetcher.begin_pass(training=training)
 
     @staticmethod
     def _foreign_storages(module: torch.nn.Module) -> set[int]:
@@ -147,7 +135,7 @@ class Passes:
         while (frame := self.frames.pop()).module is not module:  # one that an exception ended, of which torch told no hook
             self._unhold(frame)
         for unit in frame.units:
-            self.engine.traffic.mark("forward", unit.name, frame.start)
+            self.job.traffic.mark("forward", unit.name, frame.start)
         if frame.units and any(self._is_weight_view(tensor) for tensor in _tensors(output)):
             output = tree_map_only(torch.Tensor, lambda t: t.clone() if self._is_weight_view(t) else t, output)
         self.scopes.pop_hooks(frame.hooks)
@@ -157,41 +145,41 @@ class Passes:
         if self.frames and self.frames[-1].looked_at:
             self._unhold_looked_at(self.frames[-1], frame.units)
         if not self.frames:
-            self.engine.in_common.end(module, (tensor for tensor in _tensors(output) if type(tensor) is not Logits))
+            self.job.in_common.end(module, (tensor for tensor in _tensors(output) if type(tensor) is not Logits))
             for hook in self.landing_hooks:
-                hook.come_last()
+                hook()
             if not torch.is_grad_enabled():
-                self.engine.release_idle()
+                self.job.prefetcher.release_idle()
         return output
 
     def look_at(self, units: list[ParamUnit]) -> None:
         """Holds ``units``, whose weights the running forward looks at before their own module is
         called, until that module's forward ends."""
         for unit in units:
-            self.engine.prefetcher.hold(unit)
+            self.job.prefetcher.hold(unit)
             self.frames[-1].looked_at.append(unit)
 
     def _unhold_looked_at(self, frame: Frame, units: list[ParamUnit]) -> None:
         for unit in units:
             if unit in frame.looked_at:
                 frame.looked_at.remove(unit)
-                self.engine.prefetcher.unhold(unit)
+                self.job.prefetcher.unhold(unit)
 
     def _unhold(self, frame: Frame) -> None:
         for unit in (*frame.units, *frame.looked_at):
-            self.engine.prefetcher.unhold(unit)
+            self.job.prefetcher.unhold(unit)
 
     def _is_weight_view(self, tensor: torch.Tensor) -> bool:
         if tensor.layout is not torch.strided or type(tensor) in OPAQUE or handle_of(tensor) is not None:
             return False
-        return self.engine.storages.find(local_of(tensor)) is not None
+        return self.job.storages.find(local_of(tensor)) is not None
 
     def hold_for_frame(self, unit: ParamUnit) -> None:
         """Holds a unit that is used outside its owners, until the outermost forward (or the backward) ends."""
         if torch._C._current_graph_task_id() != -1:
             self.backward.hold(unit)
         elif unit not in self.frames[0].units:
-            self.engine.prefetcher.hold(unit)
+            self.job.prefetcher.hold(unit)
             self.frames[0].units.append(unit)
 
     def _watch_backward(self, frame: Frame, args: tuple, kwargs: dict, output: Any) -> None:
@@ -203,7 +191,7 @@ class Passes:
             def come_from_another(_grad: torch.Tensor) -> None:
                 if backward := me():
                     backward.join()  # whose end takes the mark back, whether any gradient lands or not
-                    backward.engine.gradients.add_to_consumed()
+                    backward.job.gradients.add_to_consumed()
 
             for tensor in _computed(output):
                 tensor.register_hook(come_from_another)
@@ -246,19 +234,7 @@ class Passes:
             elif not unit.stays:
                 raise too_late()
 
-        return saving_hooks(self.engine.storages, hold)
-
-    # --- after an exception ---
-
-    @property
-    def is_cut_short(self) -> bool:
-        """Whether a backward or forward was left by an exception. Asked where none is running."""
-        return bool(self.backward.tasks or self.frames)
-
-    def rebuild(self) -> None:
-        """Forgets whatever an exception left of what was running. Only while nothing is running."""
-        self.frames.clear()
-        self.backward.rebuild()
+        return saving_hooks(self.job.storages, hold)
 
 
 def _computed(value: Any) -> Iterator[torch.Tensor]:

@@ -9,7 +9,6 @@ older     a unit's weights before the last update, where those are kept: a unit 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
@@ -26,6 +25,7 @@ from ..state.journal import Journal
 from ..state.residency import Residency
 from ..state.unit import ParamUnit
 from ..storage.store import ShardStore
+from .pass_state import Pass
 from .staging_slots import StagingSlots
 from .window import Window
 
@@ -51,18 +51,17 @@ class Prefetcher:
         collectives: Collectives,
         device: Device,
         journal: Journal,
+        running: Pass,
     ):
         self.units, self.schedule = units, schedule
         self._store, self._ledger, self._journal = store, ledger, journal
         self._window, self._slots = Window(window_nbytes), StagingSlots(units, store)
         # Beside a device that computes by itself the host does not see how long that takes.
         self.look_ahead = LookAhead(units_ahead, is_fixed=device.overlaps)
-        self._computing: tuple[int, float] | None = None  # the unit that was asked for last, and since when it is there
         self._collectives, self._ranks, self._device = collectives, collectives.ranks, device
         self._give_way = give_way  # asks the backward to let a unit go; False when it cannot
         self._before_gather = before_gather  # starts what comes first on every rank
-        self._resident: dict[ParamUnit, None] = {}  # least recently used first
-        self._holds: Counter[ParamUnit] = Counter()
+        self._pass = running
         self.misses = 0  # units waited for that nobody had fetched ahead
 
     def add(self, units: Sequence[ParamUnit]) -> None:
@@ -78,14 +77,14 @@ class Prefetcher:
     def hold(self, unit: ParamUnit, *, backward: bool = False, offered: int = 0) -> int | None:
         """Makes ``unit`` resident and keeps it so until :meth:`unhold`. Returns what :meth:`ensure` does."""
         unit = unit.in_use
-        self._holds[unit] += 1
+        self._pass.holds[unit] += 1
         try:
             least = self.ensure(unit, backward=backward, offered=offered)
         except BaseException:
             # Not unhold(): edits of a unit that was not exposed would be those of its last use.
             self._take_off(unit)
             raise
-        if self._holds[unit] == 1:
+        if self._pass.holds[unit] == 1:
             unit.expose()
         return least
 
@@ -103,21 +102,15 @@ class Prefetcher:
 
     def _take_off(self, unit: ParamUnit) -> bool:
         """Takes one hold off ``unit``. Returns whether it was the last."""
-        self._holds[unit] -= 1
-        if self._holds[unit] > 0:
+        self._pass.holds[unit] -= 1
+        if self._pass.holds[unit] > 0:
             return False
-        del self._holds[unit]
+        del self._pass.holds[unit]
         return True
-
-    def rebuild(self) -> None:
-        """Takes every unit home, and every hold off, whatever an exception left of that. Only while nothing is in flight."""
-        self._resident, self._holds, self._computing = {}, Counter(), None
-        for unit in self.units:
-            unit.rebuild()
 
     def is_held(self, unit: ParamUnit) -> bool:
         """Tells whether something computes with ``unit``, or is about to."""
-        return unit.in_use in self._holds
+        return unit.in_use in self._pass.holds
 
     def release_all(self, units: Iterable[ParamUnit]) -> None:
         """Sends ``units`` home, whatever stage they are in: their bytes there are about to change, or did."""
@@ -141,17 +134,19 @@ class Prefetcher:
         if unit.residency is not Residency.RESIDENT:
             self._release(unit)
         change()
-        if unit in self._resident:
-            del self._resident[unit]
-            self._resident[older] = None
+        if unit in self._pass.resident:
+            del self._pass.resident[unit]
+            self._pass.resident[older] = None
 
     @apart
-    def release_idle(self, *, keeps: bool = False) -> None:
-        """Sends every idle unit home at the end of a pass. ``keeps``: another pass is about to use them."""
-        self._collectives.end_pass()
-        if self._ranks.keeps_weights or keeps:
+    def release_idle(self) -> None:
+        """Sends every idle unit home where the pass is over, but where another one is about to use them."""
+        if self._pass.is_joined:
             return
-        for unit in [unit for unit in self._resident if unit not in self._holds]:
+        self._collectives.end_pass()
+        if self._ranks.keeps_weights or self._pass.is_stale:
+            return
+        for unit in [unit for unit in self._pass.resident if unit not in self._pass.holds]:
             self._evict(unit)
 
     # --- residency ---
@@ -170,8 +165,8 @@ class Prefetcher:
             least = self._bring(unit, offered)
         else:
             unit.arriving.precede()  # this may be another stream than the one that waited for it
-            if unit in self._resident:
-                self._resident[unit] = self._resident.pop(unit)  # most recently used
+            if unit in self._pass.resident:
+                self._pass.resident[unit] = self._pass.resident.pop(unit)  # most recently used
         for shard in unit.shards:
             if shard.update is not None:
                 with self._store.traffic.stalled("nvme->host", unit.name):
@@ -179,7 +174,7 @@ class Prefetcher:
         self.schedule.use(unit.index)
         if (times := unit.take_read_times()) is not None:
             self.look_ahead.note_read(unit.index, *times)
-        self._computing = unit.index, time.perf_counter()
+        self._pass.computing = unit.index, time.perf_counter()
         self.fetch_ahead(self.schedule.upcoming(backward=backward))
         upcoming = islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD)
         if self._ranks.size > 1:
@@ -191,13 +186,13 @@ class Prefetcher:
 
     def begin_pass(self, *, training: bool) -> None:
         """Begins a root forward: the schedule knows what is expected."""
-        self._computing = None
+        self._pass.computing = None
         self.look_ahead.begin_pass(self.schedule.expected())
-        self._collectives.begin_pass(self.schedule.expected(), [unit.index for unit in self._resident], training=training)
+        self._collectives.begin_pass(self.schedule.expected(), [unit.index for unit in self._pass.resident], training=training)
 
     def _note_compute(self) -> None:
-        if self._computing is not None:
-            unit, since = self._computing
+        if self._pass.computing is not None:
+            unit, since = self._pass.computing
             self.look_ahead.note_compute(unit, time.perf_counter() - since)
 
     def _gather_ahead(self, upcoming: Iterable[int], offered: int) -> int | None:
@@ -222,7 +217,7 @@ class Prefetcher:
                 self._before_gather()
             told = unit.start_gather(self._store, self._ledger, offered=offered)
             least = least if told is None else told
-            self._resident[unit] = None
+            self._pass.resident[unit] = None
         return least
 
     def _copy_ahead(self, upcoming: Iterable[int]) -> None:
@@ -241,7 +236,7 @@ class Prefetcher:
                 unit.start_gather(self._store, self._ledger)
             except CapacityError:  # activations have the room: it comes when it is needed
                 return
-            self._resident[unit] = None
+            self._pass.resident[unit] = None
 
     def fetch_ahead(self, upcoming: Iterable[int]) -> None:
         """Starts reading the next units that come from disk, as far as the staging pool reaches."""
@@ -253,7 +248,7 @@ class Prefetcher:
         if unit.is_sliced:
             self._before_gather()
         least = unit.start_gather(self._store, self._ledger, offered=offered)
-        self._resident[unit] = None
+        self._pass.resident[unit] = None
         self._finish(unit)
         return least
 
@@ -301,7 +296,7 @@ class Prefetcher:
                 break
         over = self._resident_nbytes() + unit.weight_nbytes - self._window.nbytes
         if over > 0 and self._ledger.accounts[Tier.DEVICE].budget_nbytes is not None:
-            held = ", ".join(other.name for other in self._resident)
+            held = ", ".join(other.name for other in self._pass.resident)
             raise CapacityError(
                 f"unit {unit.name} ({format_nbytes(unit.weight_nbytes)}) does not fit the device window of "
                 f"{format_nbytes(self._window.nbytes)} beside the units in use ({held}). Raise "
@@ -314,23 +309,23 @@ class Prefetcher:
 
         Ranks of a row go by their traces only where these agree, so that all choose the same.
         """
-        idle = [other for other in self._resident if other not in self._holds]
+        idle = [other for other in self._pass.resident if other not in self._pass.holds]
         if self._ranks.size == 1 or self._collectives.traces_agree:
             idle.sort(key=lambda other: -self.schedule.next_use(other.index))
         return idle
 
     def _resident_nbytes(self) -> int:
-        return sum(unit.weight_nbytes for unit in self._resident)
+        return sum(unit.weight_nbytes for unit in self._pass.resident)
 
     def _finish(self, unit: ParamUnit) -> None:
         try:
             unit.finish_gather(self._store)
         except BaseException:
-            self._resident.pop(unit, None)
+            self._pass.resident.pop(unit, None)
             raise
 
     def _evict(self, unit: ParamUnit) -> None:
         if unit.residency is Residency.GATHERING:
             self._finish(unit)
         unit.release()
-        self._resident.pop(unit, None)
+        self._pass.resident.pop(unit, None)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,24 +18,14 @@ from ..errors import InfinityError, UsageError
 from ..machine import storage_guard
 from ..state.apart import refuse_without_bytes
 from ..state.handle import managed
+from ..state.operations import State
 from ..state.parameter import STORED
-from ..state.uses import Uses
+from .job import Job
 
 UNCOMPILED = (
     "a wrapped model fetches and sends weights between its layers, which is nothing to be compiled: each block is a graph of its own. Leave out "
     "fullgraph=True"
 )
-
-
-class ScopeOpener(Protocol):
-    """The engine, as a call sees it that runs in a scope."""
-
-    ranks: DataRanks
-    uses: Uses
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the homes are there."""
 
 
 class ScopedCall:
@@ -44,7 +34,7 @@ class ScopedCall:
 
     NAMES = ("_call_impl", "_compiled_call_impl")  # what ``module(...)`` looks up, and first of all when it was compiled
 
-    def __init__(self, engine: ScopeOpener, module: torch.nn.Module):
+    def __init__(self, job: Job, module: torch.nn.Module):
         self._module = weakref.ref(module)
         self._own = {name: module.__dict__.get(name) for name in self.NAMES}
         of_class = type(module)._call_impl
@@ -53,9 +43,9 @@ class ScopedCall:
         def plain(*args: Any, **kwargs: Any) -> Any:
             return of_class(reference(), *args, **kwargs)
 
-        self._calls = {"_call_impl": _scoped(engine, self._own["_call_impl"] or plain)}
+        self._calls = {"_call_impl": _scoped(job, self._own["_call_impl"] or plain)}
         if (compiled := self._own["_compiled_call_impl"]) is not None:
-            self._calls["_compiled_call_impl"] = _scoped(engine, compiled)
+            self._calls["_compiled_call_impl"] = _scoped(job, compiled)
         module.__dict__.update(self._calls)
 
     def remove(self) -> None:
@@ -80,14 +70,14 @@ def refuse_compiled_autograd() -> None:
         )
 
 
-def _scoped(engine: ScopeOpener, call: Callable) -> Callable:
+def _scoped(job: Job, call: Callable) -> Callable:
     @partial(torch.compiler.disable, reason=UNCOMPILED)
     def scope() -> AbstractContextManager:
-        if not engine.is_open:  # what was compiled meanwhile calls this after an unwrap too
+        if job.uses.is_in(State.UNWRAPPED):  # what was compiled meanwhile calls this after an unwrap too
             return nullcontext()
         refuse_without_bytes("a forward")
         refuse_compiled_autograd()
-        return engine.uses.begin()
+        return job.uses.begin()
 
     def scoped(*args: Any, **kwargs: Any) -> Any:
         with scope():
@@ -96,7 +86,7 @@ def _scoped(engine: ScopeOpener, call: Callable) -> Callable:
             except RuntimeError as error:
                 if not isinstance(error, InfinityError) and storage_guard.is_refusal(error):
                     raise _named(error) from error
-                if (meant := _meaning_of(error, engine.ranks)) is not error:
+                if (meant := _meaning_of(error, job.ranks)) is not error:
                     raise meant from error
                 raise
 

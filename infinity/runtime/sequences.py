@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,38 +13,30 @@ from ..machine.device import Device
 from .described import mode_of, number_of, shape_of, tensors_in
 
 
-class Owner(Protocol):
-    """What is asked of the engine."""
-
-    collectives: Collectives
-    device: Device
-
-
 class Sequences:
     """Compares what root forwards are given over the ranks with other parts of the same sequences (cp): shapes, dtypes and the mode, without
     which what these ranks exchange does not fit. Elsewhere it does nothing."""
 
-    def __init__(self, engine: Owner):
-        self._engine = weakref.ref(engine)  # the engine holds this object
-        self._channel = engine.collectives.ranks.sequences
+    def __init__(self, collectives: Collectives, device: Device):
+        self._collectives, self._device = collectives, device
+        self._channel = collectives.ranks.sequences
 
     def begin(self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Begins a root forward. Raises UsageError, on all of these ranks, where they were given tensors of other shapes."""
         if self._channel is None:
             return
-        engine = self._engine()
         named = tensors_in([*enumerate(args), *kwargs.items()], "")
-        given = {"the mode": mode_of(root, engine.device)} | {name: shape_of(tensor) for name, tensor in named}
-        spans = engine.collectives.spans_over(self._channel, "a forward", [number_of(given)])
+        given = {"the mode": mode_of(root, self._device)} | {name: shape_of(tensor) for name, tensor in named}
+        spans = self._collectives.spans_over(self._channel, "a forward", [number_of(given)])
         if spans[0][0] == spans[0][1]:
             return
-        mine = engine.collectives.ranks.world_rank, given
-        (first, firsts), *others = engine.collectives.collect(mine, "what differs at a forward", [self._channel])
+        mine = self._collectives.ranks.world_rank, given
+        (first, firsts), *others = self._collectives.collect(mine, "what differs at a forward", [self._channel])
         rank, theirs = next((rank, theirs) for rank, theirs in others if theirs != firsts)
         name = next(name for name in {**firsts, **theirs} if firsts.get(name) != theirs.get(name))
         error = UsageError(
             f"a forward: {name} is {firsts.get(name, 'absent')} on rank {first} and {theirs.get(name, 'absent')} on rank {rank}, though they have "
             "parts of the same sequences. Give all ranks of one coordinate of the other data axes parts of one batch, of equal lengths."
         )
-        engine.collectives.fail_elsewhere(self._channel, error)
+        self._collectives.fail_elsewhere(self._channel, error)
         raise error

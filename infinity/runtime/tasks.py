@@ -14,6 +14,7 @@ import torch
 
 from .. import native
 from .one_thread import begin_task
+from .pass_state import Pass
 
 
 class TaskListener(Protocol):
@@ -29,13 +30,12 @@ class TaskListener(Protocol):
 class AutogradTasks:
     """The running tasks that were joined."""
 
-    def __init__(self, scopes: native.Scopes):
-        self._scopes = scopes
-        self._tokens: dict[int, weakref.ref] = {}
+    def __init__(self, scopes: native.Scopes, running: Pass):
+        self._scopes, self._pass = scopes, running
 
     def __bool__(self) -> bool:
         """Whether any was begun and not ended. Where none is running: whether one was cut short."""
-        return bool(self._tokens)
+        return bool(self._pass.tokens)
 
     def join(self, listener: TaskListener) -> None:
         """Has autograd call ``listener`` when the task that is running ends; once. Outside of tasks it does nothing.
@@ -43,10 +43,10 @@ class AutogradTasks:
         Raises UsageError where another thread uses the engine and does not come further.
         """
         task = torch._C._current_graph_task_id()
-        if task == -1 or task in self._tokens:
+        if task == -1 or task in self._pass.tokens:
             return
         token = begin_task(self._scopes)
-        if not self._scopes.running and all(other() is None for other in self._tokens.values()):
+        if not self._scopes.running and all(other() is None for other in self._pass.tokens.values()):
             listener.begin_task()  # this is the outermost one
         me, told = weakref.ref(self), weakref.ref(listener)
 
@@ -54,19 +54,15 @@ class AutogradTasks:
             if (tasks := me()) is not None and (alive := told()) is not None:
                 tasks._leave(task, alive)
 
-        self._tokens[task] = weakref.ref(token)
+        self._pass.tokens[task] = weakref.ref(token)
         for callback in (token, end):
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _leave(self, task: int, listener: TaskListener) -> None:
-        for nested in [other for other, token in self._tokens.items() if other != task and token() is None]:
-            del self._tokens[nested]  # it failed inside this one, which went on all the same
-        if len(self._tokens) == 1:
+        for nested in [other for other, token in self._pass.tokens.items() if other != task and token() is None]:
+            del self._pass.tokens[nested]  # it failed inside this one, which went on all the same
+        if len(self._pass.tokens) == 1:
             listener.end_task()
             # Everything is as it should be. A checkpoint ends its recomputations by an exception, say.
             self._scopes.interrupted = False
-        del self._tokens[task]
-
-    def rebuild(self) -> None:
-        """Forgets what was cut short. Only while nothing is running."""
-        self._tokens = {}
+        del self._pass.tokens[task]

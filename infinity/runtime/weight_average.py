@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -25,23 +24,10 @@ from ..state.handle import ParamHandle
 from ..state.operations import State
 from ..state.shard import ParamShard
 from ..storage.arrays import StateArray
-from .running import Running
+from .job import Job, wait_idle
 
 Blend = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
 PIECE_NUMEL = 4 * 1024 * 1024  # whole vectors of every processor, so that each element rounds as in a whole tensor
-
-
-class Averaged(Running, Protocol):
-    """The engine, as its average sees it."""
-
-    average: WeightAverage | None  # None: no average is kept
-
-    @property
-    def step_index(self) -> int:
-        """Optimizer steps that were made."""
-
-    def wait_idle(self) -> None:
-        """Waits until every byte is at home."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +49,14 @@ class Progress:
 class WeightAverage:
     """The averages of one engine's trained parameters: fp32 where they have masters, else in the parameters' dtype."""
 
-    def __init__(self, engine: Averaged, blend: Blend):
-        self._engine, self._blend = weakref.ref(engine), blend
+    def __init__(self, job: Job, blend: Blend):
+        self._job, self._blend = weakref.ref(job), blend  # users hold the average, and do not keep the homes
         self.count = 0  # updates
         self.is_exchanged = False
         self._arrays: dict[ParamShard, StateArray] = {}
         self._taken: list[StateArray] = []
         try:
-            for unit in engine.units:
+            for unit in job.units:
                 for shard in unit.shards:
                     if shard.spec.stepped:
                         self._arrays[shard] = self._allocate(shard, f"average of unit {unit.name}")
@@ -78,24 +64,24 @@ class WeightAverage:
             self.free()
             raise
         me = weakref.ref(self)
-        engine.uses.define(State.AVERAGED, lambda: (average := me()) is not None and average.is_exchanged)
+        job.uses.define(State.AVERAGED, lambda: (average := me()) is not None and average.is_exchanged)
 
     @property
-    def engine(self) -> Averaged:
-        """The engine. Raises UsageError when it is gone."""
-        if (engine := self._engine()) is None or not engine.is_open:
+    def job(self) -> Job:
+        """The job. Raises UsageError when it is gone."""
+        if (job := self._job()) is None or job.uses.is_in(State.UNWRAPPED):
             raise UsageError("the average went with its model, which was unwrapped or is gone")
-        return engine
+        return job
 
     def _allocate(self, shard: ParamShard, what: str) -> StateArray:
         home = shard.arrays.get("master", shard.weight)
         dtype = torch.float32 if "master" in shard.arrays else shard.spec.dtype
-        raw = self.engine.store.allocate_more(home.tier, shard.slice_numel * dtype.itemsize, what)
+        raw = self.job.store.allocate_more(home.tier, shard.slice_numel * dtype.itemsize, what)
         self._taken.append(raw)
         if raw.tier is Tier.NVME:  # its space may have been another's, and parts of blocks are written over what is there
             for at in range(0, raw.nbytes, PIECE_NUMEL):
                 zeros = torch.zeros(min(PIECE_NUMEL, raw.nbytes - at), dtype=torch.uint8, device="cpu")
-                self.engine.store.write(raw, at, zeros, version=self.engine.step_index)
+                self.job.store.write(raw, at, zeros, version=self.job.steps.index)
         flat = raw.flat.view(dtype) if raw.flat is not None else None
         return StateArray(raw.tier, dtype, shard.slice_numel, raw.extent, flat, raw.charge)
 
@@ -108,7 +94,7 @@ class WeightAverage:
         """Gives the memory back. A second call does nothing."""
         self._arrays.clear()
         while self._taken:
-            self.engine.store.free_more(self._taken.pop())
+            self.job.store.free_more(self._taken.pop())
 
     # --- pieces ---
 
@@ -122,7 +108,7 @@ class WeightAverage:
 
     def _value(self, piece: Piece) -> torch.Tensor:
         """Reads what the optimizer has: the master, or the parameter itself."""
-        store, shard = self.engine.store, piece.shard
+        store, shard = self.job.store, piece.shard
         weight = store.read(shard.weight, piece.begin, piece.end)
         if "master" not in shard.arrays:
             return weight
@@ -130,21 +116,21 @@ class WeightAverage:
         return native.join_master(weight, master) if shard.spec.master == native.Master.SPLIT else master
 
     def _average(self, piece: Piece) -> torch.Tensor:
-        return self.engine.store.read(self._arrays[piece.shard], piece.begin, piece.end)
+        return self.job.store.read(self._arrays[piece.shard], piece.begin, piece.end)
 
     def _write(self, piece: Piece, parts: dict[str, torch.Tensor]) -> None:
         for name, part in parts.items():
             array = self._arrays[piece.shard] if name == "average" else piece.shard.arrays[name]
-            self.engine.store.write(array, piece.begin, part, version=self.engine.step_index)
+            self.job.store.write(array, piece.begin, part, version=self.job.steps.index)
 
     # --- changes ---
 
     def update(self) -> None:
         """Takes the parameters as they are now into the average."""
-        engine = self.engine
+        job = self.job
         for shard in self._arrays:
             shard.wait()
-        engine.journal.carry_out(partial(self._carry_out, self._updated, Progress(), self._end_update, self.count + 1))
+        job.journal.carry_out(partial(self._carry_out, self._updated, Progress(), self._end_update, self.count + 1))
 
     def _updated(self, piece: Piece) -> dict[str, torch.Tensor]:
         value = self._value(piece)
@@ -159,14 +145,14 @@ class WeightAverage:
 
     def exchange(self) -> None:
         """Makes the averages the model's weights, masters and all, and keeps these in their place; a second exchange is the way back."""
-        engine = self.engine
-        engine.wait_idle()
-        engine.prefetcher.release_all(engine.units)
+        job = self.job
+        wait_idle(job)
+        job.prefetcher.release_all(job.units)
         for shard in self._arrays:
             shard.wait_idle()
-        for handle in engine.trained:
+        for handle in job.trained:
             handle.changed()
-        engine.journal.carry_out(partial(self._carry_out, self._exchanged, Progress(), self._end_exchange, not self.is_exchanged))
+        job.journal.carry_out(partial(self._carry_out, self._exchanged, Progress(), self._end_exchange, not self.is_exchanged))
 
     def _exchanged(self, piece: Piece) -> dict[str, torch.Tensor]:
         average = self._average(piece)
@@ -198,23 +184,21 @@ class WeightAverage:
 
     def read(self, handle: ParamHandle) -> torch.Tensor:
         """Reads a parameter's average, from all ranks, flat, in the order in which its elements lie."""
-        return handle.shard.read_part(self.engine.store, "weight", handle.index, array=self._arrays[handle.shard])
+        return handle.shard.read_part(self.job.store, "weight", handle.index, array=self._arrays[handle.shard])
 
     def read_own(self, handle: ParamHandle) -> torch.Tensor:
         """Reads what of :meth:`read` is at home here."""
         shard = handle.shard
         first = shard.own("weight")[0]
         begin, end = (at - first for at in shard.own_part("weight", handle.index))
-        return (
-            self.engine.store.read(self._arrays[shard], begin, end) if begin < end else torch.empty(0, dtype=self.dtype_of(handle))
-        )
+        return self.job.store.read(self._arrays[shard], begin, end) if begin < end else torch.empty(0, dtype=self.dtype_of(handle))
 
     def write_own(self, handle: ParamHandle, values: torch.Tensor) -> None:
         """Sets what of a parameter's average is at home here."""
         first = handle.shard.own("weight")[0]
         begin, end = handle.shard.own_part("weight", handle.index)
         if begin < end:
-            self.engine.store.write(self._arrays[handle.shard], begin - first, values, version=self.engine.step_index)
+            self.job.store.write(self._arrays[handle.shard], begin - first, values, version=self.job.steps.index)
 
     def resume(self, count: int) -> None:
         """Sets the number of updates, whose averages were written."""

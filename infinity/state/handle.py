@@ -16,6 +16,7 @@ from ..machine.device import Device
 from .dtensors import local_of
 from .shard import ParamShard
 from .shared import is_counted, is_shared
+from .step_counter import StepCounter
 from .tensors import checksum_of
 from .uses import Uses
 
@@ -38,13 +39,11 @@ class Owner(Protocol):
     gradients: GradStandIns
     device: Device  # what computes
     uses: Uses
+    steps: StepCounter
 
     @property
     def computing(self) -> bool:
         """Whether a forward or backward of the model is running."""
-
-    def forget_backwards(self) -> None:
-        """Forgets the backwards since the last step, whose gradients are gone."""
 
     def touch(self, handle: ParamHandle, operation: str) -> None:
         """Gathers the parameter inside a forward or backward, and raises UsageError elsewhere."""

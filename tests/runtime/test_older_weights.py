@@ -61,7 +61,7 @@ def wrap(home: str, folder: Any, kind: type = nn.Linear) -> tuple:
     model, optimizer = infinity.wrap_model(model, optimizer, at_home(home, home, folder))
     engine = wrapped(model).engine
     with engine.uses.begin():
-        OlderWeights(engine)
+        engine.older = OlderWeights(engine.job)
     return model, optimizer, engine
 
 
@@ -73,7 +73,7 @@ def gradients_of(model: nn.Module, number: int) -> dict[str, torch.Tensor]:
 
 def run_batch(model: Any, optimizer: Any, engine: Any, number: int) -> None:
     """One batch of a run, and the update that it makes."""
-    with engine.joined.opened(engine):
+    with engine.joined.opened():
         engine.older.compute_for(number)
         model(batch(number)).square().mean().backward()
     engine.older.update(optimizer.step)
@@ -91,12 +91,12 @@ def test_a_graph_goes_on_with_the_weights_that_it_began_with(home, tmp_path):
     model, optimizer, engine = wrap(home, tmp_path)
     plain = model_of()
     with engine.older.running():
-        with engine.joined.opened(engine):
+        with engine.joined.opened():
             losses = [model(batch(number)).square().mean() for number in range(2)]
             losses[0].backward()
         engine.older.update(optimizer.step)
         optimizer.zero_grad()
-        with engine.joined.opened(engine):
+        with engine.joined.opened():
             engine.older.compute_for(1)
             losses[1].backward()
             late = model(batch(1)).square().mean()
@@ -124,7 +124,7 @@ def test_an_update_that_fails_leaves_one_version(home, tmp_path):
     for fails in ("never", "before", "between"):
         model, optimizer, engine = wrap(home, tmp_path)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt), engine.older.running():
-            with engine.joined.opened(engine):
+            with engine.joined.opened():
                 model(batch(0)).square().mean().backward()
             calls: list[int] = []
             advance = ShardArrays.advance
@@ -215,12 +215,12 @@ def test_casts_by_autocast_are_of_the_weights_that_are_computed_with(tmp_path):
     outputs = {}
     model, optimizer, engine = wrap("host", tmp_path)
     with torch.autocast("cpu", dtype=torch.bfloat16), engine.older.running():
-        with engine.joined.opened(engine):
+        with engine.joined.opened():
             outputs["before"] = model(batch(0))
             outputs["before"].square().mean().backward()
         engine.older.update(optimizer.step)
         optimizer.zero_grad()
-        with engine.joined.opened(engine):
+        with engine.joined.opened():
             outputs["newest"] = model(batch(0))
             engine.older.compute_for(1)
             outputs["older"] = model(batch(0))
@@ -242,7 +242,7 @@ def test_a_group_that_has_no_older_weights_is_refused(tmp_path):
     model, optimizer = infinity.wrap_model(model, optimizer, at_home("host", "host", tmp_path))
     engine = wrapped(model).engine
     with engine.uses.begin():
-        OlderWeights(engine)
+        engine.older = OlderWeights(engine.job)
     with pytest.raises(infinity.UsageError, match="after without_flush"):
         optimizer.add_param_group({"params": [model[0].weight]})
     assert len(optimizer.param_groups) == 1
@@ -254,11 +254,11 @@ def test_a_group_that_has_no_older_weights_is_refused(tmp_path):
 def test_a_forward_that_changes_its_weights_is_refused_with_older_ones(home, kind, tmp_path):
     model, optimizer, engine = wrap(home, tmp_path, kind)
     with pytest.raises(infinity.UsageError, match="changed parameters of unit .* in place"), engine.older.running():
-        with engine.joined.opened(engine):
+        with engine.joined.opened():
             model(batch(0)).square().mean().backward()
         engine.older.update(optimizer.step)
         optimizer.zero_grad()
-        with engine.joined.opened(engine):
+        with engine.joined.opened():
             engine.older.compute_for(1)
             model(batch(1))
     model(batch(1)).square().mean().backward()  # which it may do again

@@ -132,7 +132,7 @@ def train_in(state: State, job: Job, attempt: Callable[[], None]) -> None:
             with job.average.applied():
                 attempt()
         elif state in (State.STALE, State.BETWEEN):
-            with OlderWeights(job.engine).running():
+            with OlderWeights(job.engine.job).running():
                 attempt()
         if step_at_end:
             job.loss().backward()

@@ -14,6 +14,7 @@ from infinity.machine.device import PAST, Device
 from infinity.machine.ledger import Ledger
 from infinity.machine.traffic import Traffic
 from infinity.planning.schedule import Schedule
+from infinity.runtime.pass_state import Pass
 from infinity.runtime.prefetch import Prefetcher
 from infinity.state.journal import Journal
 from infinity.state.residency import Residency
@@ -53,7 +54,7 @@ def test_a_unit_goes_home_from_every_stage(residency):
     unit.older = Unit(residency)
     prefetcher = Prefetcher(
         [unit], SimpleNamespace(), Ledger(), Schedule(), window_nbytes=8, units_ahead=1, give_way=lambda: False, before_gather=lambda: None,
-        collectives=Collectives(), device=device, journal=Journal(),
+        collectives=Collectives(), device=device, journal=Journal(), running=Pass(),
     )  # fmt: skip
     prefetcher.release_all([unit])
     assert unit.asked == unit.older.asked == FLEETING[residency]
@@ -104,7 +105,7 @@ def of_two_ranks(units: list[Gathered], schedule: Schedule, *, agree: bool, wind
     collectives = SimpleNamespace(ranks=ranks, traces_agree=agree, begin_pass=lambda *given, **more: None)
     return Prefetcher(
         units, SimpleNamespace(), Ledger(), schedule, window_nbytes=window_nbytes, units_ahead=1, give_way=lambda: False,
-        before_gather=lambda: None, collectives=collectives, device=Device(torch.device("cpu"), Traffic()), journal=Journal(),
+        before_gather=lambda: None, collectives=collectives, device=Device(torch.device("cpu"), Traffic()), journal=Journal(), running=Pass(),
     )  # fmt: skip
 
 

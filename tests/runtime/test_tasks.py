@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from infinity import native
+from infinity.runtime.pass_state import Pass
 from infinity.runtime.tasks import AutogradTasks
 
 
@@ -25,7 +26,7 @@ class Heard:
 
 
 def made() -> tuple[AutogradTasks, Heard]:
-    return AutogradTasks(native.Scopes(lambda pack, unpack: None, lambda: None)), Heard()
+    return AutogradTasks(native.Scopes(lambda pack, unpack: None, lambda: None), Pass()), Heard()
 
 
 def backward(what: Callable[[], object]) -> None:

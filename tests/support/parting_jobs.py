@@ -30,10 +30,10 @@ from infinity.distributed.lockstep import DIGEST_NBYTES, Lockstep
 from infinity.distributed.meeting import Meeting
 from infinity.gradients.whole import WholeGradients
 from infinity.planning.cluster import edges_of, gathers_of
-from infinity.runtime.engine import Engine
 from infinity.runtime.registry import wrapped
 from infinity.runtime.staging_slots import StagingSlots
 from infinity.state.shard import ParamShard
+from infinity.state.step_counter import StepCounter
 from infinity.state.unit import ParamUnit
 
 AGREED = 4  # steps after which passes are agreed
@@ -182,7 +182,7 @@ def goes_back(how: str, zeros: bool = False, counts_on: bool = False) -> dict[st
     """With shard="optimizer", where a backward meets nobody: the last rank leaves out a backward
     that the others run. Everybody clears the gradients and makes the step again. ``counts_on``: the
     twin, which only a step sets back."""
-    with mock.patch.object(Engine, "forget_backwards", lambda self: None) if counts_on else nullcontext():
+    with mock.patch.object(StepCounter, "forget_backwards", lambda self: None) if counts_on else nullcontext():
         rank, world = dist.get_rank(), dist.get_world_size()
         model, optimizer = wrap("optimizer", tight=False)
         said: list[str] = []
