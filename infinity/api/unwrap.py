@@ -64,6 +64,7 @@ def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable
     engine.wait_idle()
     state = managed.plain_state_dict() if managed is not None else None
     outside = managed.state_outside_groups() if managed is not None else {}
+    attributes = managed.own_attributes if managed is not None else {}
     values: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for unit in engine.units:
         for shard in unit.shards:
@@ -85,9 +86,7 @@ def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable
             set_bytes(param, value)
             param.grad = grad
         if managed is not None and state is not None:
-            managed.given.give_back_step()
-            managed.wrapped.load_state_dict(state)
-            managed.wrapped.state.update(outside)
+            managed.given.take_back(state, outside, attributes)
         engine.shut_down()
         for module in (*parts_of(model), model):
             module.__dict__.pop(RECORD, None)

@@ -271,7 +271,7 @@ def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_o
                 set_raw_grad(param, None)
                 handle.grad.move(GradState.LANDED)
                 engine.gradients.watch(handle, grad, local_of(grad))
-        stepping.given.share_state(stepping.state)
+        stepping.given.share_state(stepping.state, stepping)
     engine.in_common.note_buffers(model)
     record = Wrapped(engine, model, removers, stepping, came_from)
     for module in (*parts_of(model), model):

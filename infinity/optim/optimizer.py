@@ -59,10 +59,22 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self.is_unwrapped = False  # by an unwrap_model that raised, for it was interrupted
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
         self._ready = True
-        for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        for kind in Given.SHARED:
             setattr(self, kind, getattr(wrapped, kind))
         self.read_groups()  # which are the wrapped one's from now on: a scheduler made for that steers this one
         engine.listen_to_landed(partial(_unit_landed, weakref.ref(self)))  # the engine does not keep its optimizer alive
+        self._made_with = frozenset(vars(self))
+
+    def __getattr__(self, name: str) -> Any:
+        if (given := vars(self).get("given")) is None:
+            raise AttributeError(name)
+        return given.attribute(name)
+
+    @property
+    def own_attributes(self) -> dict[str, Any]:
+        """The attributes that users gave this optimizer since the wrap."""
+        taken = {*self._made_with, *dir(type(self))}  # a scheduler puts a step() of its own on it
+        return {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in taken}
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
@@ -298,10 +310,15 @@ class InfinityOptimizer(torch.optim.Optimizer):
         """Returns a state dict that plain torch loads, too. Moments are full tensors, in fp32 or their dtype at rest; what is written to them
         goes home. A 16-bit parameter with an fp32 master has that too, as ``master``: the model's state dict shows its upper half only."""
         with self._engine.uses.operation(Operation.OPTIMIZER_STATE_DICT), torch.inference_mode(False), torch.no_grad():
+            for hook in self._optimizer_state_dict_pre_hooks.values():
+                hook(self)
             self.read_groups()
             self._state.refuse_outside()
             self._books.settle()
-            return self._state.hand_out(self._books)
+            found = self._state.hand_out(self._books)
+            for hook in self._optimizer_state_dict_post_hooks.values():
+                found = returned if (returned := hook(self, found)) is not None else found
+            return found
 
     def plain_state_dict(self) -> dict[str, Any]:
         """Returns the state dict without masters, which a plain optimizer has no use for."""
@@ -316,7 +333,12 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state dict of this or of the plain optimizer. Raises UsageError before anything is changed."""
         with self._engine.uses.operation(Operation.LOAD_OPTIMIZER_STATE_DICT):
+            state_dict = state_dict.copy()
+            for hook in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = returned if (returned := hook(self, state_dict)) is not None else state_dict
             self.read_groups()
             groups = self._state.check(state_dict)
             self.check_groups(groups, "load_state_dict()")
             self._state.write(state_dict, groups, self._books)
+            for hook in self._optimizer_load_state_dict_post_hooks.values():
+                hook(self)

@@ -49,7 +49,7 @@ from .joined_pass import JoinedPass
 from .older_weights import OlderWeights
 from .one_thread import refuse_at_the_end, wait_for_others
 from .parking import Parking
-from .pass_state import Pass
+from .pass_state import Pass, define_states
 from .passes import Passes
 from .prefetch import Prefetcher
 from .recovery import recover
@@ -138,7 +138,9 @@ class Engine:
         self.job = Job(**{each.name: getattr(self, each.name) for each in fields(Job)})
         self.backward = Backward(self.job, recover=lambda: me().recover())
         self.passes, self.joined = Passes(self.job, self.backward), JoinedPass(self.job, self.backward)
-        self._define_states()
+        finalizer = self._finalizer
+        self.uses.define(State.UNWRAPPED, lambda: not finalizer.alive)
+        define_states(self.uses, self.running, self.steps)
         planned = self.activations is not None and self.activations.spare_nbytes is not None and self.config.micro_batch is None
         if planned and self.ranks.alone:  # ranks have to do the same, and do not measure the same
             # Sending reads and writes every byte twice, there and back.
@@ -192,22 +194,6 @@ class Engine:
             prepare=lambda repairing: prepare()(repairing),
             settle=lambda: me().handed.settle(),
         )
-
-    def _define_states(self) -> None:
-        """Says how each state is known, that no feature defines when it is made."""
-        running, steps, scopes, finalizer = self.running, self.steps, self.scopes, self._finalizer
-
-        def is_whole() -> bool:
-            return not scopes.interrupted and not running.is_cut_short  # else the next use ends what went on
-
-        self.uses.define(State.UNWRAPPED, lambda: not finalizer.alive)
-        self.uses.define(
-            State.FORWARD, lambda: bool(running.frames) and scopes.running_here > 0 and torch._C._current_graph_task_id() == -1
-        )
-        self.uses.define(State.BACKWARD, lambda: bool(running.tokens) and torch._C._current_graph_task_id() != -1)
-        self.uses.define(State.ACCUMULATING, lambda: running.is_joined and is_whole())
-        self.uses.define(State.STEPPING, lambda: steps.streaming and is_whole())
-        self.uses.define(State.STEPPED, lambda: steps.begun and not steps.streaming and is_whole())
 
     @torch.compiler.disable  # a compiled function may be what uses the engine
     def _prepare(self, repairing: bool) -> None:

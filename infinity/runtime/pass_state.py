@@ -22,7 +22,10 @@ from dataclasses import dataclass, field
 import torch
 
 from ..state.handle import ParamHandle
+from ..state.operations import State
+from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
+from ..state.uses import Uses
 
 
 @dataclass(eq=False)
@@ -78,3 +81,21 @@ class Pass:
     def drop(self) -> None:
         """Forgets all that ran. Only while nothing is running."""
         vars(self).update(vars(Pass()))
+
+
+def define_states(uses: Uses, running: Pass, steps: StepCounter) -> None:
+    """Tells ``uses`` the states that follow from what runs. What was interrupted is in none of them: the
+    next use ends it."""
+    scopes = uses.scopes
+
+    def is_whole() -> bool:
+        return not scopes.interrupted and not running.is_cut_short
+
+    def is_in_backward() -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    uses.define(State.FORWARD, lambda: bool(running.frames) and scopes.running_here > 0 and not is_in_backward())
+    uses.define(State.BACKWARD, lambda: bool(running.tokens) and is_in_backward())
+    uses.define(State.ACCUMULATING, lambda: running.is_joined and is_whole())
+    uses.define(State.STEPPING, lambda: steps.streaming and is_whole())
+    uses.define(State.STEPPED, lambda: steps.begun and not steps.streaming and is_whole())

@@ -281,7 +281,7 @@ def test_a_load_that_is_cut_short_stops_everything_until_it_is_done(tmp_path, mo
     optimizer.step()
 
 
-@pytest.mark.parametrize("at", ["prefetcher", "gradients", "store"])
+@pytest.mark.parametrize("at", ["running", "gradients", "store"])
 def test_a_recovery_that_is_cut_short_is_done_again(at, tmp_path, monkeypatch):
     """Method: an error of the user's ends a second backward half-way; the recovery that follows is struck in one of its parts. The
     gradients are half done still, and a step says so."""
@@ -293,7 +293,11 @@ def test_a_recovery_that_is_cut_short_is_done_again(at, tmp_path, monkeypatch):
         backward(model, 1)
     hook.remove()
     with monkeypatch.context() as patch:
-        patch.setattr(type(getattr(engine, at)), "rebuild", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(
+            type(getattr(engine, at)),
+            "drop" if at == "running" else "rebuild",
+            lambda self: (_ for _ in ()).throw(KeyboardInterrupt()),
+        )
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     with pytest.raises(infinity.UsageError, match="half done"):
