@@ -34,7 +34,7 @@ def unwrap_model(
     record = wrapped(model)
     engine = record.engine
     managed = optimizer if optimizer is not None else record.optimizer
-    if managed is not None and (not isinstance(managed, InfinityOptimizer) or managed._engine is not engine):
+    if managed is not None and (not isinstance(managed, InfinityOptimizer) or managed.context.uses is not engine.uses):
         raise UsageError("this optimizer is not the one that wrap_model returned with this model")
     plain = managed.wrapped if managed is not None else None
     if record.unwrapping is None:

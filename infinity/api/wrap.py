@@ -262,7 +262,7 @@ def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_o
         removers += [ReplacedForward(block, planner.add(block, engine.units_of(block))) for block in chosen]
     stepping = None
     if optimizer is not None:
-        stepping = InfinityOptimizer(engine, optimizer, rule)
+        stepping = InfinityOptimizer(engine.make_step_context(), optimizer, rule)
         for param in group_of:
             handle, state = managed(param), optimizer.state.get(param, {})
             handle.step = saved_step(state)

@@ -36,7 +36,7 @@ def flat_bytes(tensor: torch.Tensor) -> bytes:
 
 def engine_of_pair(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Engine:
     engine = engine_of(model)
-    if optimizer is not None and (not isinstance(optimizer, InfinityOptimizer) or optimizer._engine is not engine):
+    if optimizer is not None and (not isinstance(optimizer, InfinityOptimizer) or optimizer.context.uses is not engine.uses):
         raise UsageError("this optimizer is not the one that wrap_model returned with this model")
     return engine
 

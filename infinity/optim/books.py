@@ -23,11 +23,11 @@ from ..state.dtensors import is_distributed
 from ..state.flat_layout import is_dense
 from ..state.handle import ParamHandle, handle_of
 from ..state.operations import Operation
+from .context import StepContext
 from .lent_state import STEP, checked_step
-from .step_target import StepTarget
 
 GONE = "optimizer.state: the optimizer that wrap_model returned is gone, and its state with it"
-Owner = Callable[[], tuple[StepTarget, list[dict[str, Any]]]]  # the engine and the groups
+Owner = Callable[[], tuple[StepContext, list[dict[str, Any]]]]  # the context and the groups
 
 
 class _Shown(MutableMapping, dict):
@@ -154,7 +154,7 @@ class OptimizerBooks(_Shown, defaultdict):
         self.names = tuple(self._arrays)  # torch's keys
 
     @property
-    def _engine(self) -> StepTarget:
+    def _context(self) -> StepContext:
         return self._owner()[0]
 
     # --- the mapping ---
@@ -211,11 +211,11 @@ class OptimizerBooks(_Shown, defaultdict):
         return dict.__contains__(self, key) or (self._handle(key) is not None and self._is_kept(handle_of(key)))
 
     def __iter__(self) -> Iterator:
-        engine, groups = self._owner()
+        context, groups = self._owner()
         params = dict.fromkeys(param for group in groups for param in group["params"])
         there = {param for param in params if self._handle(param) is not None and self._is_kept(handle_of(param))}
         yield from [key for key in params if key in there or dict.__contains__(self, key)]
-        others = [handle.param for handle in engine.trained if self._is_kept(handle) and handle.param not in params]
+        others = [handle.param for handle in context.trained if self._is_kept(handle) and handle.param not in params]
         yield from dict.fromkeys([*others, *(key for key in dict.__iter__(self) if key not in params)])
 
     def __len__(self) -> int:
@@ -239,7 +239,7 @@ class OptimizerBooks(_Shown, defaultdict):
     def _handle(self, key: Any) -> ParamHandle | None:
         """The handle of a parameter that is stepped; None for any other key."""
         handle = handle_of(key) if isinstance(key, torch.nn.Parameter) else None
-        return handle if handle is not None and handle.grad is not None and handle.engine is self._engine else None
+        return handle if handle is not None and handle.grad is not None and handle.engine.uses is self._context.uses else None
 
     def _is_kept(self, handle: ParamHandle) -> bool:
         return bool(self.names) and handle.has_state
@@ -249,11 +249,11 @@ class OptimizerBooks(_Shown, defaultdict):
     def read(self, handle: ParamHandle, name: str) -> torch.Tensor:
         """Reads one value of a parameter that has state. With several ranks all of them read."""
         with self._using():
-            return self._engine.lent.read(handle, self._arrays[name])
+            return self._context.lent.read(handle, self._arrays[name])
 
     def check(self, handle: ParamHandle, values: Mapping[str, Any]) -> None:
         """Raises UsageError where one of ``values`` cannot be the parameter's."""
-        self._engine.uses.check(Operation.USE_OPTIMIZER_STATE)
+        self._context.uses.check(Operation.USE_OPTIMIZER_STATE)
         for name in self.names:
             if (value := values.get(name)) is None:
                 continue
@@ -272,7 +272,7 @@ class OptimizerBooks(_Shown, defaultdict):
             self.restart(handle)
             return
         with self._using():
-            lent = self._engine.lent
+            lent = self._context.lent
             sent = {self._arrays[name]: value for name, value in values.items()}
             if STEP in sent:
                 sent[STEP] = checked_step(sent[STEP], handle.name)
@@ -287,7 +287,7 @@ class OptimizerBooks(_Shown, defaultdict):
     def restart(self, handle: ParamHandle) -> None:
         """Has the next step of a parameter be its first."""
         with self._using():
-            self._engine.lent.restart(handle, [array for array in self._arrays.values() if array != STEP])
+            self._context.lent.restart(handle, [array for array in self._arrays.values() if array != STEP])
 
     def own_values(self) -> dict[Any, Any]:
         """Lists what is not at home, by key: keys of the user's own."""
@@ -320,8 +320,8 @@ class OptimizerBooks(_Shown, defaultdict):
                     f"optimizer.state of {handle.name} lacks {', '.join(entry.missing)}: set all of "
                     f"{', '.join(self.names)}, or delete all of them to begin anew"
                 )
-        self._engine.handed.settle_on_ranks()
-        self._engine.lent.settle()
+        self._context.settle_state_dicts()
+        self._context.lent.settle()
 
     def _is_as_kept(self, handle: ParamHandle, array: str, value: torch.Tensor) -> bool:
         if is_distributed(handle.param) or value.layout is not torch.strided:
@@ -333,14 +333,14 @@ class OptimizerBooks(_Shown, defaultdict):
         return value.dtype == kept and (array == STEP or value.device == handle.param.device)
 
     def _using(self) -> Any:
-        return self._engine.uses.operation(Operation.USE_OPTIMIZER_STATE)
+        return self._context.uses.operation(Operation.USE_OPTIMIZER_STATE)
 
 
 class Members:
     """Which group steps each parameter, as the groups say at each step."""
 
-    def __init__(self, engine: StepTarget):
-        self._engine = engine
+    def __init__(self, context: StepContext):
+        self._context = context
         self._params: list[list[torch.Tensor]] = []
         self.group_of: dict[ParamHandle, int] = {}
 
@@ -373,7 +373,7 @@ class Members:
         """Raises UsageError where a gradient was used by a step already, and not changed since."""
         for handle in self.group_of:
             if handle.grad.state is GradState.CONSUMED:
-                self._engine.gradients.settle(handle)  # a tensor that was assigned may have been changed
+                self._context.gradients.settle(handle)  # a tensor that was assigned may have been changed
             if handle.grad.state is GradState.CONSUMED:
                 raise UsageError(
                     f"step() without a new gradient: the one of {handle.name} was consumed by the last step. "
@@ -382,7 +382,7 @@ class Members:
 
     def _stepped(self, param: torch.Tensor, index: int) -> ParamHandle:
         handle = handle_of(param)
-        if handle is None or handle.engine is not self._engine:
+        if handle is None or handle.engine.uses is not self._context.uses:
             raise UsageError(
                 f"the optimizer's group {index} has a parameter of shape {tuple(param.shape)} that wrap_model did not "
                 "take home with this optimizer, so its state has no home. unwrap_model first, add it, and wrap again."

@@ -26,19 +26,19 @@ from ..state.operations import Operation
 from ..state.unit import ParamUnit
 from .books import GONE, Members, OptimizerBooks
 from .clipping import clip_factor
+from .context import StepContext
 from .given import Given
 from .optimizer_state import OptimizerState
 from .rules import moment_names, refuse_flags
 from .step_inputs import StepInputs, settings_of
-from .step_target import StepTarget
 from .stepper import ShardStep, Stepper
 
 
-def _parts(optimizer: weakref.ref[InfinityOptimizer]) -> tuple[StepTarget, list[dict[str, Any]]]:
-    """Returns the engine and the groups of an optimizer, which its books do not keep alive."""
+def _parts(optimizer: weakref.ref[InfinityOptimizer]) -> tuple[StepContext, list[dict[str, Any]]]:
+    """Returns the context and the groups of an optimizer, which its books do not keep alive."""
     if (alive := optimizer()) is None:
         raise UsageError(GONE)
-    return alive._engine, alive.param_groups
+    return alive.context, alive.param_groups
 
 
 def _unit_landed(optimizer: weakref.ref[InfinityOptimizer], unit: ParamUnit) -> None:
@@ -49,20 +49,20 @@ def _unit_landed(optimizer: weakref.ref[InfinityOptimizer], unit: ParamUnit) -> 
 class InfinityOptimizer(torch.optim.Optimizer):
     """Steps the state at home of a wrapped optimizer. Shares the wrapped optimizer's ``param_groups``."""
 
-    def __init__(self, engine: StepTarget, wrapped: torch.optim.Optimizer, rule: native.Rule):
-        self._engine, self._rule = engine, rule
+    def __init__(self, context: StepContext, wrapped: torch.optim.Optimizer, rule: native.Rule):
+        self.context, self._rule = context, rule
         self._ready, self._shadowed = False, 0  # shadows since the last step
         self._moments = moment_names(rule, wrapped.param_groups)
         counts = rule in (native.Rule.ADAMW, native.Rule.ADAM)
         self._books = OptimizerBooks(partial(_parts, weakref.ref(self)), self._moments, counts_steps=counts)
-        self._members, self.given = Members(engine), Given(wrapped)
+        self._members, self.given = Members(context), Given(wrapped)
         self.is_unwrapped = False  # by an unwrap_model that raised, for it was interrupted
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
         self._ready = True
         for kind in Given.SHARED:
             setattr(self, kind, getattr(wrapped, kind))
         self.read_groups()  # which are the wrapped one's from now on: a scheduler made for that steers this one
-        engine.listen_to_landed(partial(_unit_landed, weakref.ref(self)))  # the engine does not keep its optimizer alive
+        context.listen_to_landed(partial(_unit_landed, weakref.ref(self)))  # the engine does not keep its optimizer alive
         self._made_with = frozenset(vars(self))
 
     def __getattr__(self, name: str) -> Any:
@@ -115,11 +115,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     @property
     def _stepper(self) -> Stepper:
-        return Stepper(self._engine, self._rule, self.param_groups, self._members.group_of)
+        return Stepper(self.context, self._rule, self.param_groups, self._members.group_of)
 
     @property
     def _state(self) -> OptimizerState:
-        return OptimizerState(self._engine, self._rule, self.param_groups, self._moments)
+        return OptimizerState(self.context, self._rule, self.param_groups, self._moments)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Steps the parameters of a further group from now on, as torch does: those that were at home as frozen ones so far. Room for their
@@ -131,8 +131,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
         if not self._ready:
             super().add_param_group(param_group)
             return
-        engine = self._engine
-        with engine.uses.operation(Operation.ADD_PARAM_GROUP):
+        context = self.context
+        with context.uses.operation(Operation.ADD_PARAM_GROUP):
             before = len(self.param_groups)
             try:
                 super().add_param_group(param_group)  # which checks it, and completes it
@@ -145,7 +145,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 if all(each is not group for each in self.param_groups):
                     self.param_groups.append(group)
 
-            engine.admit(group["params"], moment_count=len(self._moments), then=then)
+            context.admit(group["params"], moment_count=len(self._moments), then=then)
 
     def check_groups(self, groups: list[dict[str, Any]], where: str) -> None:
         """Raises UsageError where ``groups``, which come from ``where``, ask for what the rule does not do."""
@@ -166,83 +166,83 @@ class InfinityOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        engine = self._engine
-        with engine.uses.operation(Operation.STEP):
-            if engine.steps.untold == engine.steps.index and self._members.are_consumed:
-                engine.steps.tell()  # this very step was cut short, and has been carried to its end since
+        context = self.context
+        with context.uses.operation(Operation.STEP):
+            if context.steps.untold == context.steps.index and self._members.are_consumed:
+                context.steps.tell()  # this very step was cut short, and has been carried to its end since
             else:
                 self._step()
         return loss
 
     def _step(self) -> None:
-        engine = self._engine
+        context = self.context
         self._read_books("step()")
-        engine.gradients.average()
-        begun = engine.steps.begun
+        context.gradients.average()
+        begun = context.steps.begun
         if not begun:
             self._members.check_unconsumed()
-        for handle in engine.trained:
+        for handle in context.trained:
             refuse_torn(handle)
         self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
         # A factor of the plan, not a change of the gradients: a step that is cut short can be made again.
-        clip = 1.0 if (most := engine.config.max_grad_norm) is None else clip_factor(self.total_norm(), most)
+        clip = 1.0 if (most := context.config.max_grad_norm) is None else clip_factor(self.total_norm(), most)
         if not begun:
-            engine.begin_step()
-        version = engine.steps.index if begun else engine.steps.index + 1
-        order = [index for index in engine.schedule.first() if index < len(engine.units)]  # what follows are older weights
-        order += [unit.index for unit in engine.units if unit.index not in set(order)]
+            context.updates.begin_step()
+        version = context.steps.index if begun else context.steps.index + 1
+        order = [index for index in context.schedule.first() if index < len(context.units)]  # what follows are older weights
+        order += [unit.index for unit in context.units if unit.index not in set(order)]
         steps: list[ShardStep] = []
-        stepper, backwards = self._stepper, engine.steps.backwards
-        with engine.store.guarding():
+        stepper, backwards = self._stepper, context.steps.backwards
+        with context.store.guarding():
             for index in order:
-                steps += stepper.plan(engine.units[index], version, clip)
-            engine.journal.carry_out(partial(self._finish, stepper, steps, version), partial(self._meet, clip))
-            if engine.shadow_policy is not None:
-                for shard in (shard for unit in engine.units for shard in unit.shards):  # of what this step does not step
+                steps += stepper.plan(context.units[index], version, clip)
+            context.journal.carry_out(partial(self._finish, stepper, steps, version), partial(self._meet, clip))
+            if context.shadow_policy is not None:
+                for shard in (shard for unit in context.units for shard in unit.shards):  # of what this step does not step
                     shard.drop_shadow()
                 kept = sum(step.shadow is not None for step in steps)
-                engine.shadow_policy.end_step(made=self._shadowed, kept=kept, backwards=backwards)
+                context.shadow_policy.end_step(made=self._shadowed, kept=kept, backwards=backwards)
                 self._shadowed = 0
-        engine.end_step()
-        engine.lent.refresh()
-        engine.steps.tell()  # the caller is told by the return
+        context.end_step()
+        context.lent.refresh()
+        context.steps.tell()  # the caller is told by the return
 
     def _meet(self, clip: float, then: Callable[[], None]) -> None:
         """Meets the other ranks, which step as soon as all are there: what they differ in is told
         before."""
-        engine = self._engine
-        if engine.collectives.ranks.alone:
+        context = self.context
+        if context.collectives.ranks.alone:
             then()
             return
-        inputs = StepInputs(engine, self.param_groups, self._members.group_of, clip)
+        inputs = StepInputs(context, self.param_groups, self._members.group_of, clip)
         # Without flush other stages are at other batches, and nobody waits for them.
-        stages = None if engine.keeps_older else inputs
-        trace = engine.schedule.expected_after_step()
-        engine.collectives.meet_for_step(inputs, over_stages=stages, trace=trace, in_common=engine.in_common, then=then)
+        stages = None if context.keeps_older() else inputs
+        trace = context.schedule.expected_after_step()
+        context.collectives.meet_for_step(inputs, over_stages=stages, trace=trace, in_common=context.in_common, then=then)
 
     def total_norm(self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Computes the norm of all gradients together, as torch.nn.utils.get_total_norm does, over every rank that has a part of them.
 
         The same bits on every rank. Raises RuntimeError, as torch does, for one that is not finite with ``error_if_nonfinite``.
         """
-        engine = self._engine
-        if not engine.collectives.ranks.is_cut:
+        context = self.context
+        if not context.collectives.ranks.is_cut:
             grads = [grad for group in self.param_groups for param in group["params"] if (grad := param.grad) is not None]
             total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
             return total.full_tensor() if is_distributed(total) else total
-        with engine.uses.begin():
+        with context.uses.begin():
             self.read_groups()
-            engine.gradients.average()
-            total = engine.gradients.total_norm(float(norm_type), among=self._members.group_of)
+            context.gradients.average()
+            total = context.gradients.total_norm(float(norm_type), among=self._members.group_of)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped")
         return total
 
     def _finish(self, stepper: Stepper, steps: list[ShardStep], version: int) -> None:
         stepper.carry_out(steps)
-        self._engine.lent.forget_edits()
-        self._engine.gradients.clips.clear()
-        self._engine.steps.finish(version)
+        self.context.lent.forget_edits()
+        self.context.gradients.clips.clear()
+        self.context.steps.finish(version)
 
     @contextmanager
     def step_in_backward(self) -> Iterator[None]:
@@ -253,63 +253,63 @@ class InfinityOptimizer(torch.optim.Optimizer):
         by the engine itself (``max_grad_norm``) here. An exception after the first unit was stepped leaves part of the
         step done, and the job can then only go on from a checkpoint.
         """
-        engine = self._engine
-        engine.uses.check(Operation.STEP_IN_BACKWARD)
-        if engine.config.max_grad_norm is not None:
+        context = self.context
+        context.uses.check(Operation.STEP_IN_BACKWARD)
+        if context.config.max_grad_norm is not None:
             raise UsageError(
                 "step_in_backward: max_grad_norm needs the norm of all gradients before the first unit is stepped. Leave "
                 "out one of the two, or let Config(speculate=True) update units ahead."
             )
-        with engine.uses.begin():
+        with context.uses.begin():
             self._read_books("step_in_backward()")
             self._members.check_unconsumed()
-            engine.begin_step()
-            engine.steps.stream()
+            context.updates.begin_step()
+            context.steps.stream()
             yield  # an exception leaves the marks, which the next use of the engine goes by
-            if engine.is_cut_short or engine.gradients.changes.are_open:
-                engine.uses.interrupt()  # the backward failed, and somebody caught that inside the block
+            if context.is_cut_short() or context.gradients.changes.are_open:
+                context.uses.interrupt()  # the backward failed, and somebody caught that inside the block
             else:
-                engine.steps.end_stream()
+                context.steps.end_stream()
 
     def unit_landed(self, unit: ParamUnit) -> None:
         """Steps or shadows a unit whose gradients have all landed, and with which the backward is done."""
-        if self._engine.steps.streaming:
+        if self.context.steps.streaming:
             self._step_unit(unit)
-        elif self._engine.shadow_policy is not None:
+        elif self.context.shadow_policy is not None:
             self._shadowed += self._stepper.shadow(unit)
 
     @torch.no_grad()
     def _step_unit(self, unit: ParamUnit) -> None:
         """One with parameters that are not trained waits: the backward may still need those, and a unit's values change
         together."""
-        engine = self._engine
+        context = self.context
         params = [param for shard in unit.shards for param in shard.params]
         if all(shard.spec.stepped for shard in unit.shards) and all(param.requires_grad for param in params):
             stepper = self._stepper
-            engine.journal.carry_out(partial(stepper.carry_out, stepper.plan(unit, engine.steps.index)))
+            context.journal.carry_out(partial(stepper.carry_out, stepper.plan(unit, context.steps.index)))
 
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Makes gradients None, or zeros which the next step applies, as torch does."""
-        with self._engine.uses.operation(Operation.ZERO_GRAD):
+        with self.context.uses.operation(Operation.ZERO_GRAD):
             for group in self.param_groups:
                 for param in group["params"]:
                     if set_to_none:
                         param.grad = None
                     elif (handle := handle_of(param)) is not None and handle.grad is not None:
-                        self._engine.gradients.zero_here(handle)
+                        self.context.gradients.zero_here(handle)
                     elif param.grad is not None:
                         param.grad.zero_()
             if not set_to_none:
-                self._engine.gradients.clips.clear()
-                self._engine.steps.forget_backwards()
+                self.context.gradients.clips.clear()
+                self.context.steps.forget_backwards()
 
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a state dict that plain torch loads, too. Moments are full tensors, in fp32 or their dtype at rest; what is written to them
         goes home. A 16-bit parameter with an fp32 master has that too, as ``master``: the model's state dict shows its upper half only."""
-        with self._engine.uses.operation(Operation.OPTIMIZER_STATE_DICT), torch.inference_mode(False), torch.no_grad():
+        with self.context.uses.operation(Operation.OPTIMIZER_STATE_DICT), torch.inference_mode(False), torch.no_grad():
             for hook in self._optimizer_state_dict_pre_hooks.values():
                 hook(self)
             self.read_groups()
@@ -332,7 +332,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state dict of this or of the plain optimizer. Raises UsageError before anything is changed."""
-        with self._engine.uses.operation(Operation.LOAD_OPTIMIZER_STATE_DICT):
+        with self.context.uses.operation(Operation.LOAD_OPTIMIZER_STATE_DICT):
             state_dict = state_dict.copy()
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = returned if (returned := hook(self, state_dict)) is not None else state_dict

@@ -16,9 +16,9 @@ from ..state.dtensors import is_common, like, local_of, part_of
 from ..state.handle import ParamHandle, handle_of
 from ..state.shard import ParamShard
 from .books import OptimizerBooks
+from .context import StepContext
 from .lent_state import STEP
 from .rules import saved_step
-from .step_target import StepTarget
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +29,13 @@ MASTERS = "absent", "others", "loaded"  # in a state dict: not there, of other w
 class OptimizerState:
     """The state dict of an optimizer whose state is at home. ``moments``: torch's name of each -> the array that holds it."""
 
-    def __init__(self, target: StepTarget, rule: native.Rule, groups: list[dict[str, Any]], moments: dict[str, str]):
-        self._target, self._rule, self._groups, self.moments = target, rule, groups, moments
+    def __init__(self, context: StepContext, rule: native.Rule, groups: list[dict[str, Any]], moments: dict[str, str]):
+        self._context, self._rule, self._groups, self.moments = context, rule, groups, moments
 
     def read(self, books: OptimizerBooks, *, masters: bool) -> dict[str, Any]:
         """Returns a state dict as torch's optimizers have it, with what of the user's is in ``books``. ``masters``: with the
         fp32 masters of 16-bit parameters."""
-        store = self._target.store
+        store = self._context.store
         groups, indices = [], {}
         for group in self._groups:
             for param in group["params"]:
@@ -62,7 +62,7 @@ class OptimizerState:
     def outside_groups(self) -> list[ParamHandle]:
         """Lists the parameters that have state and are in no group any more."""
         inside = {handle_of(param) for group in self._groups for param in group["params"]}
-        return [handle for handle in self._target.trained if self.moments and handle.has_state and handle not in inside]
+        return [handle for handle in self._context.trained if self.moments and handle.has_state and handle not in inside]
 
     def refuse_outside(self) -> None:
         """Raises UsageError where a state dict would leave state out."""
@@ -74,7 +74,7 @@ class OptimizerState:
             )
 
     def _read_one(self, param: torch.Tensor, *, with_master: bool) -> dict[str, torch.Tensor]:
-        handle, store = handle_of(param), self._target.store
+        handle, store = handle_of(param), self._context.store
         found = {}
         if self.moments and self._rule in (native.Rule.ADAMW, native.Rule.ADAM):
             found["step"] = torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")
@@ -91,7 +91,7 @@ class OptimizerState:
         for index, param in self._params_of(state_dict).items():
             for name, value in state_dict["state"].get(index, {}).items():
                 if name in kept and isinstance(value, torch.Tensor):
-                    self._target.handed.give(handle_of(param), kept[name], value)
+                    self._context.hand_out(handle_of(param), kept[name], value)
         return state_dict
 
     def check(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ class OptimizerState:
     def _comparisons(self, state_dict: dict[str, Any]) -> list[Callable]:
         """Lists the meetings at which the tensors of ``state_dict`` are compared: those of divided experts, and those that ranks with other parts
         of the tensors have, too, over the ranks that share them; then those that all data ranks have."""
-        params, collectives = self._params_of(state_dict), self._target.collectives
+        params, collectives = self._params_of(state_dict), self._context.collectives
         found: dict[bool, list[torch.Tensor]] = {True: [], False: []}  # whether all data ranks have it
         common: list[torch.Tensor] = []  # to all parts of the tensors
         for index, param in params.items():
@@ -150,10 +150,10 @@ class OptimizerState:
         user's goes into ``books``."""
         of_masters = {kind: [] for kind in MASTERS}
         change = partial(self._set, state_dict, groups, books, of_masters)
-        self._target.journal.carry_out(change, partial(in_turn, self._comparisons(state_dict)))
+        self._context.journal.carry_out(change, partial(in_turn, self._comparisons(state_dict)))
         handles = list(map(handle_of, self._params_of(state_dict).values()))
         loaded = set(of_masters["loaded"])
-        everywhere = self._target.collectives.least([handle.name in loaded for handle in handles], "masters that were loaded")
+        everywhere = self._context.collectives.least([handle.name in loaded for handle in handles], "masters that were loaded")
         for handle, whole in zip(handles, everywhere):
             handle.has_loaded_master = bool(whole)
         self._tell_of_masters(of_masters["absent"], of_masters["others"])
@@ -168,7 +168,7 @@ class OptimizerState:
         params = self._params_of(state_dict)
         for group, taken in zip(self._groups, groups):
             group.update(taken)
-        self._target.lent.forget()
+        self._context.lent.forget()
         books.take_own({params.get(key, key): value for key, value in state_dict["state"].items()})
         for index, param in params.items():
             state, handle = state_dict["state"].get(index, {}), handle_of(param)
@@ -178,10 +178,10 @@ class OptimizerState:
                 if master is None or master.dtype != torch.float32:
                     absent.append(handle.name)
                 elif handle.shard.write_master(
-                    self._target.store,
+                    self._context.store,
                     handle.index,
                     part_of(param, master, f"the master of {handle.name}"),
-                    version=self._target.steps.index,
+                    version=self._context.steps.index,
                 ):
                     others.append(handle.name)
                 else:
@@ -203,7 +203,7 @@ class OptimizerState:
 
     def _adopt(self, param: torch.Tensor, state: dict[str, Any]) -> None:
         """Makes ``state``, as torch's optimizers keep it per parameter, the state at home; empty is a fresh start."""
-        handle, target = handle_of(param), self._target
+        handle, context = handle_of(param), self._context
         step = saved_step(state)
         kept = step or any(state.get(name) is not None for name in self.moments)
         if kept or handle.has_state:
@@ -213,5 +213,5 @@ class OptimizerState:
                     value = torch.zeros(local_of(param).shape, dtype=torch.float32, device="cpu")
                 else:
                     value = part_of(param, value, f"{name} of {handle.name}")
-                handle.shard.write_moment(target.store, array, handle.index, value, version=target.steps.index)
+                handle.shard.write_moment(context.store, array, handle.index, value, version=context.steps.index)
         handle.step, handle.keeps_moments = step, bool(kept and not step)

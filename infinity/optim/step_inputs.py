@@ -19,7 +19,7 @@ import torch
 from ..errors import UsageError
 from ..gradients.record import GradState
 from ..state.handle import ParamHandle
-from .step_target import StepTarget
+from .context import StepContext
 
 OF_PARAMETERS = ("params", "param_names")  # keys of a group: other stages have others
 NOTHING_LEAST, NOTHING_MOST = 2**62, -1  # what a stage says of what it does not have: no least, and no largest
@@ -49,24 +49,24 @@ def _plainly(value: Any) -> Any:
 class StepInputs:
     """What one step of ``engine`` goes by. ``clip``: the factor of all gradients."""
 
-    def __init__(self, engine: StepTarget, groups: list[dict[str, Any]], group_of: Mapping[ParamHandle, int], clip: float):
-        self._engine, self._group_of, self._clip = engine, group_of, clip
+    def __init__(self, context: StepContext, groups: list[dict[str, Any]], group_of: Mapping[ParamHandle, int], clip: float):
+        self._context, self._group_of, self._clip = context, group_of, clip
         self._settings = settings_of(groups)
         self._rates = ", ".join(f"{float(group['lr']):g}" for group in groups)
 
     @property
     def common(self) -> str:
         """What ranks with the same units say, and those with other parts of the tensors."""
-        inputs: list = [self._clip, *self._settings, self._engine.lent.edits]
-        for handle in self._engine.trained:
+        inputs: list = [self._clip, *self._settings, self._context.lent.edits]
+        for handle in self._context.trained:
             inputs.append((handle.step, handle.grad.state.name, handle.grad.edits, self._group_of.get(handle)))
         return self._said(inputs)
 
     @property
     def own(self) -> str:
         """What ranks with the same units say beside it."""
-        changed = [(handle.name, edits) for handle in self._engine.trained if (edits := handle.grad.own_edits)]
-        values = [*changed, *self._engine.lent.own_edits]
+        changed = [(handle.name, edits) for handle in self._context.trained if (edits := handle.grad.own_edits)]
+        values = [*changed, *self._context.lent.own_edits]
         return f", with values of {_digest(values)} put into gradients or optimizer.state" if values else ""
 
     @property
@@ -81,15 +81,15 @@ class StepInputs:
 
     def _over_stages(self) -> dict[str, int | None]:
         """Numbers of what stages have alike; None of what this one does not have."""
-        engine = self._engine
+        context = self._context
         # A unit that was stepped in the backward has consumed its gradients; zeros of zero_grad() have no backward.
         has_gradients = any(handle.grad.state in (GradState.LANDED, GradState.CONSUMED) for handle in self._group_of)
         trains = has_gradients or any(handle.param.requires_grad for handle in self._group_of)
-        of_gradients = has_gradients, engine.steps.backwards > 0
-        tied = [handle for handle in engine.trained if handle.is_tied]
+        of_gradients = has_gradients, context.steps.backwards > 0
+        tied = [handle for handle in context.trained if handle.is_tied]
         return {
             "the gradients": _number(of_gradients) if trains else None,
-            "the clipping": _number(engine.gradients.clips) if has_gradients else None,
+            "the clipping": _number(context.gradients.clips) if has_gradients else None,
             "the shared table": _number([self._of_tied(handle) for handle in tied]) if tied else None,
         }
 
@@ -97,7 +97,7 @@ class StepInputs:
         group = self._group_of.get(handle)
         of_gradient = handle.grad.state.name, handle.grad.edits, handle.grad.own_edits
         of_group = self._settings[group] if group is not None else None
-        return handle.step, handle.edits, of_gradient, of_group, self._engine.lent.edits_of(handle), handle.param.requires_grad
+        return handle.step, handle.edits, of_gradient, of_group, self._context.lent.edits_of(handle), handle.param.requires_grad
 
     def values(self) -> list[int]:
         """Makes what is said to other stages, beside words: of each number two, of which the least and
@@ -117,7 +117,7 @@ class StepInputs:
         """Raises UsageError, on all stages, where ``spans`` show that they do not have the same."""
         if not (differing := self._differing(spans)):
             return
-        name, collectives = differing[0], self._engine.collectives
+        name, collectives = differing[0], self._context.collectives
         stages = collectives.ranks.stages
         mine = collectives.ranks.world_rank, self._over_stages()[name]
         have = [

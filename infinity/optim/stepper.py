@@ -20,8 +20,8 @@ from ..state.handle import ParamHandle, handle_of
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
 from ..storage.arrays import StateArray
+from .context import StepContext
 from .device_step import DeviceUpdate, Span, steps_on_device
-from .step_target import StepTarget
 
 
 @dataclass(eq=False)
@@ -52,29 +52,29 @@ class Stepper:
     ``group_of``: the parameters that are stepped, each with the index of its group.
     """
 
-    def __init__(self, target: StepTarget, rule: native.Rule, groups: list[dict[str, Any]], group_of: Mapping[ParamHandle, int]):
-        self._target, self._rule, self._groups, self._group_of = target, rule, groups, group_of
+    def __init__(self, context: StepContext, rule: native.Rule, groups: list[dict[str, Any]], group_of: Mapping[ParamHandle, int]):
+        self._context, self._rule, self._groups, self._group_of = context, rule, groups, group_of
 
     def _is_stepped(self, handle: ParamHandle) -> bool:
         return has_landed(handle) and handle in self._group_of
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[ShardStep]:
         """Plans what a step does with ``unit``. Gradients that have landed go home; nothing else is changed."""
-        target, beside = self._target, self._target.keeps_older
+        context, beside = self._context, self._context.keeps_older()
         # Of what is made beside the old weights all is: what has no gradient is copied there.
         planned = [shard for shard in unit.shards if shard.spec.stepped and (beside or self._has_landed(unit, shard))]
         if planned and not beside:  # else they are not what is gathered any more
-            target.release([unit])
-        if target.steps.streaming:
-            target.gradients.settle_early(unit.handles)
+            context.release([unit])
+        if context.steps.streaming:
+            context.gradients.settle_early(unit.handles)
         steps = []
         for shard in planned:
             handles = [handle_of(param) for param in shard.params]
             shard.wait()
             for handle in handles if clip != 1.0 else ():
                 if has_landed(handle) and len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
-                    target.gradients.apply_factors(handle)  # there is no room for another
-            after = target.gradients.homes.close_shard(shard)
+                    context.gradients.apply_factors(handle)  # there is no room for another
+            after = context.gradients.homes.close_shard(shard)
             spans = list(self._spans(shard, handles, clip))
             step = ShardStep(shard, [(h, h.step + 1) for h in handles if self._is_stepped(h)])
             shadow = shard.shadow
@@ -90,14 +90,14 @@ class Stepper:
 
     def carry_out(self, steps: list[ShardStep]) -> None:
         """Makes the planned ``steps``. Called again it does what is left."""
-        target = self._target
+        context = self._context
         for step in steps:
             if step.device_step is not None and step.device_update is None:
                 if step.has_begun:
-                    raise target.uses.halt("a step was cut short on the device")
+                    raise context.uses.halt("a step was cut short on the device")
                 step.has_begun = True
                 step.device_update = step.device_step()
-        target.updates.updater.submit_all([step.update for step in steps if step.update is not None])
+        context.updates.updater.submit_all([step.update for step in steps if step.update is not None])
         for step in steps:
             shard = step.shard
             if step.shadow is not None:
@@ -125,10 +125,10 @@ class Stepper:
     def shadow(self, unit: ParamUnit) -> int:
         """Makes the update of ``unit``, whose gradients have landed, beside its state: the step may turn out to be that. Returns how
         many of its shards have a shadow now."""
-        target, made = self._target, 0
-        if not target.shadow_policy.is_wanted(target.steps.backwards + 1):
+        context, made = self._context, 0
+        if not context.shadow_policy.is_wanted(context.steps.backwards + 1):
             return made
-        with target.store.guarding():
+        with context.store.guarding():
             for shard in unit.shards:
                 handles = [handle_of(param) for param in shard.params]
                 if not shard.shadow_extents or any(h.grad.viewed or h.grad.assigned is not None for h in handles):
@@ -138,10 +138,10 @@ class Stepper:
                     continue
                 shard.wait()
                 shard.drop_shadow()
-                after, version = target.gradients.homes.close_shard(shard), target.steps.index + 1
+                after, version = context.gradients.homes.close_shard(shard), context.steps.index + 1
                 update = self._processor_update(shard, spans, after, label=unit.index, version=version, ahead=True)
                 shard.cast_shadow(Shadow(update, _inputs_of(spans)))
-                target.updates.updater.submit_all([update])
+                context.updates.updater.submit_all([update])
                 made += 1
         return made
 
@@ -150,8 +150,8 @@ class Stepper:
 
     def _plan_update(self, step: ShardStep, spans: list[Span], after: list[native.Ticket], *, label: int, version: int) -> None:
         """``spans`` of a shard are to be stepped: where its state is, and of state on the host a part on the device too."""
-        target, shard = self._target, step.shard
-        stepper = target.updates.stepper
+        context, shard = self._context, step.shard
+        stepper = context.updates.stepper
         if stepper is None:
             step.update = self._processor_update(shard, spans, after, label=label, version=version)
             return
@@ -161,17 +161,17 @@ class Stepper:
         if rest:
             step.update = self._processor_update(shard, rest, after, label=label, version=version)
         if own:
-            behind = target.gradients.homes.landing_of(shard)
+            behind = context.gradients.homes.landing_of(shard)
             step.device_step = partial(stepper.step, shard, shard.native_layout(self._rule), own, version=version, behind=behind)
 
     def _plan_beside(self, step: ShardStep, spans: list[Span], after: list[native.Ticket], *, label: int, version: int) -> None:
         """The same, with the new weights beside the old ones: all of it by whoever reaches the state."""
-        target, shard = self._target, step.shard
-        stepper = target.updates.stepper
+        context, shard = self._context, step.shard
+        stepper = context.updates.stepper
         if stepper is None or not steps_on_device(shard):
             step.update = self._processor_update(shard, spans, after, label=label, version=version, ahead=True)
             return
-        behind = target.gradients.homes.landing_of(shard)
+        behind = context.gradients.homes.landing_of(shard)
         layout = shard.native_layout(self._rule)
         step.device_step = partial(stepper.step, shard, layout, spans, version=version, behind=behind, newer=step.newer)
 
@@ -189,7 +189,7 @@ class Stepper:
         extents = {name: array.extent for name, array in shard.arrays.items()}
         if shard.ranks.keeps_gradients:
             extents["grad"] = shard.slice_of_grad()
-        read = self._target.device.ticket([shard.last_read])  # a copy to the device may still read what is about to change
+        read = self._context.device.ticket([shard.last_read])  # a copy to the device may still read what is about to change
         after = [*after, read] if read is not None else after
         beside = shard.shadow_extents if ahead else {}
         return native.UnitUpdate(

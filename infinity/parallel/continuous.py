@@ -100,7 +100,7 @@ def _check_schedule(schedule: Any) -> None:
 
 
 def _check_engine(engine: Engine, schedule: Any, optimizer: Any) -> None:
-    if not isinstance(optimizer, InfinityOptimizer) or optimizer._engine is not engine:
+    if not isinstance(optimizer, InfinityOptimizer) or optimizer.context.uses is not engine.uses:
         raise UsageError("without_flush takes the optimizer that wrap_model returned with the schedule's stage")
     if engine.config.max_grad_norm is not None:
         raise ConfigError(

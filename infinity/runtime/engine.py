@@ -26,6 +26,7 @@ from ..machine.ledger import Ledger
 from ..machine.rates import memory_rate
 from ..machine.tiers import Tier
 from ..machine.timeline import Timeline
+from ..optim.context import StepContext
 from ..optim.lent_state import LentState
 from ..optim.updates import Updates
 from ..planning.memory_plan import MemoryPlan
@@ -146,6 +147,19 @@ class Engine:
             # Sending reads and writes every byte twice, there and back.
             self.activations.plan_with(ActivationPlanner(self, send_rate=memory_rate() / 4, recomputes=self.config.recompute))
 
+    def make_step_context(self) -> StepContext:
+        """Makes what the optimizer is given. Its calls keep this object alive; nothing here keeps it."""
+        known = {each.name: getattr(self, each.name) for each in fields(StepContext) if hasattr(self, each.name)}
+        running, handed = self.running, self.handed
+        return StepContext(**known | {
+            "is_cut_short": lambda: running.is_cut_short,
+            "keeps_older": lambda: running.is_stale,
+            "listen_to_landed": self.backward.listen,
+            "release": self.prefetcher.release_all,
+            "settle_state_dicts": handed.settle_on_ranks,
+            "hand_out": handed.give,
+        })  # fmt: skip
+
     def _make_reducer(self) -> Reducer:
         """Makes what averages gradients over the ranks."""
         me, steps, makes_ahead = weakref.ref(self), self.steps, self.shadow_policy is not None
@@ -247,16 +261,6 @@ class Engine:
         return self.steps.index
 
     @property
-    def is_cut_short(self) -> bool:
-        """Whether a forward or backward was left by an exception. Asked where none is running."""
-        return self.running.is_cut_short
-
-    @property
-    def keeps_older(self) -> bool:
-        """Whether an update leaves the weights that it begins with: micro-batches that began with them are under way."""
-        return self.running.is_stale
-
-    @property
     def plan(self) -> MemoryPlan:
         """What lies where."""
         return self.planned.plan
@@ -330,14 +334,6 @@ class Engine:
         return self.backward.listen(listener)
 
     # --- what the optimizer asks ---
-
-    def release(self, units: Iterable[ParamUnit]) -> None:
-        """Sends ``units`` home: their bytes there are about to change."""
-        self.prefetcher.release_all(units)
-
-    def begin_step(self) -> None:
-        """Begins an optimizer step."""
-        self.updates.begin_step()
 
     def end_step(self) -> None:
         """Ends a step, whose updates are submitted: the next forward's first units follow them from the disk."""

@@ -26,6 +26,6 @@ def test_a_gradient_with_every_factor_a_kernel_takes_is_stepped(clip):
     for _ in range(native.MAX_GRAD_FACTORS):
         model.weight.grad.mul_(0.5)
     assert len(handle.grad.factors) == native.MAX_GRAD_FACTORS
-    stepper = Stepper(engine, native.Rule.SGD, optimizer.param_groups, {handle: 0})
+    stepper = Stepper(engine.make_step_context(), native.Rule.SGD, optimizer.param_groups, {handle: 0})
     stepper.carry_out(stepper.plan(engine.units[0], 1, clip))
     assert torch.equal(model.state_dict()["weight"], torch.full((2, 4), 1 - 2.0 * 0.5**native.MAX_GRAD_FACTORS * clip))
