@@ -329,7 +329,10 @@ REFUSED = {
     "a frozen one": (lambda m, o: o.param_groups[0]["params"].append(m.extra), "add_param_group"),
     "a partial entry": (lambda m, o: o.state[m[0][0].weight].pop("exp_avg_sq"), "lacks exp_avg_sq"),
     "amsgrad": (lambda m, o: o.param_groups[0].update(amsgrad=True), "amsgrad"),
-    "one tensor of two": (lambda m, o: o.state[m[0][0].weight].update(exp_avg=o.state[m[1][0].weight]["exp_avg"]), r"tensor\.clone\(\)"),
+    "one tensor of two": (
+        lambda m, o: o.state[m[0][0].weight].update(exp_avg=o.state[m[1][0].weight]["exp_avg"]),
+        r"tensor\.clone\(\)",
+    ),
     "no betas": (lambda m, o: o.param_groups[0].pop("betas"), "betas"),
 }
 

@@ -29,6 +29,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
+ROOT = Path(__file__).resolve().parents[2]  # of the checkout, which has the benchmarks
 SIZE = struct.Struct("!I")  # of a message, which follows
 DIES_WITH_PARENT, NEW_NETWORK = 1, 0x40000000  # PR_SET_PDEATHSIG, CLONE_NEWNET
 LANGUAGE_MODELS = (
@@ -235,7 +236,7 @@ if __name__ == "__main__":
     sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
     if sys.argv[0] == "-m":
         del sys.argv[0]
-        sys.path[0] = os.getcwd()
+        sys.path[:1] = [os.getcwd(), str(ROOT)]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     elif sys.argv[0] == "-c":
         sys.path[0] = ""

@@ -2,7 +2,7 @@
 
 Each system trains a model of its own with its state on the host: the same batches, clipping and optimizer. They take turns, a few steps at
 a time, so that ratios are of pairs. The same loops without us stand beside them: what a library costs itself is not ours. What a user
-changes, and the seconds to a first step, are those of short scripts (:mod:`infinity.bench.first_steps`).
+changes, and the seconds to a first step, are those of short scripts (:mod:`bench.first_steps`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.bench.results import Measured, row
+from infinity.bench.rounds import Times, alternate, paired
+from infinity.bench.settings import Settings
+
 from .first_steps import HOME, rows_of
-from .results import Measured, row
-from .rounds import Times, alternate, paired
-from .settings import Settings
 
 STEPS, BATCH, LENGTH = 4, 2, 128
 LIBRARIES = ("transformers", "accelerate", "lightning")
@@ -26,7 +27,7 @@ LIBRARIES = ("transformers", "accelerate", "lightning")
 
 def measure(settings: Settings) -> Measured:
     """Measures rows ``integrations.<library>`` and ``integrations.<library>.plain`` (tokens/s), whose ratios ``loop`` are to the bare loop
-    with us, and to the one without; and those of :func:`infinity.bench.first_steps.rows_of`. ``integrations.loop`` has the ratio
+    with us, and to the one without; and those of :func:`bench.first_steps.rows_of`. ``integrations.loop`` has the ratio
     ``plain``, to the bare loop without us."""
     try:
         import accelerate  # noqa: F401
@@ -94,7 +95,7 @@ def _loop(model: nn.Module, rows: list, folder: str, ours: bool) -> Callable[[],
 def _trainer(model: nn.Module, rows: list, folder: str, ours: bool) -> Callable[[], Times]:
     import transformers
 
-    from ..integrations import InfinityTrainer
+    from infinity.integrations import InfinityTrainer
 
     class Clocked(transformers.TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -123,7 +124,7 @@ def _trainer(model: nn.Module, rows: list, folder: str, ours: bool) -> Callable[
 def _accelerate(model: nn.Module, rows: list, folder: str, ours: bool) -> Callable[[], Times]:
     import accelerate
 
-    from ..integrations import InfinityAccelerator
+    from infinity.integrations import InfinityAccelerator
 
     accelerator = InfinityAccelerator(cpu=True, infinity=HOME) if ours else accelerate.Accelerator(cpu=True)
     model, optimizer, loader = accelerator.prepare(model, _adamw(model), _batches(rows))
@@ -144,7 +145,7 @@ def _accelerate(model: nn.Module, rows: list, folder: str, ours: bool) -> Callab
 def _lightning(model: nn.Module, rows: list, folder: str, ours: bool) -> Callable[[], Times]:
     import lightning
 
-    from ..integrations import InfinityStrategy
+    from infinity.integrations import InfinityStrategy
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:

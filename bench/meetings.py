@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from infinity.bench.results import Measured, row
+from infinity.bench.rounds import Times, alternate, paired
+from infinity.bench.settings import Settings
+
 from .launch import launch_delayed, launch_each, run_as_rank
-from .results import Measured, row
-from .rounds import Times, alternate, paired
-from .settings import Settings
 
 RANKS = (8, 16, 32)
 LATENCY_SECONDS, LATENCY_RANKS = 5e-3, 8
@@ -74,8 +75,8 @@ class _Nobody:
 
 @contextmanager
 def _way(name: str) -> Iterator[None]:
-    from ..distributed.lockstep import DIGEST_NBYTES, Lockstep
-    from ..distributed.tree import Tree
+    from infinity.distributed.lockstep import DIGEST_NBYTES, Lockstep
+    from infinity.distributed.tree import Tree
 
     with ExitStack() as changed:
         if name == "none":
@@ -87,9 +88,8 @@ def _way(name: str) -> Iterator[None]:
 
 def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     import infinity
-
-    from ..distributed.meeting import Meeting
-    from ..runtime.registry import wrapped
+    from infinity.distributed.meeting import Meeting
+    from infinity.runtime.registry import wrapped
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

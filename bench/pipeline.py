@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..machine.tiers import Tier
+from infinity.bench.results import Measured, row
+from infinity.bench.rounds import alternate, paired
+from infinity.bench.settings import Settings
+from infinity.machine.tiers import Tier
+
 from .launch import launch_each, run_as_rank
-from .results import Measured, row
-from .rounds import alternate, paired
-from .settings import Settings
 
 RANKS = (2, 4)
 SCHEDULES = ("1F1B", "LoopedBFS")
@@ -125,7 +126,7 @@ class _Chunk(nn.Module):
 
 def _stepper(schedule: Any, parts: list, optimizer: Any, numbers: list[int], count: int, x: torch.Tensor) -> Callable[[], None]:
     """Makes one step of a system, which ends with its last update at home."""
-    from ..runtime.registry import RECORD
+    from infinity.runtime.registry import RECORD
 
     def step() -> None:
         torch.distributed.barrier()
@@ -141,8 +142,7 @@ def _stepper(schedule: Any, parts: list, optimizer: Any, numbers: list[int], cou
 def _count(schedule: Any, parts: list, optimizer: Any, numbers: list[int], count: int, x: torch.Tensor) -> dict[str, float]:
     """Counts what one more step moves of the weights, and what the device holds at most beside what was planned."""
     import infinity
-
-    from ..runtime.registry import wrapped
+    from infinity.runtime.registry import wrapped
 
     engine = wrapped(parts).engine
     weights = sum(unit.weight_nbytes for unit in engine.units)

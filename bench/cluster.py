@@ -23,18 +23,18 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
+from infinity import native
+from infinity.api.lay_out import lay_out
+from infinity.bench.results import Measured, Row, row
+from infinity.bench.settings import Settings
+from infinity.config.config import Config
+from infinity.distributed.data_ranks import DataRanks
+from infinity.machine.disk_profile import DiskProfile
+from infinity.planning.cluster import ClusterPrediction, Machine, predict_cluster
+from infinity.runtime.registry import wrapped
 
-from .. import native
-from ..api.lay_out import lay_out
-from ..config.config import Config
-from ..distributed.data_ranks import DataRanks
-from ..machine.disk_profile import DiskProfile
-from ..planning.cluster import ClusterPrediction, Machine, predict_cluster
-from ..runtime.registry import wrapped
 from .disks import MIB, RATE
 from .launch import launch_delayed, run_as_rank
-from .results import Measured, Row, row
-from .settings import Settings
 
 WIDTHS = {1: 1024, 2: 1024, 8: 2048}  # disks -> of the layers: a layer's array lies on all of them
 LAYERS, ROWS = 8, 16  # few rows, so that arithmetic is nothing

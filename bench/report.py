@@ -31,7 +31,7 @@ def write(folder: Path, out: Path) -> Path:
     is not a result."""
     paths = sorted(folder.glob("*.json"))
     if not paths:
-        raise ConfigError(f"no result files in {folder}: make some with `infinity bench all --json {folder}`")
+        raise ConfigError(f"no result files in {folder}: make some with `python -m bench all --json {folder}`")
     sections = [_section_of(path) for path in paths]
     page = f"{HEAD}<style>{STYLE}</style>"
     out.write_text(page + "<h1>Infinity: what was measured</h1>" + "".join(sections))
@@ -42,7 +42,7 @@ def write_plots(folder: Path, out: Path) -> list[Path]:
     """Draws every plot that the result files in ``folder`` have points for, the newest of each, as a file in ``out``. Raises
     ConfigError as :func:`write` does."""
     if not (paths := sorted(folder.glob("*.json"))):
-        raise ConfigError(f"no result files in {folder}: make some with `infinity bench all --json {folder}`")
+        raise ConfigError(f"no result files in {folder}: make some with `python -m bench all --json {folder}`")
     if not out.is_dir():
         raise ConfigError(f"there is no folder {out} for the plots")
     newest: dict[str, tuple[str, str]] = {}
@@ -62,7 +62,7 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ConfigError(f"{path} is not a result of `infinity bench --json`: {error!r}") from error
+        raise ConfigError(f"{path} is not a result of `python -m bench <theme> --json`: {error!r}") from error
 
 
 def _section_of(path: Path) -> str:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..machine.tiers import Tier
+from infinity.bench.results import Measured, row
+from infinity.bench.rounds import Times, alternate, paired
+from infinity.bench.settings import Settings
+from infinity.machine.tiers import Tier
+
 from .launch import launch_each, run_as_rank
-from .results import Measured, row
-from .rounds import Times, alternate, paired
-from .settings import Settings
 
 RANKS = (2, 4)
 BATCH, LENGTH, VOCABULARY = 2, 128, 8192
@@ -78,7 +79,7 @@ class _Model(nn.Module):
 
 def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> Callable[[], None]:
     """Makes one step of a system, which ends with its last update at home."""
-    from ..runtime.registry import RECORD
+    from infinity.runtime.registry import RECORD
 
     def step() -> None:
         torch.distributed.barrier()
@@ -96,8 +97,7 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
     import infinity
-
-    from ..runtime.registry import wrapped
+    from infinity.runtime.registry import wrapped
 
     width, layers = (512, 8) if scale >= 1 else (256, 4)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))

@@ -1,6 +1,6 @@
 """gpu_train: whole training jobs on a GPU, by one of several systems, one process each.
 
-``python -m infinity.bench.gpu_train <system> ...`` runs one and prints JSON; :func:`measure` runs, most telling first:
+``python -m bench.gpu_train <system> ...`` runs one and prints JSON; :func:`measure` runs, most telling first:
 
 a  a model that fits, with nothing offloaded, beside ours with all, half and none of its state on the device, and on disk;
    then an 8 B model
@@ -24,9 +24,11 @@ from collections.abc import Callable
 
 import torch
 
+from infinity.bench.results import Measured, row
+from infinity.bench.settings import Settings
+
+from .launch import environment
 from .llama import SHAPES, Llama
-from .results import Measured, row
-from .settings import Settings
 
 LENGTH = 2048
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # bf16, dense, by the maker's data sheets
@@ -58,8 +60,7 @@ def plain(args: argparse.Namespace) -> tuple[Step, dict]:
 def ours(args: argparse.Namespace) -> tuple[Step, dict]:
     """Makes the step of Infinity, from a model on meta, with the configuration that is given."""
     import infinity
-
-    from ..runtime.registry import wrapped
+    from infinity.runtime.registry import wrapped
 
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -212,9 +213,9 @@ def _run(args: argparse.Namespace) -> dict:
 
 def run(system: str, options: list[str], *, timeout: float = 240) -> dict | str:
     """Runs one job in a process of its own. Returns what it printed, or the reason where the system cannot do it."""
-    command = [sys.executable, "-P", "-m", "infinity.bench.gpu_train", system, *options]
+    command = [sys.executable, "-P", "-m", "bench.gpu_train", system, *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as job:
+    with subprocess.Popen(command, text=True, start_new_session=True, env=environment(), **pipes) as job:
         try:
             out, err = job.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:

@@ -11,8 +11,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from .results import Row, row
-from .rounds import Times, alternate, paired
+from infinity.bench.results import Row, row
+from infinity.bench.rounds import Times, alternate, paired
 
 HOME = {"params": "host", "optimizer": "host"}
 

@@ -1,6 +1,6 @@
 """end to end: one training job in a process of its own, by one of several systems: tokens per second and peak memory.
 
-``python -m infinity.bench.endtoend <system> ...`` runs one and prints JSON; :func:`measure` runs them all in turns. A
+``python -m bench.endtoend <system> ...`` runs one and prints JSON; :func:`measure` runs them all in turns. A
 system is timed from one step's end to another's, with its last update at home; the first steps are its warm-up.
 """
 
@@ -22,8 +22,10 @@ from pathlib import Path
 
 import torch
 
-from .results import Measured, row
-from .settings import Settings
+from infinity.bench.results import Measured, row
+from infinity.bench.settings import Settings
+
+from .launch import environment
 from .systems import SIZES, SYSTEMS, Job, make_model
 
 ROUNDS = 2
@@ -88,8 +90,8 @@ def run(system: str, options: list[str], *, ranks: int = 1, timeout: float = 900
     threads = max(1, (os.cpu_count() or 1) // ranks)
     try:
         done = subprocess.run(
-            [*command, "infinity.bench.endtoend", system, *options], capture_output=True, text=True, timeout=timeout,
-            env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if ranks > 1 else {}),
+            [*command, "bench.endtoend", system, *options], capture_output=True, text=True, timeout=timeout,
+            env=environment(**({"OMP_NUM_THREADS": str(threads)} if ranks > 1 else {})),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"no end within {timeout:.0f} s"

@@ -21,13 +21,14 @@ import torch
 
 import infinity
 from infinity import native
+from infinity.bench.io import Raw, TestFile
+from infinity.bench.results import Measured, row
+from infinity.bench.rounds import Times, alternate, paired
+from infinity.bench.settings import Settings
+from infinity.machine import disk_profile
 
-from ..machine import disk_profile
-from .io import Raw, TestFile
+from .launch import environment
 from .llama import SHAPES, Llama
-from .results import Measured, row
-from .rounds import Times, alternate, paired
-from .settings import Settings
 
 SHARDS = 4  # files of the folder
 HOMES, USES = ("host", "nvme"), ("inference", "training")
@@ -108,8 +109,8 @@ def measure(settings: Settings) -> Measured:
 
 def _in_process(asked: list[str]) -> Times:
     """The seconds of :func:`start` in a process that ends with what it made."""
-    command = [sys.executable, "-P", "-m", "infinity.bench.startup", json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-P", "-m", "bench.startup", json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
     seconds = json.loads(done.stdout.strip().splitlines()[-1])
     return Times([seconds], [0.0])
 

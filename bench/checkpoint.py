@@ -19,16 +19,15 @@ import torch
 from torch import nn
 
 import infinity
-
-from .. import native
-from ..checkpoint.file_writer import SLOT_NBYTES, SLOTS, FileWriter, make_slots
-from ..checkpoint.manifest import sync_file
-from ..checkpoint.removal import wait_for_space
-from ..machine.sizes import round_up
-from .io import RAW_BLOCK, RAW_THREADS, Raw, TestFile
-from .results import Measured, Row, row
-from .rounds import Times, alternate
-from .settings import Settings
+from infinity import native
+from infinity.bench.io import RAW_BLOCK, RAW_THREADS, Raw, TestFile
+from infinity.bench.results import Measured, Row, row
+from infinity.bench.rounds import Times, alternate
+from infinity.bench.settings import Settings
+from infinity.checkpoint.file_writer import SLOT_NBYTES, SLOTS, FileWriter, make_slots
+from infinity.checkpoint.manifest import sync_file
+from infinity.checkpoint.removal import wait_for_space
+from infinity.machine.sizes import round_up
 
 WIDTH, LAYERS = 2048, 24  # 100 M parameters in bf16 with split masters and bf16 moments: 0.8 GB
 SMALL = 64  # layers where the benchmark is scaled down are narrower, not fewer

@@ -13,19 +13,19 @@ from contextlib import closing
 
 import torch
 
-from .. import native
-from ..errors import ConfigError
-from ..machine import direct_storage
-from ..machine.accelerator import make_device
-from ..machine.device import PAST, Device, Event
-from ..machine.ledger import Ledger
-from ..machine.tiers import Tier
-from ..machine.traffic import Traffic
-from ..storage.arrays import StateArray
-from ..storage.store import ShardStore
-from .results import Measured, row
-from .rounds import alternate
-from .settings import Settings
+from infinity import native
+from infinity.bench.results import Measured, row
+from infinity.bench.rounds import alternate
+from infinity.bench.settings import Settings
+from infinity.errors import ConfigError
+from infinity.machine import direct_storage
+from infinity.machine.accelerator import make_device
+from infinity.machine.device import PAST, Device, Event
+from infinity.machine.ledger import Ledger
+from infinity.machine.tiers import Tier
+from infinity.machine.traffic import Traffic
+from infinity.storage.arrays import StateArray
+from infinity.storage.store import ShardStore
 
 MIB = 1024 * 1024
 NBYTES = 2048 * MIB

@@ -6,9 +6,10 @@ sent between the ranks, which read each other's in shared memory else.
 
 from __future__ import annotations
 
+from infinity.bench.results import Measured
+from infinity.bench.settings import Settings
+
 from .endtoend import ROUNDS, turns
-from .results import Measured
-from .settings import Settings
 
 SYSTEMS = ["infinity_device", "infinity_host", "infinity_host_sent", "fsdp2", "fsdp2_cpu", "deepspeed_cpu"]
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from .. import native
-from ..errors import ConfigError
-from .results import Measured, row
-from .settings import Settings
+from infinity import native
+from infinity.bench.results import Measured, row
+from infinity.bench.settings import Settings
+from infinity.errors import ConfigError
 
 PARAMETERS = 256 * 1024 * 1024
 FORMS = {  # name -> weight, master, gradient, moments

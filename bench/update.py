@@ -15,11 +15,10 @@ import tempfile
 import torch
 
 from infinity import native
-
-from ..machine.sizes import format_nbytes
-from .results import Measured, Row, row
-from .rounds import alternate
-from .settings import Settings
+from infinity.bench.results import Measured, Row, row
+from infinity.bench.rounds import alternate
+from infinity.bench.settings import Settings
+from infinity.machine.sizes import format_nbytes
 
 MIB = 1024 * 1024
 PARAMETERS = 32 * MIB

@@ -10,15 +10,24 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from .delayed_network import DelayedNetwork, why_not
-from .results import Measured
-from .rounds import tell
-from .settings import Settings
+from infinity.bench.results import Measured
+from infinity.bench.rounds import tell
+from infinity.bench.settings import Settings
 
+from .delayed_network import DelayedNetwork, why_not
+
+ROOT = Path(__file__).resolve().parent.parent  # of the checkout
 RUN_SECONDS = 1800
 PORT = 29411  # in a namespace of its own
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Returns this process's environment and ``variables``, for a process of its own that imports `bench` from the checkout."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path} | variables
 
 
 def launch_each(found: Measured, theme: str, module: str, counts: Sequence[int], settings: Settings) -> Iterator[tuple[int, dict]]:
@@ -39,9 +48,9 @@ def _launch(module: str, ranks: int, folder: str, settings: Settings) -> dict | 
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", module, folder, str(settings.rounds), str(settings.scale)]
     threads = max(1, (os.cpu_count() or 1) // ranks)
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    variables = environment(OMP_NUM_THREADS=str(threads))
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS, env=variables)
         return json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         return f"no end within {RUN_SECONDS} s"
@@ -59,7 +68,7 @@ def launch_delayed(module: str, ranks: int, seconds: float, settings: Settings) 
         shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(ranks)}
         shared |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         command = [sys.executable, "-P", "-m", module, folder, str(settings.rounds), str(settings.scale)]
-        started = [network.start(place, command, shared | {"RANK": str(place)}) for place in range(ranks)]
+        started = [network.start(place, command, environment(**shared, RANK=str(place))) for place in range(ranks)]
         try:
             out, err = started[0].communicate(timeout=RUN_SECONDS)
             return json.loads(out.strip().splitlines()[-1])

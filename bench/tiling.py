@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api.lay_out import lay_out
+from infinity.bench.results import Measured, row
+from infinity.bench.settings import Settings
+from infinity.machine.tiers import Tier
 
-from ..api.lay_out import lay_out
-from ..machine.tiers import Tier
-from .results import Measured, row
-from .settings import Settings
+from .launch import environment
 
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
 STEP = 64  # widths tried
@@ -136,7 +137,11 @@ def measure(settings: Settings) -> Measured:
         for name, limit in (("whole", None), ("tiles", round(HEAD_BUDGET * settings.scale))):
             asked = json.dumps([limit, *sizes.values()])
             done = subprocess.run(
-                [sys.executable, "-P", "-m", "infinity.bench.tiling", asked], capture_output=True, text=True, check=True
+                [sys.executable, "-P", "-m", "bench.tiling", asked],
+                capture_output=True,
+                text=True,
+                check=True,
+                env=environment(),
             )
             found[name].append(json.loads(done.stdout.strip().splitlines()[-1]))
     for whole, tiles in zip(found["whole"], found["tiles"]):

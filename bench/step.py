@@ -11,11 +11,10 @@ import tempfile
 import torch
 
 import infinity
-
-from ..runtime.registry import wrapped
-from .results import Measured, row
-from .rounds import alternate, paired
-from .settings import Settings
+from infinity.bench.results import Measured, row
+from infinity.bench.rounds import alternate, paired
+from infinity.bench.settings import Settings
+from infinity.runtime.registry import wrapped
 
 TOKENS = (4, 256)
 STEPS = 3  # of a turn

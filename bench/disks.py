@@ -26,15 +26,14 @@ from pathlib import Path
 import torch
 
 from infinity import native
-
-from ..machine.disk_profile import DiskProfile
-from ..machine.ledger import Ledger
-from ..machine.sizes import round_up
-from ..machine.tiers import Tier
-from ..machine.traffic import Traffic
-from ..storage.store import ShardStore
-from .results import Measured, Row, row
-from .settings import Settings
+from infinity.bench.results import Measured, Row, row
+from infinity.bench.settings import Settings
+from infinity.machine.disk_profile import DiskProfile
+from infinity.machine.ledger import Ledger
+from infinity.machine.sizes import round_up
+from infinity.machine.tiers import Tier
+from infinity.machine.traffic import Traffic
+from infinity.storage.store import ShardStore
 
 DISKS, UNITS = 8, 8
 RATE, UNIT_NBYTES = 1e9, 800_000_000  # bytes per second of a disk that moves nothing; of half a layer of a 70 B model in bf16
