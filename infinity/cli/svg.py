@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..machine.outputs import PICTURE
+
 COLOURS = ("#1f6fb2", "#c4511d", "#2a8c4a", "#7a4fb0", "#8a6d1b")  # one line of a chart after the other
 STYLE = "<style>text { font: 12px system-ui, sans-serif; fill: #444; }</style>"
 PAPER = "<rect class='paper' width='100%' height='100%' fill='#fff'/>"
@@ -25,7 +27,7 @@ Point = tuple[float, float]
 def picture(width: int, height: int, marks: Iterable[str]) -> str:
     """Draws a whole picture, for a page or a file of its own."""
     size = f"width='{width}' height='{height}' viewBox='0 0 {width} {height}'"
-    return f"<svg xmlns='http://www.w3.org/2000/svg' {size}>{STYLE}{PAPER}{''.join(marks)}</svg>"
+    return f"{PICTURE.decode()} {size}>{STYLE}{PAPER}{''.join(marks)}</svg>"
 
 
 def text(x: float, y: float, content: str, *, anchor: str = "", colour: str = "", bold: bool = False) -> str:
