@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pybind11
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FLAGS = [
     "-shared", "-fPIC", "-std=c++17", "-O1", "-ffp-contract=off", "-pthread", "-Wno-unused-variable", f"-I{ROOT / 'csrc'}",
     f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}", "-include", str(ROOT / "csrc" / "tests" / "cuda_on_cpu.h"),

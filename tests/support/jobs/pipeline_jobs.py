@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 
 import parallel_jobs
 from parallel_jobs import VOCABULARY, Decoder, adamw, whole

@@ -1,7 +1,7 @@
 """A campaign over ranks: an exception, or a real Ctrl-C, at some moment of what several ranks do
 together, and what they find who go on.
 
-    python tests/support/rank_campaign.py [--setups dp2,tp2] [--operations step,save] [--hows line,signal] [--strikes 5000] [--json out.json]
+    python tests/support/campaigns/rank_campaign.py [--setups dp2,tp2] [--operations step,save] [--hows line,signal] [--strikes 5000] [--json out.json]
 
 **setup**: how many ranks there are, and what they share a model for.
 **operation**: what all ranks do together when one of them is struck.
@@ -42,7 +42,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 
 import prepared
 from campaign import MARK, PACKAGE, Striker
@@ -53,7 +53,6 @@ import infinity
 from infinity.distributed import farewell
 from infinity.runtime.registry import engine_of
 
-HERE = Path(__file__).parent
 STEPS = 2  # that all make behind a strike
 TRIES = 6  # of such a step, before a rank gives up
 FLAT = {"params": "host", "optimizer": "host"}

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 
 import models
 import parallel_jobs

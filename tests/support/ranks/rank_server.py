@@ -12,6 +12,10 @@ import random
 import socket
 import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 
 import torch
 import torch.distributed as dist

@@ -29,7 +29,8 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-ROOT = Path(__file__).resolve().parents[2]  # of the checkout, which has the benchmarks
+ROOT = Path(__file__).resolve().parents[3]  # of the checkout, which has the benchmarks
+SUPPORT = [str(folder) for folder in Path(__file__).resolve().parents[1].glob("*/")]
 SIZE = struct.Struct("!I")  # of a message, which follows
 DIES_WITH_PARENT, NEW_NETWORK = 1, 0x40000000  # PR_SET_PDEATHSIG, CLONE_NEWNET
 LANGUAGE_MODELS = (
@@ -232,11 +233,12 @@ def _become(parent: int, standard: list[int], environment: dict[str, str], folde
 
 
 if __name__ == "__main__":
+    sys.path[1:1] = [*SUPPORT, str(ROOT)]  # the first is each child's own
     _import()
     sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
     if sys.argv[0] == "-m":
         del sys.argv[0]
-        sys.path[:1] = [os.getcwd(), str(ROOT)]
+        sys.path[0] = os.getcwd()
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     elif sys.argv[0] == "-c":
         sys.path[0] = ""

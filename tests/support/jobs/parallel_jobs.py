@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 
 import models
 from ranks import serve

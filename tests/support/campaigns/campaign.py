@@ -1,6 +1,6 @@
 """A campaign: an exception at every point of every public operation, and what a user who goes on then finds.
 
-    python tests/support/campaign.py [--operations step,backward] [--homes nvme] [--exceptions KeyboardInterrupt] [--points 400] [--json out.json]
+    python tests/support/campaigns/campaign.py [--operations step,backward] [--homes nvme] [--exceptions KeyboardInterrupt] [--points 400] [--json out.json]
 
 **point**: a place inside the package where an exception can strike: before any line (``line``), or only where CPython runs signal
 handlers, so where a real Ctrl-C strikes (``signal``). For ``user``: each time that one of the user's own hooks or modules runs.
@@ -31,6 +31,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 
 import prepared
 import torch

@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
+
 import torch
 from trainer_cases import SEED, arguments, llama, logged, on_disk, rows, values
 

@@ -6,6 +6,9 @@ import json
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":
+    sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
+
 import torch
 import transformers
 from trainer_cases import arguments, llama, logged, on_disk, rows, values

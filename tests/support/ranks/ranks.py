@@ -26,6 +26,7 @@ from typing import Any
 import prepared
 
 HERE = Path(__file__).parent
+JOBS = HERE.parent / "jobs"
 SECONDS = 600  # a launch that takes longer hangs; on a machine in a slow phase, beside others, the longest takes five minutes
 
 
@@ -52,7 +53,7 @@ def launch(
     """Runs ``jobs`` (name, or name:variant -> arguments) on ``world`` ranks. What each returned, by job and rank (a rank
     that did not get so far has None), and torchrun's end. No process is left behind."""
     _write_jobs(folder, jobs)
-    done = run_torchrun(world, [*options, str(HERE / script), str(folder)], seconds=seconds, environment=environment)
+    done = run_torchrun(world, [*options, str(JOBS / script), str(folder)], seconds=seconds, environment=environment)
     return _results(folder, world, jobs), done
 
 
@@ -244,7 +245,7 @@ def launch_without(
     try:
         for rank in range(world):
             variables = rank_variables(rank, world, f"127.0.0.1:{port}") | (environment or {})
-            ranks.append(prepared.start(HERE / script, folder, variables=variables))
+            ranks.append(prepared.start(JOBS / script, folder, variables=variables))
         end = time.monotonic() + seconds
         for rank, child in enumerate(ranks):
             if last is None or rank == last:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 
 import models
 import rank_jobs
