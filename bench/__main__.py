@@ -1,4 +1,4 @@
-"""`python -m bench <theme>`, from the root of a checkout: the engine beside its ceilings and its rivals.
+"""`python -m bench <theme>`, in the root of a checkout: the engine beside ceilings and rivals.
 
 `python -m bench report` turns result files into a page with plots.
 """
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures a theme and prints its table, or writes the page of the report and prints its path."""
+    """Measures a theme and prints its table, or writes the report and prints its path."""
     if args.theme == "report":
         return _report(args)
     return command.measure(args, THEMES | APART, tuple(THEMES) if args.theme == "all" else (args.theme,))

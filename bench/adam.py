@@ -1,4 +1,4 @@
-"""adam: the theme of `infinity bench`, beside the rivals' whole job, and the error of 8-bit moments."""
+"""adam: as in `infinity bench`, beside the rivals' whole job; and the error of 8-bit moments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from . import rivals
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures the rows of :func:`infinity.bench.adam.measure` and adam.int8.error. Notes name absent rivals."""
+    """Measures the rows of :func:`infinity.bench.adam.measure`, and adam.int8.error.
+
+    Notes name absent rivals.
+    """
     others = rivals.OPTIMIZER_RIVALS if settings.rivals else ()
     found = adam.measure(settings, rivals=others, limit_threads=rivals.openmp_threads)
     found.rows.append(_int8_error())
@@ -22,8 +25,8 @@ def measure(settings: Settings) -> Measured:
 def _int8_error() -> Row:
     """How far a step with 8-bit moments is from a step with fp32 moments over the same gradients.
 
-    The figure is the root mean square of the difference over that of the step, for steps 101 to 300. Gradients are
-    normal, with scales over four decades.
+    The figure is the root mean square of the difference over that of the step, for steps 101 to
+    300. Gradients are normal, with scales over four decades.
     """
     count, steps, settled = 64 * 1024, 300, 100
     runs = {name: adam.Ours(next(each for each in adam.VARIANTS if each.name == name), count, 1) for name in ("int8", "split")}

@@ -1,4 +1,4 @@
-"""io: the theme of `infinity bench`, beside fio and DeepSpeed's async I/O."""
+"""io: as in `infinity bench`, beside fio and DeepSpeed's async I/O."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ PORT = 29411  # in a namespace of its own
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Returns this process's environment and ``variables``, for a process of its own that imports `bench` from the checkout."""
+    """Returns the environment of a new process that can import `bench`, with ``variables``."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": path} | variables
 

@@ -1,9 +1,12 @@
-"""Runs the tests of one file's room in less than a minute: `make check FILE=infinity/checkpoint/load.py`.
+"""Runs the tests of one file's room in less than a minute.
+
+    make check FILE=infinity/checkpoint/load.py
 
 room      a folder of infinity/, and the folder of the same name below tests/
 order     first the test files that are named after the module, then those that import it, then the rest of the room
 
-Slow tests and those of several ranks are left out. A test whose turn has not come when the time is over is skipped, and counted.
+Slow tests and those of several ranks are left out. A test whose turn comes too late is skipped and
+counted.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ MODULES = {  # modules of infinity/ that lie in no folder
 
 
 def room_of(path: Path) -> str:
-    """Returns the folder of tests/ for ``path``, which is below the root. Raises ValueError if there is none."""
+    """Returns the folder of tests/ for ``path``. Raises ValueError if there is none."""
     top, *parts = path.parts
     if top in ("infinity", "tests") and len(parts) > 1:
         room = ELSEWHERE.get(parts[0], parts[0])
@@ -38,7 +41,7 @@ def room_of(path: Path) -> str:
 
 
 def files_for(path: Path) -> list[Path]:
-    """Lists the test files of the room of ``path`` (below the root), those first that are nearest to it."""
+    """Lists the test files of the room of ``path``, the nearest to it first."""
     room, stem = room_of(path), path.stem.removeprefix("test_")
     module = ".".join(path.with_suffix("").parts)
     files = sorted((TESTS / room).glob("test_*.py"))

@@ -1,7 +1,7 @@
 """adam: the optimizer kernels over memory, beside a loop that only moves their bytes.
 
-whole job   bf16 gradients in, unscaled and clipped, an fp32 master stepped, bf16 weights out. Our kernel takes one pass; rivals
-            (`python -m bench adam` in a checkout) take passes of their own for the casts and the scaling
+whole job   bf16 gradients in, unscaled and clipped, an fp32 master stepped, bf16 weights out. Our
+            kernel takes one pass. Rivals take passes of their own for the casts and the scaling
 """
 
 from __future__ import annotations

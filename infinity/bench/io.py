@@ -1,7 +1,7 @@
 """io: reading, writing and both at once, on one file, O_DIRECT.
 
-The disk alone is the ceiling: a few threads that only call preadv and pwritev, or fio if it is a rival and is faster.
-Every job moves the same file, so that all of them meet the same part of the disk.
+The disk alone is the ceiling: a few threads that only call preadv and pwritev, or fio if it is a
+rival and is faster. Every job moves the same file, so that all meet the same part of the disk.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def measure(settings: Settings, *, rivals: Sequence[Any] = ()) -> Measured:
     """Measures rows io.read, io.write, io.mixed, io.read.cpu, io.threads.read.
 
     rivals
-        Other systems that move the file, of which each has a NAME and `find`. A note names each that is absent.
+        Other systems that move the file. Each has a NAME and `find`. A note names each absent one.
     """
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder, ExitStack() as stack:
         file = _make_file(folder, settings.scaled(FILE_NBYTES, RAW_THREADS * RAW_BLOCK))

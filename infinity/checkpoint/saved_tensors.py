@@ -1,8 +1,9 @@
 """SavedTensors: finds and reads any box of any tensor in a checkpoint, whatever ranks wrote it on whatever mesh.
 
-A file holds each array of a parameter as boxes of the global tensor, so that torch.distributed.checkpoint's readers have it too.
-8-bit moments are an exception: their scales are of blocks of a local part's elements in the order in which they lie, so they are
-runs of a part, which the header names, and are exact where the reader has the same part.
+A file holds each array of a parameter as boxes of the global tensor, which the readers of
+torch.distributed.checkpoint take too. 8-bit moments are an exception: their scales are of blocks of
+a local part's elements, in the order in which they lie. They are runs of a part, which the header
+names, and are exact if the reader has the same part.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def answer(command: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Runs ``command`` and returns its exit status. What the user can mend becomes one message on stderr."""
+    """Runs ``command`` and returns its exit status. An error that a user can mend is one message."""
     try:
         return run(args)
     except (InfinityError, OSError, ImportError) as error:

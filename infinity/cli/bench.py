@@ -1,7 +1,7 @@
-"""`infinity bench`: the user's own machine, with the loops of the engine beside what the hardware allows.
+"""`infinity bench`: the user's machine, by loops of the engine beside what the hardware allows.
 
-The microbenchmarks of the engine, and those beside other systems, run from a checkout: `python -m bench`. That command has
-its options and its measuring from here.
+The benchmarks of the engine, and those beside other systems, run from a checkout: `python -m bench`.
+That command has its options and its measuring from here.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequence[str]) -> int:
-    """Measures the ``chosen`` ones of ``themes`` (name -> module, or module:function), prints a table and writes `--json`."""
+    """Measures the ``chosen`` ones of ``themes``, prints a table and writes `--json`.
+
+    A theme is a name with a module, or with module:function.
+    """
     from infinity.bench import results
 
     _check_output(args)
@@ -103,7 +106,7 @@ def _check_output(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _stdout_for(target: str | None) -> Iterator[None]:
-    """With `--json -` standard output is the object's alone. Our table, and what a rival prints, go to standard error."""
+    """Keeps standard output for the object of `--json -`. All else goes to standard error."""
     if target != "-":
         yield
         return

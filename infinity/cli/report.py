@@ -117,7 +117,7 @@ def page(found: dict[str, Any], timeline: str | None) -> str:
 
 
 def _checked(tiers: dict[str, Any]) -> dict[str, dict]:
-    """Returns the tiers with whole numbers only. Raises TypeError, ValueError or LookupError for what no run tells."""
+    """Returns the tiers with whole numbers. Raises TypeError, ValueError or LookupError if not."""
     return {
         tier: {"nbytes": int(of_tier["nbytes"]), "parts": {what: int(n) for what, n in of_tier["parts"].items()}}
         for tier, of_tier in tiers.items()

@@ -3,7 +3,8 @@
 mark      one element of a picture, as text; places are in pixels from the upper left corner
 chart     axes with marks by value: x evenly by position, y from 0 to the top
 
-A caller gives names as they are: all text is escaped here. Classes (paper, part, axis, curve) are for a page's own style.
+A caller gives names as they are: all text is escaped here. Classes (paper, part, axis, curve) are
+for a page's own style.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def bar(
     edged: bool = False,
     opacity: float = 1.0,
 ) -> str:
-    """Draws a rectangle. A browser shows its ``title`` under the pointer. An edge sets it apart from its neighbours."""
+    """Draws a rectangle. A browser shows its ``title`` under the pointer.
+
+    An edge sets it apart from its neighbours.
+    """
     more = f" fill-opacity='{opacity:g}'" if opacity < 1.0 else ""
     inside = f"<title>{_escaped(title)}</title>" if title else ""
     place = f"x='{_short(x)}' y='{_short(y)}' width='{_short(width)}' height='{_short(height)}'"
@@ -109,7 +113,7 @@ class Chart:
         return picture(self.width, self.height, [*parts, *marks])
 
     def line(self, values: Sequence[float], name: str, order: int, *, dashed: bool = False) -> str:
-        """Draws a line through ``values``, and its name in the corner, in the colour of its ``order``."""
+        """Draws a line through ``values`` and its name in the corner, in the colour of ``order``."""
         colour = COLOURS[order % len(COLOURS)]
         points = [(self.x(position), self.y(value)) for position, value in enumerate(values)]
         name = text(self.width - self.margin, self.margin + 16 * order, name, anchor="end", colour=colour)

@@ -1,4 +1,4 @@
-"""`infinity bench` and `python -m bench`: the rows they promise, one JSON object, and a page of results.
+"""`infinity bench` and `python -m bench`: the rows they promise, one JSON object, and a report.
 
 Sizes are tiny: no test looks at how fast anything is.
 """
@@ -141,7 +141,7 @@ def test_bad_options_are_refused(arguments, tells, capsys):
 
 @pytest.mark.parametrize("theme", installed.IN_CHECKOUT)
 def test_a_theme_of_a_checkout_is_refused_by_the_installed_command(theme, tmp_path, capsys):
-    """Method: each with the options of the report too, which that command had; the message has the command to run."""
+    """Method: each with options of the report too; the message has the command to run."""
     assert main(["bench", theme, "--out", str(tmp_path / "page.html"), "--svg", str(tmp_path)]) == 2
     assert f"Run `python -m bench {theme}` from the root of a checkout" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -157,7 +157,7 @@ def test_a_checkout_has_every_theme():
 
 
 def test_the_report_is_a_theme_of_a_checkout(tmp_path, capsys):
-    """Method: `python -m bench report` over one result; the page and the pictures are written, and a foreign page is not."""
+    """Method: one result; the page and the pictures are written, and a foreign page is kept."""
     (tmp_path / "results").mkdir()
     results.save(a_result(), tmp_path / "results")
     page = tmp_path / "page.html"
@@ -169,7 +169,7 @@ def test_the_report_is_a_theme_of_a_checkout(tmp_path, capsys):
 
 
 def test_no_package_has_the_benchmarks_of_a_checkout():
-    """Method: the packages that a wheel has by pyproject.toml, and the files that a source distribution has beside them."""
+    """Reads which packages a wheel has, and what a source distribution has beside them."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
     found = setuptools.find_packages(str(ROOT), **settings)
     assert "infinity.bench" in found and all(name.partition(".")[0] == "infinity" for name in found)

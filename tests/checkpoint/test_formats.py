@@ -1,4 +1,4 @@
-"""A checkpoint has one format. A folder of another version gets a typed error that says what to do."""
+"""A checkpoint has one format. A folder of another version gets an error that says what to do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rewrite_format(folder: Path, number: object) -> None:
 
 @pytest.mark.parametrize("number", [2, 4, None])
 def test_another_format_is_refused_and_changes_nothing(saved, tmp_path, number):
-    """Method: the manifest is sealed with an older format, a later one and none; a load and an export are tried."""
+    """Method: a load and an export of a manifest with an older format, a later one and none."""
     model, optimizer, folder = saved
     rewrite_format(folder, number)
     with infinity.full_params(model, writeback=True) as params:

@@ -27,7 +27,7 @@ def test_names_come_back_as_they_were_given(name):
 
 
 def test_a_chart_places_its_values_between_its_axes():
-    """Method: a line from nothing to the top; its ends are as high as the axes, and its dots are where its points are."""
+    """Method: a line from nothing to the top; its ends are at the axes, its dots at its points."""
     chart = svg.Chart("", "", "", ["1", "2"], 4.0)
     root = ET.fromstring(chart.draw([chart.line([0.0, 4.0], "up", 0, dashed=True)]))
     (line,) = root.iter(f"{SVG}polyline")
@@ -36,7 +36,7 @@ def test_a_chart_places_its_values_between_its_axes():
 
 
 def test_one_module_draws():
-    """Looks for elements of SVG in the sources of the package and of the benchmarks: `cli/svg.py` has them, nobody else."""
+    """Looks for elements of SVG in all sources: `cli/svg.py` has them, and no other file."""
     root = Path(infinity.__file__).parents[1]
     sources = {path: path.read_text() for folder in ("infinity", "bench") for path in (root / folder).rglob("*.py")}
     found = {

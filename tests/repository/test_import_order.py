@@ -81,7 +81,7 @@ def violations(sources: dict[str, str]) -> list[str]:
 
 
 def absent(sources: dict[str, str]) -> list[str]:
-    """Names that a module imports from another one of ``sources``, which has none such. Paths are below one folder."""
+    """Lists names that a module imports from another one of ``sources``, which has none such."""
     modules, found, roots = modules_of(sources), [], {Path(path).parts[0] for path in sources}
     names = {".".join(Path(path).with_suffix("").parts): names_of(source) for path, source in sources.items()}
     for path, source in sorted(sources.items()):
@@ -250,7 +250,7 @@ def test_no_submodule_takes_the_place_of_a_public_name():
 
 
 def test_what_modules_import_from_each_other_is_there():
-    """Also where an import waits for its use: in the command line, benchmarks, integrations. The twins misspell one each."""
+    """Reads imports inside functions too. The twins misspell one each."""
     found_here = of_the_checkout()
     assert absent(found_here) == []
     found_here["bench/meetings.py"] += "\n\ndef later():\n    from .launch import launch_ranks\n"
@@ -268,7 +268,7 @@ def uses_the_checkout(source: str) -> bool:
 
 
 def test_the_package_imports_nothing_of_a_checkout():
-    """Looks for imports of `bench`, which no package has. The twins are imports of it, and of the package's own room."""
+    """Looks for imports of `bench`, which no package has. The twins are such, and one that may be."""
     assert not [path for path, source in sources().items() if uses_the_checkout(source)]
     assert uses_the_checkout("def f():\n    from bench.io import measure") and uses_the_checkout("import bench.io")
     assert not uses_the_checkout("from .bench import io\nfrom infinity.bench import io")

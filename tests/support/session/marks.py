@@ -1,7 +1,7 @@
-"""Which cases run in `make test`, which in `make test-all` only, and which in the shorter runs of a contributor.
+"""Which cases run in `make test`, in `make test-all` only, and in a contributor's shorter runs.
 
 **ranks**: the mark of tests in files that start several ranks. `make check` leaves them out.
-**processes**: the mark of tests in files that start any process, ranks too. `make test-fast` leaves them out.
+**processes**: the mark of tests in files that start processes. `make test-fast` leaves them out.
 **long**: the mark of tests in files that `order` names as long. `make test-fast` leaves them out too.
 """
 
@@ -53,7 +53,7 @@ def mark_files(items: Iterable[pytest.Item]) -> None:
 
 
 def skip_after_time() -> None:
-    """Skips a test that would begin after the seconds of INFINITY_TEST_SECONDS, which `make check` gives."""
+    """Skips a test that would begin after INFINITY_TEST_SECONDS, which `make check` gives."""
     seconds = float(os.environ.get("INFINITY_TEST_SECONDS") or "inf")
     if time.monotonic() - STARTED > seconds:
         pytest.skip(f"the {seconds:g} seconds of INFINITY_TEST_SECONDS are over")
