@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 export HF_HOME := $(CURDIR)/build/huggingface
 export INFINITY_CACHE := $(CURDIR)/build/cache
 
-.PHONY: train test test-all lint docs mutants sanitize packages setup env bench gpu clean
+.PHONY: train test test-fast test-all check lint docs mutants sanitize packages setup env bench gpu clean
 
 # The main job: a 50 M-parameter model, all of its state on disk, a quarter of it allowed in host memory.
 train: setup
@@ -26,6 +26,18 @@ train: setup
 test: setup $(VENV)/.test-ready
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 3 --dist loadfile -m "not slow" --durations=10 --basetemp=build/pytest $(ARGS)
+
+# What one process promises, in less than a minute and a half on two free cores: no file that
+# starts processes or takes long.
+FAST := $(addprefix tests/,api config forwards gradients machine native optim planning runtime state storage training)
+test-fast: setup $(VENV)/.test-ready
+	mkdir -p build
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 2 --dist loadfile -m "not slow and not processes and not long" --basetemp=build/pytest $(FAST) $(ARGS)
+
+# The tests of one file's room, nearest first, in less than a minute:
+#   make check FILE=infinity/checkpoint/load.py
+check: setup $(VENV)/.test-ready
+	$(BIN)/python tools/check.py "$(FILE)" $(ARGS)
 
 test-all: setup $(VENV)/.test-ready
 	mkdir -p build

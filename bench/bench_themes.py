@@ -1,4 +1,4 @@
-"""Every theme of `infinity bench` under pytest-benchmark, with its result file in ``bench/results``.
+"""Every theme of `python -m bench all` under pytest-benchmark; result files go to ``bench/results``.
 
 INFINITY_BENCH_SCALE makes them smaller; figures are then not kept.
 """
@@ -13,16 +13,17 @@ import pytest
 
 from infinity.bench import results
 from infinity.bench.settings import Settings
-from infinity.cli.bench import MODULES
+
+from .themes import THEMES
 
 SCALE = float(os.environ.get("INFINITY_BENCH_SCALE", "1"))
 
 
-@pytest.mark.parametrize("theme", MODULES)
+@pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.timeout(1800)
 def test_theme(theme, benchmark, tmp_path, capsys):
-    """Method: one run of the theme; its rows are printed, and kept when the sizes are the usual ones."""
-    module = importlib.import_module(MODULES[theme])
+    """Runs the theme once and prints its rows. They are kept if the sizes are the usual ones."""
+    module = importlib.import_module(THEMES[theme])
     settings = Settings(folder=str(tmp_path), scale=SCALE)
     measured = benchmark.pedantic(module.measure, args=(settings,), rounds=1)
     assert measured.rows, measured.notes

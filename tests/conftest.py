@@ -13,7 +13,7 @@ gc.disable()  # until all is imported: collections that find nothing take a quar
 
 import torch
 from interrupts import forget_ignored_interrupts
-from marks import refuse_kept_errors
+from marks import mark_files, refuse_kept_errors, skip_after_time
 from order import OF_STANDING_RANKS, longest_first, name_of
 from ranks import StandingRanks
 
@@ -21,6 +21,11 @@ from ranks import StandingRanks
 @pytest.hookimpl(trylast=True)  # after pytest has set its own hook
 def pytest_configure() -> None:
     forget_ignored_interrupts()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    skip_after_time()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,6 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as slow what `make test` can do without: of a test with several parameters it runs so many cases that each value of each
     parameter is in one; `make test-all` runs every combination."""
     refuse_kept_errors(items)
+    mark_files(items)
     cases: dict[str, list[tuple[pytest.Item, set[tuple[int, str]]]]] = {}
     for item in items:
         values = item.callspec._idlist if hasattr(item, "callspec") else ()  # one of each `parametrize`

@@ -15,6 +15,9 @@ for header in $(find csrc -name '*.h' -not -path 'csrc/tests/*'); do
     tar tzf "$source_archive" | grep -q "/$header\$" || { echo "the source distribution lacks $header"; exit 1; }
 done
 "$environment/bin/pip" wheel -q --no-deps --no-build-isolation --wheel-dir "$place" "$source_archive"
+if { tar tzf "$source_archive"; "$environment/bin/python" -m zipfile -l "$place"/*.whl | sed 's,^,wheel/,'; } | grep '^[^/]*/bench/'; then
+    echo "a package has the benchmarks of a checkout"; exit 1
+fi
 
 borrowed=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 for package in "$source_archive" "$place"/*.whl; do

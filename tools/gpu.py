@@ -30,9 +30,9 @@ STAGES: list[tuple[str, list[str], int]] = [  # name, command, seconds it may ta
     ("env", [PYTHON, "-m", "infinity", "env"], 60),
     ("kernels", [*PYTEST, "tests/gpu/test_kernels_on_device.py"], 60),
     ("engine", [*PYTEST, "tests/gpu/test_engine_on_device.py"], 90),
-    ("bench", [PYTHON, "-m", "infinity", "bench", "gpu", "--json", "bench/results"], 60),
-    ("past_host", [PYTHON, "-m", "infinity", "bench", "past_host", "--folder", "build", "--json", "bench/results"], 120),
-    ("train", [PYTHON, "-m", "infinity", "bench", "gpu_train", "--json", "bench/results"], 300),
+    ("bench", [PYTHON, "-m", "bench", "gpu", "--json", "bench/results"], 60),
+    ("past_host", [PYTHON, "-m", "bench", "past_host", "--folder", "build", "--json", "bench/results"], 120),
+    ("train", [PYTHON, "-m", "bench", "gpu_train", "--json", "bench/results"], 300),
     ("suite", [*PYTEST, *WORKERS, "-m", "not slow", "--continue-on-collection-errors", "tests"], 300),
 ]  # fmt: skip
 SECONDS = 530  # of one call; the next goes on from there
@@ -42,7 +42,7 @@ TRAIN_SECONDS = 240  # of the stage "train" in one call, for its jobs
 def _digest() -> str:
     """Of everything that a stage's result depends on: a copy of the tree may have no history."""
     digest = hashlib.sha256()
-    for folder in ("infinity", "csrc", "tests", "tools"):
+    for folder in ("infinity", "bench", "csrc", "tests", "tools"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in (".py", ".c", ".cpp", ".cu", ".h"):
                 digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())

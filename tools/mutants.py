@@ -71,7 +71,7 @@ TARGETS = {
 def copy_tree() -> None:
     """Makes the tree in which files are mutated."""
     shutil.rmtree(COPY, ignore_errors=True)
-    for folder in ("infinity", "tests", "csrc"):
+    for folder in ("infinity", "bench", "tests", "csrc"):
         shutil.copytree(ROOT / folder, COPY / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", COPY)
 

@@ -1,6 +1,7 @@
-"""Microbenchmarks: every loop of the engine beside its physical ceiling and beside the rivals that are installed.
+"""Benchmarks of a user's own machine: its disk (io), its Adam (adam) and its copies (copy).
 
-theme     one loop: io, adam, update, pool, copy, step; each module here has ``measure(settings) -> list[Row]``
-rival      another system doing the same job in the same run, alternating with ours; absent ones are named, never guessed
+theme     one loop of the engine; each has a module here with ``measure(settings) -> Measured``
 ceiling   what the hardware allowed in the same run: memory that is only moved, a disk that is only read
+
+The benchmarks of the engine itself, and those beside other systems, are in `bench/` of a checkout.
 """

@@ -1,20 +1,22 @@
-"""adam: the optimizer kernels over memory, beside a loop that only moves their bytes, and beside the rivals' whole job.
+"""adam: the optimizer kernels over memory, beside a loop that only moves their bytes.
 
-whole job   bf16 gradients in, unscaled and clipped, an fp32 master stepped, bf16 weights out. Ours is one pass; rivals
-            take passes of their own for the casts and the scaling
+whole job   bf16 gradients in, unscaled and clipped, an fp32 master stepped, bf16 weights out. Our
+            kernel takes one pass. Rivals take passes of their own for the casts and the scaling
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from infinity import native
 
-from . import rivals
-from .results import Measured, Row, row
+from .results import Measured, row
 from .rounds import alternate, paired
 from .settings import Settings
 
@@ -88,37 +90,26 @@ class Ours:
         native.move_streams(streams, self.count, self.threads)
 
 
-def measure(settings: Settings) -> Measured:
-    """Measures rows adam.split, adam.int8, adam.fp32, on all threads and on one, and adam.int8.error; and notes absent rivals."""
+def measure(
+    settings: Settings,
+    *,
+    rivals: Sequence[Any] = (),
+    limit_threads: Callable[[int], AbstractContextManager[None]] = nullcontext,
+) -> Measured:
+    """Measures rows adam.split, adam.int8, adam.fp32, on all threads and on one.
+
+    rivals
+        Other optimizers, of which each has a NAME and `find`. A note names each that is absent.
+    limit_threads
+        Surrounds the rounds, and limits the threads of the rivals.
+    """
     count = settings.scaled(PARAMETERS, 64 * 1024)
     found = Measured([])
     for variant in VARIANTS:
         for threads in dict.fromkeys((settings.threads, 1)):
-            found.add(_measure(variant, count, threads, settings))
-    found.rows.append(_int8_error())
+            found.add(_measure(variant, count, threads, settings, rivals, limit_threads))
     found.series["adam.threads"] = _by_threads(count, settings)
     return found
-
-
-def _int8_error() -> Row:
-    """How far one step with 8-bit moments is from the step with fp32 ones over the same gradients: the root mean square
-    of the difference over that of the step, for steps 101 to 300. Gradients are normal, with scales over four decades."""
-    count, steps, settled = 64 * 1024, 300, 100
-    runs = {name: Ours(next(v for v in VARIANTS if v.name == name), count, 1) for name in ("int8", "split")}
-    generator = torch.Generator().manual_seed(0)
-    scales = 10 ** (4 * torch.rand(count, generator=generator) - 6)
-    errors = []
-    for step in range(steps):
-        grad = (scales * torch.randn(count, generator=generator)).to(torch.bfloat16)
-        moved = {}
-        for name, run in runs.items():
-            run.tensor("grad", torch.bfloat16).copy_(grad)
-            before = run.master()
-            run.step()
-            moved[name] = run.master() - before
-        if step >= settled:
-            errors.append(((moved["int8"] - moved["split"]).norm() / moved["split"].norm()).item())
-    return row("adam.int8.error", "of the step", errors)
 
 
 def _by_threads(count: int, settings: Settings) -> list[dict]:
@@ -132,18 +123,23 @@ def _by_threads(count: int, settings: Settings) -> list[dict]:
     return points
 
 
-def _measure(variant: Variant, count: int, threads: int, settings: Settings) -> Measured:
+def _measure(
+    variant: Variant,
+    count: int,
+    threads: int,
+    settings: Settings,
+    rivals: Sequence[Any],
+    limit_threads: Callable[[int], AbstractContextManager[None]],
+) -> Measured:
     ours = Ours(variant, count, threads)
-    jobs = {"ours": ours.step, "moving": ours.move}
-    notes = []
-    if settings.rivals:
-        for rival in rivals.OPTIMIZER_RIVALS:
-            found = rival.find(count, whole_job=variant.name != "fp32", factor=GRAD_FACTOR)
-            if isinstance(found, str):
-                notes.append(f"{rival.NAME}: {found}")
-            else:
-                jobs[rival.NAME] = found
-    with rivals.openmp_threads(threads):
+    jobs, notes = {"ours": ours.step, "moving": ours.move}, []
+    for rival in rivals:
+        found = rival.find(count, whole_job=variant.name != "fp32", factor=GRAD_FACTOR)
+        if isinstance(found, str):
+            notes.append(f"{rival.NAME}: {found}")
+        else:
+            jobs[rival.NAME] = found
+    with limit_threads(threads):
         times = alternate(jobs, settings.rounds)
     rates = {who: [count / seconds / 1e9 for seconds in of_one.wall] for who, of_one in times.items()}
     ratios = {who: paired(times["ours"].wall, of_one.wall) for who, of_one in times.items() if who not in ("ours", "moving")}

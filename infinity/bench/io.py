@@ -1,7 +1,7 @@
-"""io: reading, writing and both at once, on one file, O_DIRECT, beside fio and DeepSpeed's async I/O.
+"""io: reading, writing and both at once, on one file, O_DIRECT.
 
-The disk alone is the ceiling: the best of fio and of a few threads that only call preadv and pwritev. Every job moves
-the same file, so that all of them meet the same part of the disk.
+The disk alone is the ceiling: a few threads that only call preadv and pwritev, or fio if it is a
+rival and is faster. Every job moves the same file, so that all meet the same part of the disk.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from infinity import native
 
 from ..machine.disk_profile import disk_profile
-from . import rivals
 from .results import Measured, Row, row
 from .rounds import Times, alternate, paired
 from .settings import Settings
@@ -112,8 +112,12 @@ class Raw:
             move(self.descriptor, [block], offset)
 
 
-def measure(settings: Settings) -> Measured:
-    """Measures rows io.read, io.write, io.mixed, io.read.cpu, io.threads.read; and notes absent rivals."""
+def measure(settings: Settings, *, rivals: Sequence[Any] = ()) -> Measured:
+    """Measures rows io.read, io.write, io.mixed, io.read.cpu, io.threads.read.
+
+    rivals
+        Other systems that move the file. Each has a NAME and `find`. A note names each absent one.
+    """
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder, ExitStack() as stack:
         file = _make_file(folder, settings.scaled(FILE_NBYTES, RAW_THREADS * RAW_BLOCK))
         ours, threads = (_as_used(file, kind, folder) for kind in ("auto", "threads"))
@@ -121,13 +125,13 @@ def measure(settings: Settings) -> Measured:
         stack.callback(raw.close)
         systems = {"ours": ours.run, "raw disk": raw.run}
         notes = []
-        if settings.rivals:
-            for rival in rivals.DISK_RIVALS:
-                found = rival.find(file.path, file.nbytes)
-                notes += [f"{rival.NAME}: {found}"] if isinstance(found, str) else []
-                if not isinstance(found, str):
-                    stack.callback(found.close)
-                    systems[rival.NAME] = found.run
+        for rival in rivals:
+            found = rival.find(file.path, file.nbytes)
+            if isinstance(found, str):
+                notes.append(f"{rival.NAME}: {found}")
+            else:
+                stack.callback(found.close)
+                systems[rival.NAME] = found.run
         jobs = {(who, way): (lambda run=run, way=way: run(way)) for way in DIRECTIONS for who, run in systems.items()}
         jobs["threads", "read"] = lambda: threads.run("read")
         times = alternate(jobs, settings.rounds)

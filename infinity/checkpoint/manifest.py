@@ -23,7 +23,6 @@ from .file_reader import changed_file
 from .folder import DATA_NAME
 
 FORMAT = 3
-READ_FORMATS = (2, 3)
 MANIFEST = "manifest.json"
 FILE_NAME = re.compile(r"(unit|average)-\d{5}(-rank-\d{5})?(-\d{1,3})?\.safetensors|other\.safetensors")
 MOST_STEPS = 1 << 53
@@ -80,8 +79,11 @@ def read_manifest(root: Path) -> dict[str, Any]:
         raise CorruptionError(f"{path} is not a checkpoint's manifest: {error!r}") from error
     if not intact:
         raise CorruptionError(f"{path} was changed: its checksum is not the one it was written with")
-    if content.get("format") not in READ_FORMATS:
-        raise UsageError(f"{path} has format {content.get('format')}, this version reads {' and '.join(map(str, READ_FORMATS))}")
+    if content.get("format") != FORMAT:
+        raise UsageError(
+            f"{path} has format {content.get('format')}, this version reads {FORMAT}: another version wrote the checkpoint. "
+            "Load it with that version and save its weights with `infinity export`."
+        )
     if not isinstance(content.get("data"), str) or not DATA_NAME.fullmatch(content["data"]):
         raise CorruptionError(f"{path} names data that is not beside it: {str(content.get('data'))[:80]!r}")
     files = content.get("files")

@@ -1,10 +1,9 @@
 """SavedTensors: finds and reads any box of any tensor in a checkpoint, whatever ranks wrote it on whatever mesh.
 
-Format 3 holds each array of a parameter as boxes of the global tensor, so that torch.distributed.checkpoint's readers have it too.
-8-bit moments are an exception: their scales are of blocks of a local part's elements in the order in which they lie, so they are
-runs of a part, which the header names, and are exact where the reader has the same part.
-
-Format 2 holds every array as runs of the whole tensor in the order in which its elements lie.
+A file holds each array of a parameter as boxes of the global tensor, which the readers of
+torch.distributed.checkpoint take too. 8-bit moments are an exception: their scales are of blocks of
+a local part's elements, in the order in which they lie. They are runs of a part, which the header
+names, and are exact if the reader has the same part.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from safetensors import safe_open
 from .. import native
 from ..errors import CorruptionError
 from ..state.shard_spec import MOMENTS, SCALES, elements_each
-from .boxes import Box, boxes_of_run, cover, order_of, view_of_run
+from .boxes import Box, cover, view_of_run
 from .parts import opened_file, read_header
 from .weight_files import FILE_DTYPES
 
@@ -34,8 +33,6 @@ class _Stored:
     file: str
     key: str
     box: Box
-    begin: int | None = None  # its first element in a flat entry; None: the entry is the box
-    order: tuple[int, ...] = ()  # of the elements there
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,6 @@ class SavedTensors:
 
     def __init__(self, data: Path, manifest: dict[str, Any], *, files: str = "unit-"):
         self._data, self._parameters = data, manifest["parameters"]
-        self._is_flat = manifest["format"] == 2
         self._boxes: dict[str, list[_Stored]] = {}  # array/name
         self._runs: dict[str, dict[LocalPart, list[_Run]]] = {}  # the same, of 8-bit moments and their scales: by part
         self._dtypes: dict[str, set[torch.dtype | None]] = {}
@@ -102,7 +98,7 @@ class SavedTensors:
 
     def _add(self, file: str, key: str, shape: tuple[int, ...], dtype: torch.dtype | None, told: dict[str, Any]) -> None:
         array, _, name = key.partition("/")
-        if not self._is_flat and self.is_coded(array, name.rpartition("#")[0]):
+        if self.is_coded(array, name.rpartition("#")[0]):
             name = name.rpartition("#")[0]
         described = self._parameters.get(name)
         if described is None or array not in ("weight", "master", "average", *MOMENTS, *SCALES.values()):
@@ -111,23 +107,10 @@ class SavedTensors:
         if len(offset) != len(shape) or not all(type(at) is int and at >= 0 for at in offset):
             raise ValueError(f"{key} begins at {offset!r}")
         self._dtypes.setdefault(whole, set()).add(dtype)
-        extents = tuple(described["shape"])
         if self.is_coded(array, name):
-            if self._is_flat:
-                part = LocalPart(Box((0,) * len(extents), extents), order_of(extents, described["stride"]))
-            else:
-                part = LocalPart.told(told["part"], extents, key)
+            part = LocalPart.told(told["part"], tuple(described["shape"]), key)
             run = _Run(file, key, offset[0], offset[0] + math.prod(shape))
             self._runs.setdefault(whole, {}).setdefault(part, []).append(run)
-        elif self._is_flat:
-            order = order_of(extents, described["stride"])
-            begin, end = offset[0], offset[0] + math.prod(shape)
-            if end > math.prod(extents):
-                raise ValueError(f"{key} has elements behind its tensor's last")
-            stored = self._boxes.setdefault(whole, [])
-            stored += [_Stored(file, key, box, first - begin, order) for box, first in boxes_of_run(extents, order, begin, end)]
-            if begin == end:
-                self._boxes[whole].append(_Stored(file, key, Box((0,) * len(extents), (0,) * len(extents))))
         else:
             self._boxes.setdefault(whole, []).append(_Stored(file, key, Box(tuple(offset), shape)))
 
@@ -174,14 +157,11 @@ class SavedTensors:
             return
         for stored in self._boxes[f"{array}/{name}"]:
             if (common := stored.box.common(box)) is not None:
-                values = self._open(stored.file).get_slice(stored.key)
-                here = common.moved(stored.box.offset, -1)
-                if stored.begin is not None:
-                    run = values[stored.begin : stored.begin + stored.box.numel]
-                    values = here.of(view_of_run(run, stored.box, stored.order))
-                elif common == stored.box:
+                if common == stored.box:
                     values = self._open(stored.file).get_tensor(stored.key)  # where the system keeps the file, not a copy
                 else:
+                    here = common.moved(stored.box.offset, -1)
+                    values = self._open(stored.file).get_slice(stored.key)
                     values = values[tuple(slice(at, at + n) for at, n in zip(here.offset, here.shape))]
                 target = common.moved(box.offset, -1).of(out)
                 if target.is_contiguous() and values.is_contiguous() and target.dtype == values.dtype:
@@ -197,7 +177,7 @@ class SavedTensors:
     def entry_of(self, array: str, name: str, box: Box) -> tuple[str, str] | None:
         """Names the file and the entry that is ``box`` of the global tensor and nothing else; None where there is none."""
         for stored in self._boxes.get(f"{array}/{name}", ()):
-            if stored.box == box and stored.begin is None:
+            if stored.box == box:
                 return stored.file, stored.key
         return None
 

@@ -19,7 +19,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -85,18 +85,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InfinityError as error:
         print(f"infinity train: {error}", file=sys.stderr)
         return BAD_INPUT_STATUS
+    return answer(f"infinity {args.subcommand}", _module(args.subcommand).run, args)
+
+
+def answer(command: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Runs ``command`` and returns its exit status. An error that a user can mend is one message."""
     try:
-        return _module(args.subcommand).run(args)
+        return run(args)
     except (InfinityError, OSError, ImportError) as error:
         if os.environ.get("INFINITY_TRACEBACK") == "1":
             raise
         farewell.leave(error)
         message = _missing(error) if isinstance(error, ImportError) else error
-        print(f"infinity {args.subcommand}: {message}", file=sys.stderr)
+        print(f"{command}: {message}", file=sys.stderr)
         return BAD_INPUT_STATUS
     except KeyboardInterrupt as error:
         farewell.leave(error)
-        print(f"infinity {args.subcommand}: interrupted", file=sys.stderr)
+        print(f"{command}: interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
 
 

@@ -1,6 +1,7 @@
-"""`infinity bench`: every loop of the engine beside its ceiling and beside the rivals that are installed.
+"""`infinity bench`: the user's machine, by loops of the engine beside what the hardware allows.
 
-`infinity bench report` turns result files into a page with plots.
+The benchmarks of the engine, and those beside other systems, run from a checkout: `python -m bench`.
+That command has its options and its measuring from here.
 """
 
 from __future__ import annotations
@@ -11,73 +12,74 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ..machine.outputs import PICTURE, Output, check_outputs
+from ..errors import ConfigError, UsageError
+from ..machine.outputs import Output, check_outputs
 
-MODULES = {
+THEMES = {
     "io": "infinity.bench.io",
     "adam": "infinity.bench.adam",
-    "update": "infinity.bench.update",
-    "pool": "infinity.bench.pool",
     "copy": "infinity.bench.copies",
-    "step": "infinity.bench.step",
 }
-APART = {  # not in "all": a quarter of an hour or more each, or a GPU
-    "train": "infinity.bench.endtoend",
-    "train_ways": "infinity.bench.endtoend:measure_ways",
-    "train_1b": "infinity.bench.endtoend:measure_large",
-    "tiling": "infinity.bench.tiling",
-    "startup": "infinity.bench.startup",
-    "disks": "infinity.bench.disks",
-    "cluster": "infinity.bench.cluster",
-    "checkpoint": "infinity.bench.checkpoint",
-    "ranks": "infinity.bench.ranks",
-    "meetings": "infinity.bench.meetings",
-    "tensor_parallel": "infinity.bench.tensor_parallel",
-    "pipeline": "infinity.bench.pipeline",
-    "integrations": "infinity.bench.integrations",
-    "gpu": "infinity.bench.gpu",
-    "gpu_train": "infinity.bench.gpu_train",
-    "past_host": "infinity.bench.past_host",
-}
+IN_CHECKOUT = (
+    "checkpoint", "cluster", "disks", "gpu", "gpu_train", "integrations", "meetings", "past_host", "pipeline", "pool",
+    "ranks", "report", "startup", "step", "tensor_parallel", "tiling", "train", "train_1b", "train_ways", "update",
+)  # fmt: skip
+
+
+class _Choices(tuple):
+    """The themes that are here. It accepts those of a checkout too, which `run` refuses by name."""
+
+    def __contains__(self, theme: object) -> bool:
+        return super().__contains__(theme) or theme in IN_CHECKOUT
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Registers the command."""
-    parser = subparsers.add_parser("bench", help="measure the engine beside its ceilings and its rivals")
-    parser.add_argument("theme", choices=(*MODULES, *APART, "all", "report"), help="what to measure, or a page of what was")
+    parser = subparsers.add_parser("bench", help="measure this machine's disk, Adam and copies beside their ceilings")
+    parser.add_argument("theme", choices=_Choices((*THEMES, "all")), help="what to measure")
+    add_options(parser)
+    parser.add_argument("--no-rivals", action="store_true", help="has no effect here: `python -m bench` measures rivals")
+    for option in ("--results", "--out", "--svg"):  # of the report, which a checkout has
+        parser.add_argument(option, help=argparse.SUPPRESS)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Registers the options of every theme, here and in a checkout."""
     parser.add_argument("--json", metavar="PATH", help="the result as one JSON object: a file, a folder, or - for stdout")
     parser.add_argument("--folder", default=".", metavar="DIR", help="on the disk to measure (default: here)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of which the median is given (default 5)")
     parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="times the usual sizes (default 1)")
     parser.add_argument("--threads", type=int, metavar="N", help="for the optimizer's kernels (default: all processors)")
-    parser.add_argument("--no-rivals", action="store_true", help="measure ours and the ceilings only")
-    parser.add_argument("--results", type=Path, default=Path("bench/results"), metavar="DIR", help="for report: the files")
-    parser.add_argument("--out", type=Path, default=Path("bench-report.html"), metavar="FILE", help="for report: the page")
-    parser.add_argument("--svg", type=Path, metavar="DIR", help="for report: every plot as a file of its own, too")
-    parser.add_argument("--overwrite", action="store_true", help="replace files of --json and --out that are none of ours")
-    return parser
+    parser.add_argument("--overwrite", action="store_true", help="replace output files that are none of ours")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints a table, and writes what `--json` asks for."""
+    if args.theme in IN_CHECKOUT:
+        raise UsageError(
+            f"{args.theme} is one of the engine's own benchmarks, which are not installed. Run `python -m bench {args.theme}` "
+            "from the root of a checkout."
+        )
+    return measure(args, THEMES, tuple(THEMES) if args.theme == "all" else (args.theme,))
+
+
+def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequence[str]) -> int:
+    """Measures the ``chosen`` ones of ``themes``, prints a table and writes `--json`.
+
+    A theme is a name with a module, or with module:function.
+    """
     from infinity.bench import results
 
-    _check_outputs(args)
-    if args.theme == "report":
-        from infinity.bench import report
-
-        print(report.write(args.results, args.out))
-        if args.svg:
-            print(*report.write_plots(args.results, args.svg), sep="\n")
-        return 0
+    _check_output(args)
     settings = _settings(args)
     measured = results.Measured([])
     with _stdout_for(args.json):
-        for theme in MODULES if args.theme == "all" else (args.theme,):
-            name, _, function = (MODULES | APART)[theme].partition(":")
+        for theme in chosen:
+            name, _, function = themes[theme].partition(":")
             module = importlib.import_module(name)
             print(f"{theme}: measuring", file=sys.stderr, flush=True)
             found = getattr(module, function or "measure")(settings)
@@ -95,16 +97,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_outputs(args: argparse.Namespace) -> None:
-    if args.theme == "report":
-        from infinity.bench.report import HEAD, PLOTS
-
-        outputs = [Output("--out", args.out, made=HEAD.encode())]
-        if args.svg is not None:
-            outputs += [Output("--svg", args.svg / f"{name}.svg", made=PICTURE) for name in PLOTS]
-        read = [("--results", path) for path in args.results.glob("*.json")]
-        check_outputs(outputs, read, overwrite=args.overwrite)
-    elif args.json not in (None, "-") and not Path(args.json).is_dir():
+def _check_output(args: argparse.Namespace) -> None:
+    if args.json not in (None, "-") and not Path(args.json).is_dir():
         from infinity.bench.results import BEGIN
 
         check_outputs([Output("--json", Path(args.json), made=BEGIN)], [], overwrite=args.overwrite)
@@ -112,8 +106,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _stdout_for(target: str | None) -> Iterator[None]:
-    """With `--json -` standard output is the object's alone: our table, and whatever a rival prints from any language,
-    goes to standard error."""
+    """Keeps standard output for the object of `--json -`. All else goes to standard error."""
     if target != "-":
         yield
         return
@@ -130,7 +123,6 @@ def _stdout_for(target: str | None) -> Iterator[None]:
 
 def _settings(args: argparse.Namespace):
     from infinity.bench.settings import Settings
-    from infinity.errors import ConfigError
 
     for name, value, least in (("--rounds", args.rounds, 1), ("--threads", args.threads, 1)):
         if value is not None and value < least:

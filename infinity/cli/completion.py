@@ -31,6 +31,7 @@ def words(parser: argparse.ArgumentParser) -> dict[str, dict[str, list[str]]]:
             option: [str(choice) for choice in action.choices or ()]
             for action in command._actions
             for option in action.option_strings or ("",)
+            if action.help != argparse.SUPPRESS
         }
         for name, command in commands.choices.items()
     }

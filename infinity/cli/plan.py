@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..machine.outputs import PICTURE, Output, check_outputs
 from ..machine.sizes import format_nbytes, format_seconds
 from ..machine.tiers import Tier
+from . import svg
 from .training.options import HOMES
 from .training.settings import AUTO, engine_config, engine_settings
 
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(text(found)))
     if args.svg is not None:
-        args.svg.write_text(draw(found["tiers"]))
+        args.svg.write_text(draw(found["tiers"]) + "\n")
     return 0
 
 
@@ -287,20 +288,17 @@ OTHER_COLOUR = "#2a8c4a"
 def draw(tiers: dict[str, dict]) -> str:
     """Draws the memory map as an SVG picture: a bar per tier, all on one scale, each part with its name where it fits."""
     largest = max(of_tier["nbytes"] for of_tier in tiers.values()) or 1
-    parts = []
+    marks = []
     for number, (tier, of_tier) in enumerate(tiers.items()):
         y, x = 12 + number * ROW, float(LEFT)
-        parts.append(f"<text x='{LEFT - 8}' y='{y + 20}' text-anchor='end'>{tier}</text>")
+        marks.append(svg.text(LEFT - 8, y + 20, tier, anchor="end"))
         for what, nbytes in sorted(of_tier["parts"].items(), key=lambda part: -part[1]):
             width = (WIDTH - LEFT - 20) * nbytes / largest
             colour = next((colour for kind, colour in COLOURS.items() if what.startswith(kind)), OTHER_COLOUR)
-            label = f"{what}, {format_nbytes(nbytes)}"
-            parts.append(f"<rect class='part' x='{x:.1f}' y='{y}' width='{max(0.5, width):.1f}' height='30' fill='{colour}' "
-                         f"stroke='#fff'><title>{label}</title></rect>")  # fmt: skip
+            title = f"{what}, {format_nbytes(nbytes)}"
+            marks.append(svg.bar(x, y, max(0.5, width), 30, colour, title=title, edged=True))
             if width > 7.5 * len(what):
-                parts.append(f"<text x='{x + 5:.1f}' y='{y + 19}' style='fill:#fff'>{what}</text>")
+                marks.append(svg.text(x + 5, y + 19, what, colour="#fff"))
             x += width
-        parts.append(f"<text x='{LEFT}' y='{y + 45}'>{format_nbytes(of_tier['nbytes'])}</text>")
-    style = "<style>text { font: 12px system-ui, sans-serif; fill: #444; }</style><rect class='paper' width='100%' height='100%' fill='#fff'/>"
-    height = 12 + ROW * len(tiers)
-    return f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}'>{style}{''.join(parts)}</svg>\n"
+        marks.append(svg.text(LEFT, y + 45, format_nbytes(of_tier["nbytes"])))
+    return svg.picture(WIDTH, 12 + ROW * len(tiers), marks)

@@ -14,8 +14,10 @@ from typing import Any
 from ..errors import ConfigError
 from ..machine.outputs import Output, check_outputs
 from ..machine.sizes import format_seconds
+from . import svg
 
 WIDTH, HEIGHT, MARGIN = 860, 240, 84
+CURVE_COLOUR = "#1f6fb2"
 WORDS = {"tier", "part", "edge"}  # columns that are not of numbers
 HEAD = "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
 VIEWPORT = "<meta name='viewport' content='width=device-width, initial-scale=1'>"
@@ -100,7 +102,7 @@ def page(found: dict[str, Any], timeline: str | None) -> str:
         parts = [f"<h1>{html.escape(title)}</h1>", _summary(found["ranks"][0], found["plans"][0])]
         if points := [(step, loss) for step, loss, _ in found["points"] if loss is not None]:
             parts.append(f"<h2>Loss</h2>{_wide(curve(points))}")
-        tiers = _escaped(found["plans"][0]["tiers"])
+        tiers = _checked(found["plans"][0]["tiers"])
         parts.append(f"<h2>Memory map</h2><p>What the plan gave every tier.</p>{_wide(draw(tiers))}")
         parts.append(_table(("tier", "part", "planned"), _parts(found["plans"][0]["tiers"])))
         parts.append(f"<h2>Ranks</h2>{_table(('rank', 'step', 'tokens/s'), _speeds(found['ranks']))}")
@@ -114,12 +116,10 @@ def page(found: dict[str, Any], timeline: str | None) -> str:
     return f"{head}<body>{''.join(parts)}</body></html>\n"
 
 
-def _escaped(tiers: dict[str, Any]) -> dict[str, dict]:
+def _checked(tiers: dict[str, Any]) -> dict[str, dict]:
+    """Returns the tiers with whole numbers. Raises TypeError, ValueError or LookupError if not."""
     return {
-        html.escape(tier): {
-            "nbytes": int(of_tier["nbytes"]),
-            "parts": {html.escape(what): int(n) for what, n in of_tier["parts"].items()},
-        }
+        tier: {"nbytes": int(of_tier["nbytes"]), "parts": {what: int(n) for what, n in of_tier["parts"].items()}}
         for tier, of_tier in tiers.items()
     }
 
@@ -183,17 +183,16 @@ def curve(points: list[tuple[float, float]]) -> str:
     steps, values = [float(step) for step, _ in points], [float(value) for _, value in points]
     low, high = min(values), max(values)
     across, up = max(steps[-1] - steps[0], 1.0), max(high - low, 1e-12)
-    places = " ".join(
-        f"{MARGIN + (WIDTH - 2 * MARGIN) * (step - steps[0]) / across:.1f},{10 + (HEIGHT - 40) * (high - value) / up:.1f}"
+    left, right, bottom = MARGIN, WIDTH - MARGIN, HEIGHT - 28
+    places = [
+        (left + (right - left) * (step - steps[0]) / across, 10 + (HEIGHT - 40) * (high - value) / up)
         for step, value in zip(steps, values)
-    )
-    labels = (
-        f"<text x='{MARGIN - 6}' y='18' text-anchor='end'>{high:.4g}</text><text x='{MARGIN - 6}' y='{HEIGHT - 30}' text-anchor='end'>{low:.4g}</text>"
-        f"<text x='{MARGIN}' y='{HEIGHT - 8}'>step {steps[0]:,.0f}</text><text x='{WIDTH - MARGIN}' y='{HEIGHT - 8}' text-anchor='end'>{steps[-1]:,.0f}</text>"
-    )
-    axes = f"<path class='axis' d='M{MARGIN} 10V{HEIGHT - 28}H{WIDTH - MARGIN}' fill='none' stroke='#bbb'/>"
-    style = "font-family='system-ui, sans-serif' font-size='12' fill='#444'"
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{HEIGHT}' viewBox='0 0 {WIDTH} {HEIGHT}' {style}>"
-        f"{axes}<polyline class='curve' points='{places}' fill='none' stroke='#1f6fb2' stroke-width='1.5'/>{labels}</svg>"
-    )
+    ]
+    return svg.picture(WIDTH, HEIGHT, [
+        svg.axes(left, 10, right, bottom),
+        svg.line(places, CURVE_COLOUR, width=1.5),
+        svg.text(left - 6, 18, f"{high:.4g}", anchor="end"),
+        svg.text(left - 6, HEIGHT - 30, f"{low:.4g}", anchor="end"),
+        svg.text(left, HEIGHT - 8, f"step {steps[0]:,.0f}"),
+        svg.text(right, HEIGHT - 8, f"{steps[-1]:,.0f}", anchor="end"),
+    ])  # fmt: skip

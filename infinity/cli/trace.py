@@ -8,10 +8,8 @@ under     the share of a lane's busy time in which a forward or a backward was r
 from __future__ import annotations
 
 import argparse
-import html
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,13 +19,13 @@ from ..errors import ConfigError
 from ..machine.outputs import PICTURE, Output, check_outputs
 from ..machine.sizes import format_seconds
 from ..untrusted import parse_json, printable, read_text
+from . import svg
 
 Interval = tuple[float, float]
 COMPUTE = ("forward", "backward")
 WIDTH, LANE_HEIGHT, MARGIN = 1000, 26, 110
 COLOURS = {"step": "#8b9098", "forward": "#2a8c4a", "backward": "#7a4fb0", "optimizer": "#8a6d1b", "stalled": "#c4511d"}
 EDGE_COLOUR = "#1f6fb2"
-NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -53,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(found)
     if args.svg is not None:
-        args.svg.write_text(draw(events))
+        args.svg.write_text(draw(events) + "\n")
     return 0
 
 
@@ -168,25 +166,21 @@ def draw(events: list[dict]) -> str:
 
     begin, end = min(event["start"] for event in events), max(event["end"] for event in events)
     lanes = [lane for lane in LANES if any(event["lane"] == lane for event in events)]
-    scale = (WIDTH - MARGIN - 10) / max(end - begin, 1e-9)
-    parts = []
+    across = WIDTH - MARGIN - 10
+    scale = across / max(end - begin, 1e-9)
+    marks = []
     for number, lane in enumerate(lanes):
-        y = 10 + number * LANE_HEIGHT
-        parts.append(f"<text x='{MARGIN - 8}' y='{y + 15}' text-anchor='end'>{html.escape(lane)}</text>")
+        y, colour = 10 + number * LANE_HEIGHT, COLOURS.get(lane, EDGE_COLOUR)
+        marks.append(svg.text(MARGIN - 8, y + 15, lane, anchor="end"))
         for event in events:
             if event["lane"] == lane:
-                x, width = MARGIN + scale * (event["start"] - begin), max(0.4, scale * (event["end"] - event["start"]))
-                colour = COLOURS.get(lane, EDGE_COLOUR)
-                edge = (
-                    "class='part' stroke='#fff' " if lane == "step" else ""
-                )  # else they would be one bar: each begins where one ends
-                label = f"{NOT_IN_XML.sub('', event['name'])}, {1e3 * (event['end'] - event['start']):.1f} ms"
-                parts.append(f"<rect {edge}x='{x:.1f}' y='{y}' width='{width:.1f}' height='{LANE_HEIGHT - 6}' fill='{colour}' "
-                             f"fill-opacity='.6'><title>{html.escape(label)}</title></rect>")  # fmt: skip
+                x, seconds = MARGIN + scale * (event["start"] - begin), event["end"] - event["start"]
+                title = f"{event['name']}, {1e3 * seconds:.1f} ms"
+                edged = lane == "step"  # else the steps would be one bar: each begins where one ends
+                size = max(0.4, scale * seconds), LANE_HEIGHT - 6
+                marks.append(svg.bar(x, y, *size, colour, title=title, edged=edged, opacity=0.6))
     height = 10 + len(lanes) * LANE_HEIGHT + 24
     for tenth in range(0, 11, 2):
-        x = MARGIN + (WIDTH - MARGIN - 10) * tenth / 10
         anchor = "middle" if tenth < 10 else "end"
-        parts.append(f"<text x='{x:.0f}' y='{height - 6}' text-anchor='{anchor}'>{(end - begin) * tenth / 10:.2f} s</text>")
-    style = "<style>text { font: 12px system-ui, sans-serif; fill: #444; }</style><rect class='paper' width='100%' height='100%' fill='#fff'/>"
-    return f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}'>{style}{''.join(parts)}</svg>\n"
+        marks.append(svg.text(MARGIN + across * tenth / 10, height - 6, f"{(end - begin) * tenth / 10:.2f} s", anchor=anchor))
+    return svg.picture(WIDTH, height, marks)

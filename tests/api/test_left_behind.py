@@ -110,7 +110,7 @@ def test_steady_state_takes_nothing_more(homes, tmp_path):
 
 GROWTH = """
 import os, sys
-sys.path[:0] = [{root!r}, {tests!r}]
+sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads(1)
 from torch import nn
@@ -155,10 +155,8 @@ def test_the_process_grows_by_no_more_than_its_budget(dtype, tmp_path):
     with torch.device("meta"):
         probe = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks)))
     budget = least_host_memory(probe, torch.optim.AdamW(probe.parameters()), config) + 24 * MIB
-    root = str(Path(infinity.__file__).parents[1])
-    script = GROWTH.format(
-        root=root, tests=str(Path(__file__).parents[1] / "support"), config=config, width=width, blocks=blocks, budget=budget
-    )
+    paths = [str(Path(infinity.__file__).parents[1]), *map(str, Path(__file__).parents[1].glob("support/*/"))]
+    script = GROWTH.format(paths=paths, config=config, width=width, blocks=blocks, budget=budget)
     done = prepared.run("-c", prepared.GIVES_BACK + script)
     assert done.returncode == 0, done.stderr
     grown, host, device, wrapping = map(int, done.stdout.split())

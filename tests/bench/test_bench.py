@@ -1,22 +1,33 @@
-"""`infinity bench`: the rows it promises, one JSON object, and a page of what was measured. Sizes are tiny: nothing here
-looks at how fast anything is."""
+"""`infinity bench` and `python -m bench`: the rows they promise, one JSON object, and a report.
+
+Sizes are tiny: no test looks at how fast anything is.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
+import tomllib
+from pathlib import Path
 
 import prepared
 import pytest
+import setuptools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.bench import first_steps, meetings, report, results
+import bench.__main__ as checkout
+from bench import first_steps, meetings, report
+from bench.themes import APART, THEMES
+from infinity.bench import results
 from infinity.bench.rounds import Times, alternate, paired
 from infinity.bench.settings import Settings
+from infinity.cli import bench as installed
 from infinity.cli import main
 from infinity.errors import ConfigError
 
+ROOT = Path(checkout.__file__).parents[1]
 ROWS = {
     "io": {"io.read", "io.write", "io.mixed", "io.read.cpu", "io.threads.read"},
     "adam": {"adam.split", "adam.fp32", "adam.int8"},
@@ -26,15 +37,17 @@ ROWS = {
 }
 
 
-def bench(*arguments: str, folder, timeout: float = 200) -> subprocess.CompletedProcess:
-    return prepared.run("-m", "infinity", "bench", *arguments, folder=folder, seconds=timeout)
+def run_bench(theme: str, *arguments: str, folder, timeout: float = 200) -> subprocess.CompletedProcess:
+    """Runs a theme by the command that has it."""
+    command = ("infinity", "bench") if theme in installed.THEMES else ("bench",)
+    return prepared.run("-m", *command, theme, *arguments, folder=folder, seconds=timeout)
 
 
 @pytest.mark.parametrize("theme", ROWS)
 def test_a_theme_prints_one_object_with_its_rows(theme, tmp_path):
     """Method: a tiny run with `--json -`; standard output is one object with the fields and rows of the contract, every
     figure is positive, and the folder is as empty as before."""
-    done = bench(theme, "--json", "-", "--scale", "0.02", "--rounds", "1", "--no-rivals", folder=tmp_path)
+    done = run_bench(theme, "--json", "-", "--scale", "0.02", "--rounds", "1", "--no-rivals", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {"theme", "hardware", "date", "commit", "rows"} <= found.keys() and found["theme"] == theme
@@ -72,7 +85,7 @@ def test_every_plot_is_drawn(name):
 def test_jobs_of_a_gpu_run_without_one(tmp_path):
     """Method: the jobs of `gpu_train` on the processor, with a model of a few thousand parameters: every home of ours runs,
     and all of them have the same losses."""
-    done = bench("gpu_train", "--json", "-", "--scale", "0.01", "--no-rivals", folder=tmp_path, timeout=500)
+    done = run_bench("gpu_train", "--json", "-", "--scale", "0.01", "--no-rivals", folder=tmp_path, timeout=500)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     names = {row["name"] for row in found["rows"]}
@@ -96,7 +109,7 @@ def test_jobs_of_a_gpu_run_without_one(tmp_path):
 ])  # fmt: skip
 def test_end_to_end_themes_run_with_small_models(tmp_path, theme, expected):
     """Method: the whole theme with a model of a few thousand parameters, without rivals."""
-    done = bench(theme, "--json", "-", "--scale", "0.05", "--rounds", "1", "--no-rivals", folder=tmp_path, timeout=500)
+    done = run_bench(theme, "--json", "-", "--scale", "0.05", "--rounds", "1", "--no-rivals", folder=tmp_path, timeout=500)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert expected <= {row["name"] for row in found["rows"]}
@@ -108,9 +121,9 @@ def test_end_to_end_themes_run_with_small_models(tmp_path, theme, expected):
 def test_results_are_written_where_they_are_asked_for(tmp_path, capsys):
     """Method: `--json` with a file, then with a folder; both hold the same theme."""
     quick = ["--scale", "0.02", "--rounds", "1", "--no-rivals", "--folder", str(tmp_path)]
-    assert main(["bench", "pool", "--json", str(tmp_path / "one.json"), *quick]) == 0
+    assert checkout.main(["pool", "--json", str(tmp_path / "one.json"), *quick]) == 0
     (tmp_path / "results").mkdir()
-    assert main(["bench", "pool", "--json", str(tmp_path / "results"), *quick]) == 0
+    assert checkout.main(["pool", "--json", str(tmp_path / "results"), *quick]) == 0
     (kept,) = (tmp_path / "results").iterdir()
     assert kept.name.startswith("pool_") and json.loads(kept.read_text())["theme"] == "pool"
     assert json.loads((tmp_path / "one.json").read_text())["theme"] == "pool"
@@ -122,8 +135,45 @@ def test_results_are_written_where_they_are_asked_for(tmp_path, capsys):
     (["--scale", "nan"], "--scale nan"), (["--folder", "/nowhere"], "--folder /nowhere"),
 ])  # fmt: skip
 def test_bad_options_are_refused(arguments, tells, capsys):
-    assert main(["bench", "pool", *arguments]) == 2
-    assert tells in capsys.readouterr().err
+    assert main(["bench", "copy", *arguments]) == 2 and tells in capsys.readouterr().err
+    assert checkout.main(["pool", *arguments]) == 2 and tells in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("theme", installed.IN_CHECKOUT)
+def test_a_theme_of_a_checkout_is_refused_by_the_installed_command(theme, tmp_path, capsys):
+    """Method: each with options of the report too; the message has the command to run."""
+    assert main(["bench", theme, "--out", str(tmp_path / "page.html"), "--svg", str(tmp_path)]) == 2
+    assert f"Run `python -m bench {theme}` from the root of a checkout" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkout_has_every_theme():
+    """Compares the lists of both commands, and imports the module of every theme."""
+    assert {*THEMES, *APART, "report"} == {*installed.THEMES, *installed.IN_CHECKOUT}
+    assert len(installed.IN_CHECKOUT) == len(set(installed.IN_CHECKOUT))
+    for where in (THEMES | APART | installed.THEMES).values():
+        name, _, function = where.partition(":")
+        assert callable(getattr(importlib.import_module(name), function or "measure"))
+
+
+def test_the_report_is_a_theme_of_a_checkout(tmp_path, capsys):
+    """Method: one result; the page and the pictures are written, and a foreign page is kept."""
+    (tmp_path / "results").mkdir()
+    results.save(a_result(), tmp_path / "results")
+    page = tmp_path / "page.html"
+    options = ["--results", str(tmp_path / "results"), "--out", str(page), "--svg", str(tmp_path)]
+    assert checkout.main(["report", *options]) == 0
+    assert str(page) in capsys.readouterr().out and len(list(tmp_path.glob("*.svg"))) == 3
+    page.write_text("somebody's own")
+    assert checkout.main(["report", *options]) == 2 and page.read_text() == "somebody's own"
+
+
+def test_no_package_has_the_benchmarks_of_a_checkout():
+    """Reads which packages a wheel has, and what a source distribution has beside them."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    found = setuptools.find_packages(str(ROOT), **settings)
+    assert "infinity.bench" in found and all(name.partition(".")[0] == "infinity" for name in found)
+    assert "bench" not in (ROOT / "MANIFEST.in").read_text()
 
 
 # --- rounds and ratios ---
@@ -186,7 +236,7 @@ def test_plots_are_files_of_their_own_too(tmp_path):
 
 
 def test_a_folder_without_results_is_an_error_that_says_how_to_make_some(tmp_path):
-    with pytest.raises(ConfigError, match="infinity bench all --json"):
+    with pytest.raises(ConfigError, match="python -m bench all --json"):
         report.write(tmp_path, tmp_path / "page.html")
 
 

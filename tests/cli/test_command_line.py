@@ -181,7 +181,7 @@ def test_lora_without_weights_is_refused(place, capsys):
         ("infinity pl", "plan"),
         ("infinity train --lora", "--lora-rank"),
         ("infinity train --preset cp", "cpu-only"),
-        ("infinity bench tili", "tiling"),
+        ("infinity bench ad", "adam"),
         ("infinity completion z", "zsh"),
     ],
 )

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import infinity
-from infinity.bench import report
+from bench import report
 from infinity.checkpoint import manifest as manifests
 from infinity.checkpoint.weight_files import INDEX, WeightFiles
 from infinity.cli import trace

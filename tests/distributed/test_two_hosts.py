@@ -23,7 +23,7 @@ import prepared
 import pytest
 import rank_jobs
 from prepared import Child
-from ranks import HERE, Failed, rank_variables
+from ranks import JOBS, Failed, rank_variables
 
 import infinity
 
@@ -70,14 +70,14 @@ class Hosts:
         """The rank of ``host``, without torchrun."""
         variables = rank_variables(host, 2, f"{self.addresses[0]}:29400", of_host=host) | self.variables(host, seconds)
         network = Path("/run/netns", self.names[host])
-        return prepared.start(HERE / "rank_jobs.py", folder, variables=variables, network=network)
+        return prepared.start(JOBS / "rank_jobs.py", folder, variables=variables, network=network)
 
     def start(self, host: int, folder: Path, *, seconds: str) -> None:
         """One torchrun with one rank on ``host``."""
         command = [
             "ip", "netns", "exec", self.names[host], sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
             "--node-rank", str(host), "--nproc-per-node", "1", "--master-addr", self.addresses[0], "--master-port", "29400",
-            str(HERE / "rank_jobs.py"), str(folder),
+            str(JOBS / "rank_jobs.py"), str(folder),
         ]  # fmt: skip
         self.processes.append(
             subprocess.Popen(

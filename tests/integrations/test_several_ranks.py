@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from ranks import run_torchrun
 
-SCRIPT = Path(__file__).parents[1] / "support" / "library_ranks.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "jobs" / "library_ranks.py"
 ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
 SECONDS = 540
 

@@ -177,7 +177,7 @@ def test_what_casts_the_model_is_refused(changes, tmp_path):
 def test_two_ranks_train_as_with_data_parallelism(tmp_path):
     """Method: torchrun with two ranks over gloo; losses and weights are those of transformers' Trainer with DistributedDataParallel, but for
     the order of sums, and a checkpoint resumes to the bit."""
-    script = Path(__file__).parents[1] / "support" / "trainer_ranks.py"
+    script = Path(__file__).parents[1] / "support" / "jobs" / "trainer_ranks.py"
     done = run_torchrun(2, [str(script), str(tmp_path)], seconds=540)
     assert done.returncode == 0, done.stderr
     told = json.loads((tmp_path / "told.json").read_text())

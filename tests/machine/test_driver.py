@@ -15,7 +15,7 @@ import pytest
 
 from infinity import native
 
-HERE = Path(__file__).parents[1] / "support"
+HERE = Path(__file__).parents[1] / "support" / "devices"
 PINNING = """
 from infinity import native
 region = native.Region(3 * 1024 * 1024 + 5, True, 1)

@@ -18,9 +18,9 @@ from fake_cufile import cufile, cufile_library  # noqa: F401
 from test_device import STEPS, Elsewhere, a_model, compute_on, config_at, kernels, same, train, trained  # noqa: F401
 
 import infinity
+from bench import past_host as bench
 from infinity import native
 from infinity.api.lay_out import lay_out
-from infinity.bench import past_host as bench
 from infinity.bench.settings import Settings
 from infinity.errors import CorruptionError
 from infinity.machine import direct_storage

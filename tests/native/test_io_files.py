@@ -131,7 +131,8 @@ def no_tmpfile(tmp_path_factory) -> Path:
     """A library for LD_PRELOAD: file systems without O_TMPFILE."""
     library = tmp_path_factory.mktemp("preload") / "no_tmpfile.so"
     subprocess.run(
-        ["cc", "-shared", "-fPIC", "-o", library, Path(__file__).parents[1] / "support" / "no_tmpfile.c", "-ldl"], check=True
+        ["cc", "-shared", "-fPIC", "-o", library, Path(__file__).parents[1] / "support" / "disks" / "no_tmpfile.c", "-ldl"],
+        check=True,
     )
     return library
 

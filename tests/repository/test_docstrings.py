@@ -15,6 +15,7 @@ from pathlib import Path
 import infinity
 
 PACKAGE = Path(infinity.__file__).parent
+BENCH = PACKAGE.parent / "bench"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -62,11 +63,11 @@ def violations(sources: dict[str, str]) -> list[str]:
 
 
 def sources() -> dict[str, str]:
-    return {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+    return {str(path.relative_to(PACKAGE.parent)): path.read_text() for folder in (PACKAGE, BENCH) for path in folder.rglob("*.py")}
 
 
 def test_docstrings_of_public_functions_open_with_a_verb():
-    """Reads every docstring of the package."""
+    """Reads every docstring of the package and of the benchmarks."""
     assert not violations(sources())
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import infinity
 
 PACKAGE = Path(infinity.__file__).parent
+BENCH = PACKAGE.parent / "bench"  # of a checkout, in no package
 CSRC = PACKAGE.parent / "csrc"
 
 ROOMS = (
@@ -80,19 +81,21 @@ def violations(sources: dict[str, str]) -> list[str]:
 
 
 def absent(sources: dict[str, str]) -> list[str]:
-    """Names that a module imports from another one of the package, which has none such."""
-    modules, found = modules_of(sources), []
+    """Lists names that a module imports from another one of ``sources``, which has none such."""
+    modules, found, roots = modules_of(sources), [], {Path(path).parts[0] for path in sources}
     names = {".".join(Path(path).with_suffix("").parts): names_of(source) for path, source in sources.items()}
     for path, source in sorted(sources.items()):
         for node in ast.walk(parse(source)):
-            if not isinstance(node, ast.ImportFrom) or not node.level:
+            if not isinstance(node, ast.ImportFrom):
                 continue
-            package = list(Path(path).parts[:-1])
-            target = ".".join(package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else []))
+            package = list(Path(path).parts[: -node.level]) if node.level else []
+            target = ".".join(package + (node.module.split(".") if node.module else []))
+            if not node.level and target.partition(".")[0] not in roots:
+                continue  # another library's
             of_target = names.get(target, names.get(f"{target}.__init__".lstrip("."), set()))
             for alias in node.names:
                 full = f"{target}.{alias.name}".lstrip(".")
-                if alias.name not in of_target and full not in CORES and full not in modules and f"{full}.__init__" not in modules:
+                if alias.name not in (*of_target, *CORES) and full not in modules and f"{full}.__init__" not in modules:
                     found.append(
                         f"{path}:{node.lineno} imports {alias.name} from {target or 'the package'}, which has no such name"
                     )
@@ -150,6 +153,11 @@ def types_from_elsewhere(source: str, path: str, modules: set[str]) -> list[str]
 
 def sources() -> dict[str, str]:
     return {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+
+
+def of_the_checkout() -> dict[str, str]:
+    """The package and the benchmarks of a checkout: path below the root -> text."""
+    return {str(path.relative_to(PACKAGE.parent)): path.read_text() for folder in (PACKAGE, BENCH) for path in folder.rglob("*.py")}
 
 
 def csrc_violations(sources: dict[str, str]) -> list[str]:
@@ -242,8 +250,25 @@ def test_no_submodule_takes_the_place_of_a_public_name():
 
 
 def test_what_modules_import_from_each_other_is_there():
-    """Also where an import waits for its use: in the command line, benchmarks, integrations. The twin misspells one."""
-    found_here = sources()
+    """Reads imports inside functions too. The twins misspell one each."""
+    found_here = of_the_checkout()
     assert absent(found_here) == []
     found_here["bench/meetings.py"] += "\n\ndef later():\n    from .launch import launch_ranks\n"
-    assert len(found := absent(found_here)) == 1 and "imports launch_ranks from bench.launch" in found[0]
+    found_here["bench/io.py"] += "\n\ndef later():\n    from infinity.bench.io import Rawest\n"
+    found = "\n".join(absent(found_here))
+    assert len(found.splitlines()) == 2, found
+    assert "imports launch_ranks from bench.launch" in found and "imports Rawest from infinity.bench.io" in found
+
+
+def uses_the_checkout(source: str) -> bool:
+    """Whether ``source`` imports `bench`, which is in a checkout only."""
+    names = [alias.name for node in ast.walk(parse(source)) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in ast.walk(parse(source)) if isinstance(node, ast.ImportFrom) and not node.level]
+    return any(name.partition(".")[0] == "bench" for name in names)
+
+
+def test_the_package_imports_nothing_of_a_checkout():
+    """Looks for imports of `bench`, which no package has. The twins are such, and one that may be."""
+    assert not [path for path, source in sources().items() if uses_the_checkout(source)]
+    assert uses_the_checkout("def f():\n    from bench.io import measure") and uses_the_checkout("import bench.io")
+    assert not uses_the_checkout("from .bench import io\nfrom infinity.bench import io")

@@ -14,6 +14,7 @@ from pathlib import Path
 import infinity
 
 PACKAGE = Path(infinity.__file__).parent
+BENCH = PACKAGE.parent / "bench"
 TESTS = Path(__file__).parent.parent
 
 FUNCTION_NLINES, CLASS_NLINES, FILE_NLINES, TEST_FILE_NLINES = 50, 300, 400, 800
@@ -29,14 +30,15 @@ def too_long(source: str, path: str) -> Iterator[tuple[str, str]]:
 
 
 def test_functions_and_classes_fit_their_sizes():
-    """Measures every function and class of the package."""
-    found = {each for path in PACKAGE.rglob("*.py") for each in too_long(path.read_text(), str(path.relative_to(PACKAGE)))}
+    """Measures every function and class of the package and of the benchmarks."""
+    paths = [path for folder in (PACKAGE, BENCH) for path in folder.rglob("*.py")]
+    found = {each for path in paths for each in too_long(path.read_text(), str(path.relative_to(PACKAGE.parent)))}
     assert not found
 
 
 def test_files_fit_their_sizes():
-    """Counts the lines of every file of the package and of its tests."""
-    for folder, limit in ((PACKAGE, FILE_NLINES), (TESTS, TEST_FILE_NLINES)):
+    """Counts the lines of every file of the package, of the benchmarks and of the tests."""
+    for folder, limit in ((PACKAGE, FILE_NLINES), (BENCH, FILE_NLINES), (TESTS, TEST_FILE_NLINES)):
         assert not {str(path): n for path in folder.rglob("*.py") if (n := len(path.read_text().splitlines())) > limit}
 
 

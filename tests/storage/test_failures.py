@@ -372,7 +372,7 @@ def test_a_file_system_without_direct_io_gives_the_same_bits(right, swap):
 # One process forks a child for every end; the child runs its lines at the top of the main module and then ends as any interpreter does.
 SCRIPT = """
 import gc, os, signal, sys, threading, time
-sys.path[:0] = [{root!r}, {tests!r}]
+sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads(1)
 import infinity
@@ -439,10 +439,10 @@ ENDS = {
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> Path:
     """A folder with exit status, stderr and swap folder of a script with each of the ends."""
-    root, tests = str(Path(infinity.__file__).parents[1]), str(Path(__file__).parents[1] / "support")
+    paths = [str(Path(infinity.__file__).parents[1]), *map(str, Path(__file__).parents[1].glob("support/*/"))]
     folder = tmp_path_factory.mktemp("ends")
     ends = {name: lines for name, (lines, _, _) in ENDS.items()}
-    script = SCRIPT.format(root=root, tests=tests, folder=str(folder), ends=ends)
+    script = SCRIPT.format(paths=paths, folder=str(folder), ends=ends)
     done = prepared.run("-c", script)
     assert done.returncode == 0, done.stderr
     return folder

@@ -1,0 +1,14 @@
+"""io: as in `infinity bench`, beside fio and DeepSpeed's async I/O."""
+
+from __future__ import annotations
+
+from infinity.bench import io
+from infinity.bench.results import Measured
+from infinity.bench.settings import Settings
+
+from . import rivals
+
+
+def measure(settings: Settings) -> Measured:
+    """Measures the rows of :func:`infinity.bench.io.measure`. Notes name absent rivals."""
+    return io.measure(settings, rivals=rivals.DISK_RIVALS if settings.rivals else ())
