@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import UsageError
 from ..machine.tiers import Tier
-from ..runtime.engine import Engine
+from ..runtime.job import Job
 from ..runtime.registry import engine_of, whole_of
 from ..state.dtensors import local_of
 from ..state.handle import handle_of, managed
@@ -43,7 +43,7 @@ def full_params(
         selected = _select(whole_of(model), names)
         nbytes = sum(local_of(param).numel() * param.itemsize for param in set(selected.values()))
         charge = engine.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
-        copies = {param: _FullCopy(engine, param) for param in dict.fromkeys(selected.values())}
+        copies = {param: _FullCopy(engine.job, param) for param in dict.fromkeys(selected.values())}
     try:
         yield {name: copies[param].lent.tensor for name, param in selected.items()}
     finally:
@@ -67,11 +67,11 @@ def full_params(
 class _FullCopy:
     """One gathered parameter: the copy that the user has, and what it was."""
 
-    def __init__(self, engine: Engine, param: nn.Parameter):
+    def __init__(self, job: Job, param: nn.Parameter):
         self.handle = managed(param)
         self._version = self.handle.version
-        value = self.handle.shard.read_value(engine.store, self.handle.index, self.handle.shard.spec.dtype)
-        self.lent = Lent(param, value.to(engine.device.where))
+        value = self.handle.shard.read_value(job.store, self.handle.index, self.handle.shard.spec.dtype)
+        self.lent = Lent(param, value.to(job.device.where))
         self._digest = self._hash()
 
     @property

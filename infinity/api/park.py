@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import ConfigError, UsageError
 from ..gradients.record import would_be_lost
-from ..runtime.engine import Engine
+from ..runtime.job import Job
 from ..runtime.parking import arrays_in_memory, give_back_heap
 from ..runtime.registry import engine_of
 from ..state.operations import Operation
@@ -38,7 +38,7 @@ def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
                 f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait for it. Park after step()"
             )
         with engine.store.guarding():
-            _refuse_held(engine)
+            _refuse_held(engine.job)
             engine.wait_idle()
             engine.prefetcher.release_all([unit for unit in engine.units if not unit.stays])
             for unit in engine.units:
@@ -52,11 +52,11 @@ def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
         return engine.parking.nbytes
 
 
-def _refuse_held(engine: Engine) -> None:
+def _refuse_held(job: Job) -> None:
     """Raises UsageError where something beside the engine refers to weights at home on the device: it would read what is no weight."""
 
     def held() -> list[str]:
-        return [unit.name for unit in engine.units if unit.stays and unit.is_held]
+        return [unit.name for unit in job.units if unit.stays and unit.is_held]
 
     if held():
         gc.collect()

@@ -11,7 +11,7 @@ from ..checkpoint.boxes import Box, boxes_of_run
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError
 from ..optim.rules import moment_names
-from ..runtime.engine import Engine
+from ..runtime.job import Job
 from ..state.dtensors import global_of, is_distributed, local_of, part_offset
 from ..state.handle import raw_grad
 from ..state.shard import ParamShard
@@ -21,9 +21,9 @@ from ..storage.arrays import ArrayIO
 class Homes:
     """Takes values home and back before the parameters know of the engine."""
 
-    def __init__(self, engine: Engine, store: ArrayIO):
-        self._store, self._collectives = store, engine.collectives
-        shards = [shard for unit in engine.units for shard in unit.shards]
+    def __init__(self, job: Job, store: ArrayIO):
+        self._store, self._collectives = store, job.collectives
+        shards = [shard for unit in job.units for shard in unit.shards]
         self._places = {param: (shard, index) for shard in shards for index, param in enumerate(shard.params)}
 
     def send(self, param: nn.Parameter, begin: int, values: torch.Tensor, *, drawn: bool) -> None:

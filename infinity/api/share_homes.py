@@ -11,7 +11,7 @@ from ..distributed.shared_homes import SharedHomes, agree_to_share, why_not
 from ..distributed.transfer import patience_seconds
 from ..errors import ConfigError, StorageError
 from ..machine.device import Device
-from ..runtime.engine import Engine
+from ..runtime.job import Job
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +38,14 @@ def share_homes(config: Config, device: Device, collectives: Collectives) -> Sha
     return homes
 
 
-def connect_homes(config: Config, homes: SharedHomes | None, engine: Engine) -> None:
+def connect_homes(config: Config, homes: SharedHomes | None, job: Job) -> None:
     """Lets the ranks of a row read each other's weights in ``homes``, which are allocated. Every rank comes. Raises ConfigError
     where that is asked for and cannot be."""
-    row = engine.ranks.row
+    row = job.ranks.row
     if homes is not None and row is not None:
-        shards = [shard for unit in engine.units for shard in unit.shards if shard.collectives is engine.collectives]
-        collect = partial(engine.collectives.collect, among=[row])
-        refusal = homes.connect(collect, engine.ranks.rank, [shard.weight_regions for shard in shards])
+        shards = [shard for unit in job.units for shard in unit.shards if shard.collectives is job.collectives]
+        collect = partial(job.collectives.collect, among=[row])
+        refusal = homes.connect(collect, job.ranks.rank, [shard.weight_regions for shard in shards])
         if refusal:
             row.share(None)
             _tell(config, refusal)

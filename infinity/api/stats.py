@@ -18,7 +18,7 @@ from ..machine.sizes import format_seconds
 from ..machine.tiers import Tier
 from ..machine.timeline import PAST_HOST
 from ..machine.traffic import EdgeTraffic
-from ..runtime.engine import Engine
+from ..runtime.job import Job
 from ..runtime.registry import wrapped
 
 
@@ -63,12 +63,12 @@ def stats(model: nn.Module) -> Stats:
     The bound goes by the disk's measured rates (:mod:`infinity.machine.disk_profile`).
     """
     engine = wrapped(model).engine
-    edges = edges_of(engine)
+    edges = edges_of(engine.job)
     tiers = {
         str(tier): TierStats(account.peak_nbytes, account.planned_nbytes, account.budget_nbytes)
         for tier, account in engine.ledger.accounts.items()
     }
-    bounds = _bounds(engine, edges)
+    bounds = _bounds(engine.job, edges)
     step_seconds = engine.updates.clock.step_seconds if engine.updates.clock.steps else 0.0
     slowest = max(bounds, key=lambda name: bounds[name])
     bound = bounds[slowest]
@@ -99,34 +99,34 @@ def stats(model: nn.Module) -> Stats:
     )
 
 
-def edges_of(engine: Engine) -> dict[str, EdgeTraffic]:
+def edges_of(job: Job) -> dict[str, EdgeTraffic]:
     """Counts what has moved over every edge so far."""
-    edges = {name: dataclasses.replace(edge) for name, edge in engine.traffic.edges.items()}
+    edges = {name: dataclasses.replace(edge) for name, edge in job.traffic.edges.items()}
     for name, op in (("nvme->host", native.Op.READ), ("host->nvme", native.Op.WRITE)):
-        edges[name].nbytes = engine.store.io.nbytes(op)
-        edges[name].busy_seconds = engine.store.io.busy_seconds(op)
-    if (past_host := engine.store.past_host) is not None:
+        edges[name].nbytes = job.store.io.nbytes(op)
+        edges[name].busy_seconds = job.store.io.busy_seconds(op)
+    if (past_host := job.store.past_host) is not None:
         edges[PAST_HOST] = EdgeTraffic(past_host.nbytes)
         edges["host->device"].nbytes -= past_host.copied_nbytes
     return edges
 
 
-def _bounds(engine: Engine, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
+def _bounds(job: Job, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
     """Seconds that each resource alone needs for one step, by what the steps so far moved on average."""
-    steps = max(1, engine.updates.clock.steps)
-    waited = [*edges.values(), *engine.traffic.collectives.values()]
+    steps = max(1, job.updates.clock.steps)
+    waited = [*edges.values(), *job.traffic.collectives.values()]
     stalls = sum(edge.stall_seconds for edge in waited) / steps
-    bounds = {"compute": max(0.0, engine.updates.clock.step_seconds - stalls)}
-    if engine.plan.planned_nbytes(Tier.NVME):
+    bounds = {"compute": max(0.0, job.updates.clock.step_seconds - stalls)}
+    if job.planned.plan.planned_nbytes(Tier.NVME):
         read = edges["nvme->host"].nbytes + edges.get(PAST_HOST, EdgeTraffic()).nbytes
-        bounds["the disk"] = disk_profile.seconds(engine.config.nvme_paths, read / steps, edges["host->nvme"].nbytes / steps)
+        bounds["the disk"] = disk_profile.seconds(job.config.nvme_paths, read / steps, edges["host->nvme"].nbytes / steps)
     moved = sum(
         2 * sum(spec.nbytes_per_element().values()) - spec.nbytes_per_element()["grad"]
-        for spec in (shard.spec for unit in engine.units for shard in unit.shards)
+        for spec in (shard.spec for unit in job.units for shard in unit.shards)
         if spec.stepped
     )
-    elements = engine.updates.updater.elements / steps if engine.updates.updater is not None else 0
+    elements = job.updates.updater.elements / steps if job.updates.updater is not None else 0
     if moved and elements:
-        shards = sum(shard.spec.stepped for unit in engine.units for shard in unit.shards)
+        shards = sum(shard.spec.stepped for unit in job.units for shard in unit.shards)
         bounds["memory traffic of the optimizer"] = elements * moved / shards / memory_rate()
     return bounds

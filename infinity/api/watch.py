@@ -23,7 +23,7 @@ from torch import nn
 from ..machine import disk_profile, run_files
 from ..machine.kernel import process_space
 from ..machine.tiers import Tier
-from ..runtime.engine import Engine
+from ..runtime.job import Job
 from ..runtime.registry import is_wrapped, wrapped
 from ..state.unit import ParamUnit
 from .stats import edges_of
@@ -70,8 +70,8 @@ class Watch:
         self._told: dict[str, Any] | None = None  # the last status
         self._lock = threading.Lock()  # autograd has threads of its own where a GPU computes
         self._process = run_files.this_process()
-        self._limits = _limits(engine)
-        self._removers = [self._watch(module, name) for name, module in _owners(wrapped(model).model, engine)]
+        self._limits = _limits(engine.job)
+        self._removers = [self._watch(module, name) for name, module in _owners(wrapped(model).model, engine.job)]
         itself = weakref.ref(self)
 
         def landed(unit: ParamUnit) -> None:
@@ -81,7 +81,7 @@ class Watch:
         self._stop_listening = engine.listen_to_landed(landed)
         if engine.ranks.is_first and folder is None:
             run_files.remove_old(self._root)
-        self._write(run_files.PLAN, _plan(engine))
+        self._write(run_files.PLAN, _plan(engine.job))
         self._tell("starting", "", now=True)
 
     def __enter__(self) -> Watch:
@@ -149,7 +149,7 @@ class Watch:
         if model is None or not is_wrapped(model):  # nothing moves any more
             return (self._told or {}) | doing
         engine = wrapped(model).engine
-        counted = edges_of(engine) | ({} if engine.ranks.alone else engine.traffic.collectives)
+        counted = edges_of(engine.job) | ({} if engine.ranks.alone else engine.traffic.collectives)
         edges = {name: asdict(moved) for name, moved in counted.items()}
         before_at, before = self._before or (now, edges)
         self._before, seconds = (now, edges), max(now - before_at, 1e-9)
@@ -191,26 +191,26 @@ def _free_name() -> str:
     return next(each for number in itertools.count(1) if (each := name if number == 1 else f"{name}-{number}") not in taken)
 
 
-def _owners(model: nn.Module, engine: Engine) -> list[tuple[str, nn.Module]]:
+def _owners(model: nn.Module, job: Job) -> list[tuple[str, nn.Module]]:
     """The modules that are units of their own, with their names."""
-    names = {unit.name for unit in engine.units}
+    names = {unit.name for unit in job.units}
     return [(name, module) for name, module in model.named_modules() if name in names]
 
 
-def _limits(engine: Engine) -> dict[str, float]:
+def _limits(job: Job) -> dict[str, float]:
     """Bytes per second that the edges were measured to carry; none for those that were not measured."""
-    if not engine.plan.planned_nbytes(Tier.NVME):
+    if not job.planned.plan.planned_nbytes(Tier.NVME):
         return {}
-    read, write, _ = disk_profile.rates(engine.config.nvme_paths)
+    read, write, _ = disk_profile.rates(job.config.nvme_paths)
     return {"nvme->host": read, "host->nvme": write}
 
 
-def _plan(engine: Engine) -> dict[str, Any]:
+def _plan(job: Job) -> dict[str, Any]:
     """What the report draws: the memory map, and where the timeline is."""
-    plan = engine.plan
+    plan = job.planned.plan
     return {
         "tiers": {str(tier): {"nbytes": plan.planned_nbytes(tier), "parts": dict(plan.terms[tier])} for tier in Tier},
-        "trace": engine.config.trace,
-        "nvme_paths": list(engine.config.nvme_paths),
-        "parameters": sum(handle.param.numel() for unit in engine.units for handle in unit.handles),
+        "trace": job.config.trace,
+        "nvme_paths": list(job.config.nvme_paths),
+        "parameters": sum(handle.param.numel() for unit in job.units for handle in unit.handles),
     }

@@ -56,10 +56,9 @@ from .agreement import (
 from .aliases import tell_of_aliases
 from .before import Before, MovedRest
 from .checks import check, check_tensor_parallel, tell_of_the_rest
-from .lay_out import choose_device, groups_of_optimizer, shards_of_group, unit_size
+from .lay_out import choose_device, groups_of_optimizer, lay_out_here, shards_of_group, unit_size
 from .meta_init import Materialized
 from .retie import Ties
-from .scratch import lay_out_here
 from .send_home import Homes, send_shard_home
 from .share_homes import connect_homes, share_homes
 from .state_dict import install_state_dict
@@ -190,7 +189,7 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
             homes = share_homes(config, device, collectives)
             engine = Engine(config, plan, units, sizes, stepping=optimizer is not None, device=device, collectives=collectives)
         with collectives.together("sharing weights"):
-            connect_homes(config, homes, engine)
+            connect_homes(config, homes, engine.job)
         with collectives.together("sending the values home"):
             materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real
             before.materialized = materialized
@@ -211,7 +210,7 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
 def _send_home(engine: Engine, materialized: Materialized, optimizer: torch.optim.Optimizer | None, rule) -> None:
     """Copies every value, moment and gradient home; of a model on meta first those that come from its file or its modules."""
     with engine.store.writing_behind() as store:
-        materialized.fill(Homes(engine, store))
+        materialized.fill(Homes(engine.job, store))
         with progress("sending the values home", sum(size.slice_nbytes for size in engine.sizes)) as advance:
             for unit, size in zip(engine.units, engine.sizes):
                 for shard in unit.shards:

@@ -17,6 +17,7 @@ from ..distributed.collectives import Collectives
 from ..errors import UsageError
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
+from ..runtime.job import Job
 from ..runtime.registry import engine_of
 from ..state.dtensors import is_distributed, part_offset
 from ..state.flat_layout import is_dense
@@ -50,43 +51,43 @@ def part_of_rank(handle: ParamHandle) -> LocalPart:
 Entry = tuple[torch.Tensor, dict[str, Any]]  # values, and what the header says of them
 
 
-def unit_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
+def unit_files(job: Job, unit: ParamUnit) -> list[dict[str, Entry]]:
     """Reads what of the unit's tensors is at home here and is this rank's to write, by the files that it goes to.
 
     A run of elements is several boxes, and a file has one part of a tensor at most.
     """
     files: list[dict[str, Entry]] = []
     for handle in unit.handles:
-        if not engine.gradients.counts(handle):
+        if not job.gradients.counts(handle):
             continue  # the ranks of the mesh hold it in common, and another one writes it
         for name in SAVED:
             wanted = name == "weight" or handle.has_state or (name == "master" and handle.grad is not None)
             if name in handle.shard.arrays and wanted:
-                for number, (key, entry) in enumerate(_entries(engine, handle, name)):
+                for number, (key, entry) in enumerate(_entries(job, handle, name)):
                     if number == len(files):
                         files.append({})
                     files[number][key] = entry
     return files
 
 
-def _entries(engine: Engine, handle: ParamHandle, name: str) -> Iterator[tuple[str, Entry]]:
+def _entries(job: Job, handle: ParamHandle, name: str) -> Iterator[tuple[str, Entry]]:
     shard, part = handle.shard, part_of_rank(handle)
     first = shard.part(name, handle.index)[0]
     begin, end = (at - first for at in shard.own_part(name, handle.index))
-    values = shard.see_own_part(engine.store, name, handle.index)
+    values = shard.see_own_part(job.store, name, handle.index)
     if shard.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
-        if begin < end or (not part.box.numel and engine.ranks.rank == 0):
+        if begin < end or (not part.box.numel and job.ranks.rank == 0):
             told = {"saved_offsets": [begin], "part": part.describe()}
             yield f"{name}/{handle.name}#{'-'.join(map(str, part.box.offset)) or 0}", (values, told)
         return
-    for entry in _boxes(engine, part, values, begin, end):
+    for entry in _boxes(job, part, values, begin, end):
         yield f"{name}/{handle.name}", entry
 
 
-def _boxes(engine: Engine, part: LocalPart, values: torch.Tensor, begin: int, end: int) -> Iterator[Entry]:
+def _boxes(job: Job, part: LocalPart, values: torch.Tensor, begin: int, end: int) -> Iterator[Entry]:
     """Elements ``begin`` to ``end`` of a local part, as boxes of the global tensor."""
     boxes = list(boxes_of_run(part.box.shape, part.order, begin, end))
-    if not part.box.numel and engine.ranks.rank == 0:
+    if not part.box.numel and job.ranks.rank == 0:
         boxes = [(Box((0,) * len(part.box.shape), part.box.shape), begin)]
     for box, at in boxes:
         whole = view_of_run(values[at - begin : at - begin + box.numel], box, part.order)
@@ -100,7 +101,7 @@ def average_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
         if engine.gradients.counts(handle) and engine.average.has(handle):
             first = handle.shard.part("weight", handle.index)[0]
             begin, end = (at - first for at in handle.shard.own_part("weight", handle.index))
-            entries = _boxes(engine, part_of_rank(handle), engine.average.read_own(handle), begin, end)
+            entries = _boxes(engine.job, part_of_rank(handle), engine.average.read_own(handle), begin, end)
             for number, entry in enumerate(entries):
                 if number == len(files):
                     files.append({})
@@ -147,9 +148,9 @@ def describe_own_state(optimizer: InfinityOptimizer) -> dict[str, dict[Any, Any]
     return found
 
 
-def put_own_state(optimizer: InfinityOptimizer, engine: Engine, saved: dict[str, dict[Any, Any]]) -> None:
+def put_own_state(optimizer: InfinityOptimizer, job: Job, saved: dict[str, dict[Any, Any]]) -> None:
     """Puts back what :func:`describe_own_state` listed, in place of what there is."""
-    params = {handle.name: handle.param for handle in engine.trained}
+    params = {handle.name: handle.param for handle in job.trained}
     of_params = {params[name]: own for name, own in saved.get("parameters", {}).items() if name in params}
     optimizer.state.take_own(of_params | saved.get("others", {}))
 

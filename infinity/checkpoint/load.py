@@ -21,6 +21,8 @@ from ..machine.kernel import running_kernel
 from ..optim.optimizer import InfinityOptimizer
 from ..optim.step_inputs import OF_PARAMETERS
 from ..runtime.engine import Engine
+from ..runtime.job import Job
+from ..runtime.recovery import begin_repair
 from ..runtime.registry import whole_of
 from ..state.handle import ParamHandle
 from ..state.operations import Operation
@@ -74,8 +76,7 @@ def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.
 
 @contextmanager
 def checkpoint_of(root: Path, collectives: Collectives) -> Iterator[tuple[dict[str, Any], Path]]:
-    """Yields the manifest of the checkpoint in ``root`` and its data, which stays as it is until the block ends: a save may replace
-    the checkpoint meanwhile. All ranks get the same one."""
+    """Yields the manifest of the checkpoint in ``root`` and its data, the same on all ranks. A save may replace it meanwhile."""
     found: dict[str, Any] = {}
 
     def read_name() -> str:
@@ -111,21 +112,21 @@ def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module
     # The load, not the checkpoint: values may have been changed since they were last loaded from the same one.
     origin = engine.collectives.collect(f"{manifest['data']}-{secrets.token_hex(4)}", "what this load is called")[0]
     once = checked.once
-    if once.files and not once.take_room(engine):
+    if once.files and not once.take_room(engine.job):
         check_files(data, {name: manifest["files"][name] for name in once.files})
         once = ReadOnce()
     if once.files:
-        once.load(engine, CUT_SHORT)
-    engine.begin_repair(CUT_SHORT)  # until all of it is there
+        once.load(engine.job, CUT_SHORT)
+    begin_repair(engine.job, CUT_SHORT)  # until all of it is there
     engine.steps.resume(manifest["step_index"])
-    _load_units(manifest, data, engine, once)
+    _load_units(manifest, data, engine.job, once)
     _load_average(manifest, data, engine)
     if optimizer is not None and checked.groups is not None:
         for group, saved in zip(optimizer.param_groups, checked.groups):
             group.update({key: value for key, value in saved.items() if key not in OF_PARAMETERS})
-        put_own_state(optimizer, engine, checked.own_state)
-    rank = _rank_in(manifest, engine)
-    _load_rest(model, checked.other, _rank_in(manifest, engine, of_stage=True))
+        put_own_state(optimizer, engine.job, checked.own_state)
+    rank = _rank_in(manifest, engine.job)
+    _load_rest(model, checked.other, _rank_in(manifest, engine.job, of_stage=True))
     engine.steps.count_backwards(0)
     if checked.generators is not None:
         restore_random_state(checked.generators, checked.other, rank)
@@ -140,8 +141,8 @@ def _check(
 ) -> _Checked:
     """Raises CorruptionError or UsageError where the checkpoint is not whole, or is another model's. Nothing is changed."""
     try:
-        rank = _rank_in(manifest, engine)
-        _check_parameters(engine, manifest["parameters"])
+        rank = _rank_in(manifest, engine.job)
+        _check_parameters(engine.job, manifest["parameters"])
         check_sizes(data, manifest["files"])
         once = _choose_files(manifest, data, engine)
         before = {name: entry for name, entry in manifest["files"].items() if name not in once.files}
@@ -153,7 +154,7 @@ def _check(
         generators = check_random_state(manifest["random"][rank], other, rank) if rank < len(manifest["random"]) else None
         if optimizer is not None:
             _check_optimizer(optimizer, manifest["optimizer"], groups, engine.collectives)
-        for prefix, targets in _rest(model, _rank_in(manifest, engine, of_stage=True)):
+        for prefix, targets in _rest(model, _rank_in(manifest, engine.job, of_stage=True)):
             _check_shapes({prefix + name: value for name, value in targets.items()}, other)
     except InfinityError:
         raise
@@ -166,7 +167,7 @@ def _check(
 def _choose_files(manifest: dict[str, Any], data: Path, engine: Engine) -> ReadOnce:
     """Chooses the files that are read once; none where they are not what a save writes, which their check tells then."""
     try:
-        return choose_files(manifest, data, engine, list(_homes(engine, manifest)))
+        return choose_files(manifest, data, engine.job, list(_homes(engine.job, manifest)))
     except (InfinityError, *NOT_A_CHECKPOINT):
         return ReadOnce()
 
@@ -198,10 +199,9 @@ def _load_rest(model: nn.Module, other: dict[str, torch.Tensor], rank: int) -> N
                 overwrite(target, other[prefix + name])
 
 
-def _rank_in(manifest: dict[str, Any], engine: Engine, *, of_stage: bool = False) -> int:
-    """Finds whose generators of a checkpoint are this rank's: those of the same place in the data ranks, and of the same part of the
-    tensors and stage where these were there. ``of_stage``: whose buffers, which are found by their names in whatever stage."""
-    ranks, count = engine.ranks, len(manifest["random"])
+def _rank_in(manifest: dict[str, Any], job: Job, *, of_stage: bool = False) -> int:
+    """Finds whose generators of a checkpoint are this rank's, by data rank, tensor part and stage. ``of_stage``: whose buffers."""
+    ranks, count = job.ranks, len(manifest["random"])
     saved = manifest.get("data_ranks", count)
     if type(saved) is not int or saved < 1:
         raise TypeError(f"data_ranks is {saved!r}")
@@ -212,29 +212,29 @@ def _rank_in(manifest: dict[str, Any], engine: Engine, *, of_stage: bool = False
     return place if ranks.data_rank < saved and place < count else ranks.data_rank
 
 
-def _load_units(manifest: dict[str, Any], data: Path, engine: Engine, once: ReadOnce) -> None:
+def _load_units(manifest: dict[str, Any], data: Path, job: Job, once: ReadOnce) -> None:
     """Reads of every array what this rank has at home and has not read ``once``. 8-bit moments of another part than any rank has are encoded anew."""
-    handles = [handle for unit in engine.units for handle in unit.handles]
+    handles = [handle for unit in job.units for handle in unit.handles]
     for handle in handles:
         handle.changed(by_load=True)
     encoded_anew = []
-    with SavedTensors(data, manifest) as saved, engine.store.writing_behind() as store:
+    with SavedTensors(data, manifest) as saved, job.store.writing_behind() as store:
         for handle in handles:
             saved_one = manifest["parameters"][handle.name]
             arrays = _saved_arrays(handle, saved_one)
             coded = handle.shard.spec.moment_dtype == torch.uint8 and _has_state(saved_one)
             if coded and not all(saved.has_part(name, handle.name, part_of_rank(handle)) for name in MOMENTS if name in arrays):
                 encoded_anew.append(handle.name)
-                _load_decoded(saved, store, engine, handle, [name for name in MOMENTS if name in arrays])
+                _load_decoded(saved, store, job, handle, [name for name in MOMENTS if name in arrays])
                 arrays = [name for name in arrays if name in ("weight", "master")]
             for name in arrays:
                 if (handle, name) in once.homes:
-                    handle.shard.arrays[name].extent.version = engine.step_index
+                    handle.shard.arrays[name].extent.version = job.steps.index
                 else:
-                    _load_array(saved, store, engine, handle, name)
+                    _load_array(saved, store, job, handle, name)
             if handle.grad is None:
-                handle.shard.settle_master(store, handle.index, version=engine.step_index)
-            _restore_step(store, engine, handle, saved_one)
+                handle.shard.settle_master(store, handle.index, version=job.steps.index)
+            _restore_step(store, job, handle, saved_one)
     if encoded_anew:
         logger.warning(
             "the 8-bit moments of %d parameters (%s, ...) were saved in other parts than this mesh has: they are decoded and encoded anew, and "
@@ -260,9 +260,9 @@ def _load_average(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
     average.resume(count)
 
 
-def _homes(engine: Engine, manifest: dict[str, Any]) -> Iterator[tuple[ParamHandle, str]]:
+def _homes(job: Job, manifest: dict[str, Any]) -> Iterator[tuple[ParamHandle, str]]:
     """What a checkpoint is to be loaded to, with the names of the arrays."""
-    for unit in engine.units:
+    for unit in job.units:
         for handle in unit.handles:
             for name in _saved_arrays(handle, manifest["parameters"][handle.name]):
                 yield handle, name
@@ -279,7 +279,7 @@ def _saved_arrays(handle: ParamHandle, described: dict[str, Any]) -> list[str]:
     return [name for name in handle.shard.arrays if name in saved]
 
 
-def _load_array(saved: SavedTensors, store: ArrayIO, engine: Engine, handle: ParamHandle, name: str) -> None:
+def _load_array(saved: SavedTensors, store: ArrayIO, job: Job, handle: ParamHandle, name: str) -> None:
     shard, part, stays = handle.shard, part_of_rank(handle), False
     first = shard.part(name, handle.index)[0]
     begin, end = (at - first for at in shard.own_part(name, handle.index))
@@ -288,10 +288,10 @@ def _load_array(saved: SavedTensors, store: ArrayIO, engine: Engine, handle: Par
         values = saved.read_codes(name, handle.name, part, begin, end)
     else:
         values, stays = _read_run(saved, handle, name, begin, end, dtype)
-    shard.write_part(store, name, handle.index, values, begin=begin, version=engine.step_index, stays=stays)
+    shard.write_part(store, name, handle.index, values, begin=begin, version=job.steps.index, stays=stays)
 
 
-def _load_decoded(saved: SavedTensors, store: ArrayIO, engine: Engine, handle: ParamHandle, names: list[str]) -> None:
+def _load_decoded(saved: SavedTensors, store: ArrayIO, job: Job, handle: ParamHandle, names: list[str]) -> None:
     shard = handle.shard
     for name in names:
         first = shard.part(name, handle.index)[0]
@@ -299,9 +299,9 @@ def _load_decoded(saved: SavedTensors, store: ArrayIO, engine: Engine, handle: P
         if begin < end:
             values, _ = _read_run(saved, handle, name, begin, end, torch.float32)
             codes, scales = native.encode_moments(values, sq=name == "exp_avg_sq")
-            shard.write_part(store, name, handle.index, codes, begin=begin, version=engine.step_index)
+            shard.write_part(store, name, handle.index, codes, begin=begin, version=job.steps.index)
             at = begin // elements_each(SCALES[name])
-            shard.write_part(store, SCALES[name], handle.index, scales, begin=at, version=engine.step_index)
+            shard.write_part(store, SCALES[name], handle.index, scales, begin=at, version=job.steps.index)
 
 
 def _read_run(
@@ -322,24 +322,24 @@ def _read_run(
     return values, False
 
 
-def _restore_step(store: ArrayIO, engine: Engine, handle: ParamHandle, saved: dict[str, Any]) -> None:
+def _restore_step(store: ArrayIO, job: Job, handle: ParamHandle, saved: dict[str, Any]) -> None:
     """A parameter that had no state when saved starts with zero moments again."""
     if handle.has_state and not _has_state(saved):
         for name in MOMENTS:
             if name in handle.shard.arrays:
                 zeros = torch.zeros(handle.shard.layout.placements[handle.index].shape, device="cpu")
-                handle.shard.write_moment(store, name, handle.index, zeros, version=engine.step_index)
+                handle.shard.write_moment(store, name, handle.index, zeros, version=job.steps.index)
     handle.step = saved["step"]
     handle.keeps_moments = _has_state(saved) and not handle.step
     if handle.grad is not None:
-        engine.gradients.clear(handle)
+        job.gradients.clear(handle)
 
 
-def _check_parameters(engine: Engine, saved: dict[str, Any]) -> None:
-    ours = {handle.name: describe_parameter(handle) for unit in engine.units for handle in unit.handles}
+def _check_parameters(job: Job, saved: dict[str, Any]) -> None:
+    ours = {handle.name: describe_parameter(handle) for unit in job.units for handle in unit.handles}
     everyones = ours.keys()
-    if (stages := engine.ranks.stages) is not None:
-        everyones = set().union(*engine.collectives.collect(set(ours), "names of the stages' parameters", [stages]))
+    if (stages := job.ranks.stages) is not None:
+        everyones = set().union(*job.collectives.collect(set(ours), "names of the stages' parameters", [stages]))
     only_saved, only_ours = sorted(saved.keys() - everyones), sorted(everyones - saved.keys())
     if only_saved or only_ours:
         raise UsageError(

@@ -18,7 +18,7 @@ from ..errors import ConfigError, StorageError, UsageError
 from ..machine.outputs import Identity, Output, check_free, identity_of, replacing
 from ..machine.progress import progress
 from ..machine.sizes import parse_nbytes
-from ..runtime.engine import Engine
+from ..runtime.job import Job, wait_idle
 from ..runtime.registry import engine_of, whole_of
 from ..state.dtensors import global_of, local_of
 from ..state.handle import handle_of
@@ -75,7 +75,7 @@ def save_pretrained(
     with (
         engine.uses.begin(),
         engine.collectives.together("save_pretrained"),
-        own_place(model, engine, Path(folder), overwrite) as place,
+        own_place(model, engine.job, Path(folder), overwrite) as place,
     ):
         _save_model(whole_of(model), parts_of(whole_of(model))[0], engine, place, max_shard_size)
 
@@ -86,24 +86,24 @@ _saved: dict[Identity, frozenset[tuple[str, torch.Size]]] = {}
 
 
 @contextmanager
-def own_place(model: nn.Module, engine: Engine, folder: Path, overwrite: bool) -> Iterator[Path]:
+def own_place(model: nn.Module, job: Job, folder: Path, overwrite: bool) -> Iterator[Path]:
     """Yields the folder that the block writes a model to: ``folder``, or a new one beside it where
     another model is there. Then ConfigError is raised behind the block: nothing is lost, neither
     what was trained nor what was there."""
     tensors = frozenset((name, param.shape) for name, param in whole_of(model).named_parameters(remove_duplicate=False))
     refusal, beside = "", ""
-    if engine.ranks.is_first and not overwrite and _saved.get(identity_of(folder)) != tensors:
+    if job.ranks.is_first and not overwrite and _saved.get(identity_of(folder)) != tensors:
         try:
             check_free(Output("folder", folder, replaces=WEIGHT_NAMES), way="overwrite=True")
         except ConfigError as error:
             refusal, beside = str(error), str(_new_beside(folder))
-    told = engine.collectives.collect((refusal, beside), "the folder to write to")
+    told = job.collectives.collect((refusal, beside), "the folder to write to")
     refusal, beside = max(told)  # of the only rank that looked
     place = Path(beside) if beside else folder
     try:
         yield place
     finally:
-        if beside and engine.ranks.is_first and not os.listdir(place):
+        if beside and job.ranks.is_first and not os.listdir(place):
             place.rmdir()
     _saved[identity_of(place)] = tensors
     if refusal:
@@ -132,10 +132,10 @@ def _has_adapters(model: nn.Module) -> bool:
     return is_transformers(model) and bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def _save_model(model: nn.Module, first: nn.Module, engine: Engine, folder: Path, max_shard_size: int | str | None) -> None:
+def _save_model(model: nn.Module, first: nn.Module, job: Job, folder: Path, max_shard_size: int | str | None) -> None:
     """``first``: the model, or the first of its parts, which has the configuration."""
-    engine.wait_idle()
-    ranks = engine.ranks
+    wait_idle(job)
+    ranks = job.ranks
     writes = ranks.is_first
     if is_adapted(model) or _has_adapters(model):
         _save_adapters(model, folder, writes=writes)
@@ -148,12 +148,12 @@ def _save_model(model: nn.Module, first: nn.Module, engine: Engine, folder: Path
     files = split(hub_sources(first, sources_of(model)), shard_size_of(first) if max_shard_size is None else max_shard_size)
     stages = [] if ranks.stages is None else [ranks.stages]
     mine = _told(files), _numel(model)
-    everyones = engine.collectives.collect(mine, "the files of the stages", stages)
+    everyones = job.collectives.collect(mine, "the files of the stages", stages)
     names = _name_files([len(files) for files, _ in everyones])
     is_writer = ranks.rank == 0 and ranks.writes and ranks.part == 0
     with _removed_on_error([_partial(folder / name) for name in names[ranks.stage]] if is_writer else []):
         _write_files(folder, files, names[ranks.stage], writes=is_writer)
-        engine.collectives.rendezvous("the files of all stages")  # where one that failed raises on all
+        job.collectives.rendezvous("the files of all stages")  # where one that failed raises on all
     of_all = dict(zip((name for of_one in names for name in of_one), (file for files, _ in everyones for file in files)))
     if writes:
         with _storing(folder):

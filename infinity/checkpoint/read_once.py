@@ -21,7 +21,8 @@ from ..errors import CapacityError, CorruptionError, StorageError
 from ..machine.limits import for_the_engine, memory_left
 from ..machine.progress import progress
 from ..machine.tiers import Tier
-from ..runtime.engine import Engine
+from ..runtime.job import Job
+from ..runtime.recovery import begin_repair, is_sound
 from ..state.handle import ParamHandle
 from .boxes import boxes_of_run
 from .content import part_of_rank
@@ -56,17 +57,17 @@ class ReadOnce:
     _used: int = 0  # bytes of the room
     _replaced: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)  # home and what was there; None: zeros
 
-    def take_room(self, engine: Engine) -> bool:
+    def take_room(self, job: Job) -> bool:
         """Takes memory for what is replaced, until :meth:`load` is over. Returns whether there is as much."""
         try:
-            self._charge = engine.ledger.reserve(Tier.HOST, self.nbytes, "what a load replaces")
+            self._charge = job.ledger.reserve(Tier.HOST, self.nbytes, "what a load replaces")
             self._kept = native.Region(max(self.nbytes, native.BLOCK_NBYTES), huge_pages=True, touch_threads=0)
         except (CapacityError, StorageError, MemoryError):
             self._let_go()
             return False
         return True
 
-    def load(self, engine: Engine, why: str) -> None:
+    def load(self, job: Job, why: str) -> None:
         """Reads the files to their homes. Whatever it raises, all is as it was before.
 
         why
@@ -77,7 +78,7 @@ class ReadOnce:
         """
         running: list[native.IoEngine] = []
         try:
-            engine.begin_repair(why)
+            begin_repair(job, why)
             for handle, _ in self.homes:
                 handle.shard.wait_idle()
             with progress("loading the checkpoint", sum(file.nbytes for file in self.files.values())) as advance:
@@ -86,7 +87,7 @@ class ReadOnce:
                 if bytes(read.numpy()) != believed:
                     raise CorruptionError(f"{path} was read twice and had two headers: its disk is not to be trusted")
         except BaseException:
-            native.insist(partial(self._put_back, engine, running))
+            native.insist(partial(self._put_back, job, running))
             raise
         finally:
             self._let_go()
@@ -99,11 +100,11 @@ class ReadOnce:
             self._used += home.numel()
         self._replaced.append((home, before))
 
-    def _put_back(self, engine: Engine, running: list[native.IoEngine]) -> None:
+    def _put_back(self, job: Job, running: list[native.IoEngine]) -> None:
         """Makes the homes what they were, once nothing is read any more. Done twice it is done once."""
         if folder := stop(running):
             NEVER_FREED.extend(home for home, _ in self._replaced)
-            with engine.store.guarding():
+            with job.store.guarding():
                 raise StorageError(errno.ETIMEDOUT, "the disk did not answer, and may still write to the memory it was given: end this process and "
                                    "resume from the last checkpoint", folder)  # fmt: skip
         for home, before in self._replaced:
@@ -111,7 +112,7 @@ class ReadOnce:
                 home.zero_()
             else:
                 native.copy_flat(home, before)
-        engine.uses.go_on()
+        job.uses.go_on()
 
     def _let_go(self) -> None:
         self._replaced.clear()
@@ -120,7 +121,7 @@ class ReadOnce:
         self._kept = self._charge = None
 
 
-def choose_files(manifest: dict[str, Any], data: Path, engine: Engine, homes: Sequence[Home]) -> ReadOnce:
+def choose_files(manifest: dict[str, Any], data: Path, job: Job, homes: Sequence[Home]) -> ReadOnce:
     """Chooses the files that are read once: none where there are other ranks, who would have to put back with this one, where the engine's
     state is not whole, or the memory has no room. What is wrong with a file is for its check to tell.
 
@@ -128,14 +129,14 @@ def choose_files(manifest: dict[str, Any], data: Path, engine: Engine, homes: Se
         What is to be loaded.
     """
     chosen = ReadOnce()
-    if not engine.ranks.alone or not engine.is_sound:
+    if not job.ranks.alone or not is_sound(job):
         return chosen
     by_file: dict[str, list[_Wanted]] = {}
     with SavedTensors(data, manifest) as saved:
         for home in homes:
             for wanted in _entries(saved, *home):
                 by_file.setdefault(wanted.file, []).append(wanted)
-    room = _room(engine)
+    room = _room(job)
     for name, entries in sorted(by_file.items()):
         count = sum(each.memory.numel() for each in entries)
         if chosen.nbytes + count <= room and (found := _whole_file(data / name, manifest["files"][name], entries)) is not None:
@@ -186,9 +187,9 @@ def _whole_file(path: Path, entry: dict[str, Any], wanted: list[_Wanted]) -> tup
     return WholeFile(path, nbytes, checksum, destinations), (header, again)
 
 
-def _room(engine: Engine) -> int:
+def _room(job: Job) -> int:
     """Bytes of memory that this rank may take for as long as a load takes."""
-    left, room = for_the_engine(memory_left()), engine.ledger.room(Tier.HOST)
+    left, room = for_the_engine(memory_left()), job.ledger.room(Tier.HOST)
     return left if room is None else min(left, room)
 
 

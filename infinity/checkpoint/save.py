@@ -33,6 +33,7 @@ from ..gradients.record import would_be_lost
 from ..machine.progress import progress
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
+from ..runtime.job import Job
 from ..runtime.registry import whole_of
 from ..state.operations import Operation
 from ..state.parts import parts_of
@@ -101,7 +102,7 @@ def _save_all(
     content = {
         "format": FORMAT,
         "data": f"infinity-{_token(collectives)}",
-        "parameters": _describe_parameters(root, engine, overwrite=overwrite),
+        "parameters": _describe_parameters(root, engine.job, overwrite=overwrite),
         "optimizer": optimizer.rule_name if optimizer is not None else None,
         "groups": encode_value(groups_of_stages(optimizer, collectives), tensors, "groups"),
         **({"own_state": own_state} if own_state is not None else {}),
@@ -154,12 +155,12 @@ def _encode_own_state(optimizer: InfinityOptimizer | None, tensors: dict[str, to
     return encode_value(own, tensors, "own_state") if any(own.values()) else None
 
 
-def _describe_parameters(root: Path, engine: Engine, *, overwrite: bool) -> dict[str, Any]:
+def _describe_parameters(root: Path, job: Job, *, overwrite: bool) -> dict[str, Any]:
     """The manifest's entries. Raises ConfigError where ``root`` has another model's checkpoint,
     which is not to be replaced."""
-    mine = {handle.name: describe_parameter(handle) for unit in engine.units for handle in unit.handles}
-    parameters = _of_stages(mine, engine.collectives)
-    if engine.ranks.is_first and not overwrite:
+    mine = {handle.name: describe_parameter(handle) for unit in job.units for handle in unit.handles}
+    parameters = _of_stages(mine, job.collectives)
+    if job.ranks.is_first and not overwrite:
         check_same_model(root, parameters)
     return parameters
 
@@ -244,7 +245,7 @@ def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
         stack.callback(lambda: [file.__exit__() for _, file in started])
         for unit in engine.units:
             stays = all(array.flat is not None and array.flat.is_cpu for shard in unit.shards for array in shard.arrays.values())
-            for kind, files in (("unit", unit_files(engine, unit)), ("average", average_files(engine, unit))):
+            for kind, files in (("unit", unit_files(engine.job, unit)), ("average", average_files(engine, unit))):
                 for number, parts in enumerate(files):
                     name = f"{kind}-{unit.index:05d}{rank}{f'-{number}' if number else ''}.safetensors"
                     tensors, told = ({key: entry[at] for key, entry in parts.items()} for at in (0, 1))

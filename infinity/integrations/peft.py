@@ -78,7 +78,7 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool 
     with (
         engine.uses.begin(),
         engine.collectives.together("save_merged"),
-        own_place(model, engine, Path(folder), overwrite) as place,
+        own_place(model, engine.job, Path(folder), overwrite) as place,
     ):
         engine.wait_idle()
         tensors = adapter_tensors(model)

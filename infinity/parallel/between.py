@@ -20,7 +20,7 @@ from ..distributed import farewell
 from ..distributed.mesh import gloo_group
 from ..distributed.pending import ranks_lost
 from ..errors import InfinityError, UsageError
-from ..runtime.engine import Engine
+from ..runtime.job import Job
 
 TORCH = os.path.dirname(dist.__file__)
 
@@ -29,12 +29,12 @@ class Between:
     """The group of the ranks that have the stages of one pipeline. ``forget``: drops whatever
     refers to the group."""
 
-    def __init__(self, engine: Engine, axis: dist.device_mesh.DeviceMesh, forget: Callable[[], None]):
-        self._ranks, self._forget = engine.ranks, weakref.WeakMethod(forget)
+    def __init__(self, job: Job, axis: dist.device_mesh.DeviceMesh, forget: Callable[[], None]):
+        self._ranks, self._forget = job.ranks, weakref.WeakMethod(forget)
         self._members = dist.get_process_group_ranks(axis.get_group())
         self._number, self._is_cut_short = 0, False
         # A device's transport is the mesh's, and is not made anew.
-        self._of_device = None if engine.device.is_host else axis.get_group()
+        self._of_device = None if job.device.is_host else axis.get_group()
         self._own: dist.ProcessGroup | None = self._make()
 
     @property

@@ -26,6 +26,7 @@ from ..errors import ConfigError, UsageError
 from ..gradients.record import GradState
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
+from ..runtime.job import Job
 from ..runtime.older_weights import OlderWeights
 from ..runtime.registry import engine_of
 from ..state.operations import Operation
@@ -70,7 +71,7 @@ def without_flush(schedule: Any, optimizer: torch.optim.Optimizer, *, quiet: boo
     """
     _check_schedule(schedule)
     engine = engine_of(schedule._stage.submod)
-    _check_engine(engine, schedule, optimizer)
+    _check_engine(engine.job, schedule, optimizer)
     attach(schedule)
     with engine.uses.begin():
         if engine.older is None:
@@ -99,15 +100,15 @@ def _check_schedule(schedule: Any) -> None:
         )
 
 
-def _check_engine(engine: Engine, schedule: Any, optimizer: Any) -> None:
-    if not isinstance(optimizer, InfinityOptimizer) or optimizer.context.uses is not engine.uses:
+def _check_engine(job: Job, schedule: Any, optimizer: Any) -> None:
+    if not isinstance(optimizer, InfinityOptimizer) or optimizer.context.uses is not job.uses:
         raise UsageError("without_flush takes the optimizer that wrap_model returned with the schedule's stage")
-    if engine.config.max_grad_norm is not None:
+    if job.config.max_grad_norm is not None:
         raise ConfigError(
-            f"without_flush with max_grad_norm={engine.config.max_grad_norm}: the norm of all gradients is known when the last stage is done with a batch, "
+            f"without_flush with max_grad_norm={job.config.max_grad_norm}: the norm of all gradients is known when the last stage is done with a batch, "
             "for which all others would have to wait. Leave max_grad_norm out, or run the schedule with a flush between batches (schedule.step)."
         )
-    if engine.config.speculate:
+    if job.config.speculate:
         raise ConfigError("without_flush with speculate=True: the room beside the state is for one of them. Leave speculate out.")
 
 

@@ -188,7 +188,7 @@ class Pipeline:
         )
         self._engine, self._choice, self._numbers = engine_of(chunks), choice, choice.chunks_of(mesh.get_local_rank("pp"))
         self._loss_fn, self._ties = loss_fn, ties
-        self._between = Between(self._engine, mesh["pp"], self._give_all_up)
+        self._between = Between(self._engine.job, mesh["pp"], self._give_all_up)
         self._teller = self._between.rank_of(choice.last_rank)  # it has the losses
         # By the shapes of a batch with what is trained, and by whether it trains; the last one used last.
         self._schedules = OrderedDict[tuple, Any]()
@@ -214,7 +214,7 @@ class Pipeline:
         schedule, inputs, target, batch = self._agree_on(inputs, target, batch, "step()")
         losses: list[torch.Tensor] = []
         arguments: dict[str, Any] = {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
-        with self._in_parts(), self._ties.adding_up(self._engine, self._between) if self._ties is not None else nullcontext():
+        with self._in_parts(), self._ties.adding_up(self._engine.job, self._between) if self._ties is not None else nullcontext():
             schedule.step(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
         return self._tell(losses)
 

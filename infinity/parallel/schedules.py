@@ -28,6 +28,7 @@ from ..distributed import farewell
 from ..distributed.pending import ranks_lost
 from ..errors import ConfigError, InfinityError, UsageError
 from ..runtime.engine import Engine
+from ..runtime.job import Job
 from ..runtime.registry import engine_of
 from ..state.handle import handle_of
 from ..state.operations import Operation
@@ -104,11 +105,11 @@ def _joined(schedule: Any, engine: Engine, stages: list[Any], in_flight: InFligh
     @wraps(run)
     def joined(*args: Any, **kwargs: Any) -> Any:
         engine.uses.check(Operation.SCHEDULE_STEP)
-        _refuse_cut_short(schedule, engine)
+        _refuse_cut_short(schedule, engine.job)
         vars(schedule).pop(SHAPES, None)
         if not hasattr(schedule, COMPARED):
             with engine.uses.begin():
-                _compare(schedule, engine, stages, args, kwargs)
+                _compare(schedule, engine.job, stages, args, kwargs)
         with naming_causes(stages):
             with one_pass(engine, stages), _noting_cuts(schedule, stages):
                 found = run(*args, **kwargs)
@@ -119,23 +120,23 @@ def _joined(schedule: Any, engine: Engine, stages: list[Any], in_flight: InFligh
     return joined
 
 
-def _compare(schedule: Any, engine: Engine, stages: list[Any], args: tuple, kwargs: dict[str, Any]) -> None:
+def _compare(schedule: Any, job: Job, stages: list[Any], args: tuple, kwargs: dict[str, Any]) -> None:
     """Raises UsageError where other stages are at another step, or ranks with other parts of the tensors have another batch."""
     kind = "training" if getattr(schedule, "_has_backward", True) else "evaluation"
     count, parts = stages[0].num_stages, getattr(schedule, "_n_microbatches", "?")
     said = f"a step of {type(schedule).__name__}, {kind}, of {count} stages with {parts} micro-batches"
-    engine.collectives.meet_stages(said)
-    engine.in_common.compare_batch(said, args, kwargs)
+    job.collectives.meet_stages(said)
+    job.in_common.compare_batch(said, args, kwargs)
 
 
-def _refuse_cut_short(schedule: Any, engine: Engine) -> None:
+def _refuse_cut_short(schedule: Any, job: Job) -> None:
     if getattr(schedule, CUT_SHORT, False):
         error = UsageError(
             "an exception ended a step of this schedule on this rank, and what its stages have sent each other may be under way still: the next step would "
             "take it for its own. Make the stages over a new process group (torch.distributed.new_group) and a schedule of them, on all ranks, and "
             "attach that; infinity.parallel.pipeline does so itself."
         )
-        engine.collectives.warn(error)  # others may wait where batches are compared
+        job.collectives.warn(error)  # others may wait where batches are compared
         raise error
 
 

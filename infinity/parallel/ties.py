@@ -16,6 +16,7 @@ from torch import nn
 
 from ..gradients.record import GradRecord, GradState
 from ..runtime.engine import Engine
+from ..runtime.job import Job
 from ..state.handle import ParamHandle, handle_of
 from ..state.shared import mark_shared, unmark
 from .between import Between
@@ -60,7 +61,7 @@ class Ties:
                             )
 
     @contextmanager
-    def adding_up(self, engine: Engine, between: Between) -> Iterator[None]:
+    def adding_up(self, job: Job, between: Between) -> Iterator[None]:
         """Makes what the pass inside adds to both copies' gradients their sum. Both ranks call.
 
         What earlier passes have left was added up then, and is set aside meanwhile. An exception leaves the gradients torn.
@@ -69,29 +70,29 @@ class Ties:
         aside: dict[ParamHandle, torch.Tensor | None] = {}
         try:
             for handle in handles:
-                aside[handle] = self._take(engine, handle)
+                aside[handle] = self._take(job, handle)
             yield
             for handle in handles:
-                engine.gradients.average()
-                with engine.uses.begin():
+                job.gradients.average()
+                with job.uses.begin():
                     if handle.grad.state is GradState.ABSENT:
-                        engine.gradients.zero(handle)
-                    engine.gradients.change_own(handle, lambda own, handle=handle: self._add(between, aside[handle], own))
+                        job.gradients.zero(handle)
+                    job.gradients.change_own(handle, lambda own, handle=handle: self._add(between, aside[handle], own))
         except BaseException:
             for handle in handles:
                 handle.grad = GradRecord(GradState.TORN)
             raise
 
     @staticmethod
-    def _take(engine: Engine, handle: ParamHandle) -> torch.Tensor | None:
+    def _take(job: Job, handle: ParamHandle) -> torch.Tensor | None:
         """Takes this rank's elements of a gradient that has landed away from it."""
-        engine.gradients.average()
-        with engine.uses.begin():
+        job.gradients.average()
+        with job.uses.begin():
             if handle.grad.state is not GradState.LANDED:
                 return None
             kept: list[torch.Tensor] = []
-            engine.gradients.change_own(handle, lambda own: kept.append(own.clone()))
-            engine.gradients.clear(handle)
+            job.gradients.change_own(handle, lambda own: kept.append(own.clone()))
+            job.gradients.clear(handle)
         return kept[0]
 
     def _add(self, between: Between, aside: torch.Tensor | None, own: torch.Tensor) -> None:

@@ -53,7 +53,7 @@ from .parking import Parking
 from .pass_state import Pass, define_states
 from .passes import Passes
 from .prefetch import Prefetcher
-from .recovery import recover
+from .recovery import is_interrupted, recover
 from .resources import Resources, make_store, trace_path
 from .sequences import Sequences
 from .shut_down import shut_down
@@ -228,32 +228,8 @@ class Engine:
     def recover(self, *, finishing: bool = True) -> None:
         """Puts right what an exception left, if there was one. Asked while no other use is running. ``finishing``: what had to be whole
         is carried to its end; else that waits for the next use, unless all state is set anew meanwhile."""
-        if self.is_open and self._is_cut_short:
+        if self.is_open and is_interrupted(self.job):
             recover(self.job, self.older, finishing=finishing)
-
-    @property
-    def _is_cut_short(self) -> bool:
-        return self.scopes.interrupted or self.running.is_cut_short or not self.journal.is_clear
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether the state is whole, and nothing of the last use waits to be put right."""
-        return not self.uses.is_halted and self.store.failure is None and not self._is_cut_short
-
-    def begin_repair(self, why: str) -> None:
-        """Gives the old state up, for all of it is about to be set anew. ``why`` is what every use is told until :meth:`go_on`.
-
-        Raises StorageError when an update that is under way fails.
-        """
-        try:
-            self.journal.finish()  # so that updates which were submitted are known, and waited for, before anything is written
-        except Exception:  # noqa: BLE001 - what cannot be carried to its end is what all is set anew for
-            self.uses.halt(why)
-            self.journal.forget()
-        self.lent.forget()
-        self.wait_idle()
-        self.prefetcher.release_all(self.units)
-        self.uses.halt(why)
 
     @property
     def step_index(self) -> int:

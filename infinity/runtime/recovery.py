@@ -8,8 +8,32 @@ from __future__ import annotations
 
 from ..gradients.record import GradState
 from ..state.handle import set_raw_grad
-from .job import Job
+from .job import Job, wait_idle
 from .older_weights import OlderWeights
+
+
+def is_interrupted(job: Job) -> bool:
+    """Tells whether an exception has left something that has to be put right. Asked while no use runs."""
+    return job.scopes.interrupted or job.running.is_cut_short or not job.journal.is_clear
+
+
+def is_sound(job: Job) -> bool:
+    """Tells whether the state is whole, and nothing of the last use waits to be put right."""
+    return not job.uses.is_halted and job.store.failure is None and not is_interrupted(job)
+
+
+def begin_repair(job: Job, why: str) -> None:
+    """Gives the old state up, for all of it is about to be set anew. ``why`` is what every use is told until
+    :meth:`Uses.go_on`. Raises StorageError when an update that is under way fails."""
+    try:
+        job.journal.finish()  # so that updates which were submitted are known, and waited for, before anything is written
+    except Exception:  # noqa: BLE001 - the journal cannot be completed; all state is about to be loaded anyway
+        job.uses.halt(why)
+        job.journal.forget()
+    job.lent.forget()
+    wait_idle(job)
+    job.prefetcher.release_all(job.units)
+    job.uses.halt(why)
 
 
 def recover(job: Job, older: OlderWeights | None, *, finishing: bool) -> None:

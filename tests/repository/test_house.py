@@ -1,0 +1,112 @@
+"""The inside of the package keeps the form that docs/how-it-works.md draws: a job, a pass and one table.
+
+Words used here:
+
+**hub**: the engine, as other files read it: an attribute of something called engine.
+**stack**: a class with the bases that stand in the package, all of which a reader has to read.
+
+Numbers here are the ones of today. They may go down; what goes up needs another design.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from test_import_order import PACKAGE, imports_of, modules_of
+
+HUB_READS, PROTOCOLS, REBUILDS = 282, 22, 8
+STACK_NLINES = 300
+# Classes that a limit on their length has cut into bases; each is to become objects with fields.
+STACKS = {
+    "ActivationStore",
+    "AssignedGrads",
+    "Collectives",
+    "GradientBank",
+    "InfinityAccelerator",
+    "OlderUnit",
+    "ParamShard",
+    "ParamUnit",
+    "ShardStore",
+}
+HUB = re.compile(r"(?<![\w.])(?:self\.)?_?engine\.(?!py\b)\w+")
+BY_HAND = re.compile(r"\b(?:refuse_between|refuse_unflushed|refuse_averaged|refuse_another_step|check_alive|check_open)\b")
+
+
+def sources() -> dict[str, str]:
+    return {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def code_of(source: str) -> str:
+    """The source without docstrings and comments."""
+    return ast.unparse(ast.parse(re.sub(r"^\s*#.*$", "", source, flags=re.M)))
+
+
+def classes(texts: dict[str, str]) -> Iterator[ast.ClassDef]:
+    for text in texts.values():
+        yield from (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+
+
+def test_few_files_read_through_the_hub():
+    """Counts reads of the engine's attributes. Twin: a read is found, in an attribute and in a name."""
+    assert len(HUB.findall("self._engine.store; engine.units; my_engine.x; other.engine.y")) == 2
+    assert sum(len(HUB.findall(text)) for text in sources().values()) <= HUB_READS
+
+
+def test_parts_are_concrete():
+    """Counts protocols: what has one implementation is known by its class."""
+    found = [node.name for node in classes(sources()) if any(ast.unparse(base) == "Protocol" for base in node.bases)]
+    assert len(found) <= PROTOCOLS, found
+
+
+def test_recovery_drops_one_object():
+    """Counts what has to be rebuilt beside it: real resources only."""
+    assert sum(text.count("def rebuild(") for text in sources().values()) <= REBUILDS
+
+
+def test_what_is_refused_when_stands_in_one_table():
+    assert not [path for path, text in sources().items() if BY_HAND.search(text)]
+
+
+def cycles(texts: dict[str, str]) -> list[tuple[str, str]]:
+    """Pairs of files that lead to each other by imports, inside functions too."""
+    modules = modules_of(texts)
+    reach: dict[str, set[str]] = {}
+    for path, text in texts.items():
+        name = ".".join(Path(path).with_suffix("").parts)
+        reach[name] = {target for _, target, _ in imports_of(text, path, modules) if target in modules} - {name}
+    changed = True
+    while changed:
+        changed = False
+        for found in reach.values():
+            wider = found.union(*(reach[target] for target in found))
+            changed |= wider != found
+            found |= wider
+    return sorted((one, other) for one in reach for other in reach[one] if one < other and one in reach[other])
+
+
+def test_no_file_leads_back_to_itself():
+    """Twin: two files that import each other, one of them inside a function."""
+    assert cycles({"a.py": "from .b import c", "b.py": "def f():\n    from .a import d"}) == [("a", "b")]
+    assert not cycles(sources())
+
+
+def stacks(texts: dict[str, str]) -> dict[str, int]:
+    """Lines of every class with those of its bases, where these are the package's own."""
+    found = {node.name: node for node in classes(texts)}
+
+    def nlines(node: ast.ClassDef) -> int:
+        bases = [ast.unparse(base).split(".")[-1].split("[")[0] for base in node.bases]
+        return node.end_lineno - node.lineno + 1 + sum(nlines(found[base]) for base in bases if base in found and base != node.name)
+
+    return {name: nlines(node) for name, node in found.items() if node.bases}
+
+
+def test_a_class_is_read_in_one_place():
+    """Measures every class with its bases. Twin: a base of 200 lines under a class of 200."""
+    body = "\n".join(f"    x{i} = {i}" for i in range(200))
+    assert stacks({"a.py": f"class A:\n{body}\nclass B(A):\n{body}"})["B"] == 402
+    too_long = {name for name, count in stacks(sources()).items() if count > STACK_NLINES}
+    assert not too_long - STACKS
