@@ -8,24 +8,12 @@
 #include <vector>
 
 #include "base/span.h"
-#include "io/open_file.h"
 
 namespace infinity {
 
 constexpr unsigned kMaxInFlight = 4096;  // pieces of one engine, over all devices
 
 enum class Op : std::uint8_t { kRead, kWrite };
-
-struct File {
-  int descriptor = -1;  // -1: dropped
-  std::shared_ptr<OpenFile> open;  // null: dropped, or not the engine's yet
-  std::string path;
-  bool direct = false;  // opened with O_DIRECT
-  std::uint64_t nbytes = 0;
-  std::string device;  // the kernel's name for the disk that it lies on
-  int queue = -1;      // of that device, index given by the engine
-  bool hung = false;   // a transfer was given up: no other is started
-};
 
 struct Piece {
   Op op = Op::kRead;

@@ -1,23 +1,12 @@
 #include "io/engine.h"
 
-#include <fcntl.h>
-#include <limits.h>
-#include <sys/stat.h>
-#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
-#include <cstdlib>
 #include <iterator>
-#include <random>
 #include <system_error>
-#include <tuple>
 #include <utility>
-
-#include <linux/fs.h>
-#include <sys/ioctl.h>
 
 #include "base/check.h"
 
@@ -45,95 +34,8 @@ std::unique_ptr<Backend> choose_backend(const IoOptions& options, std::vector<st
   return backend;
 }
 
-// O_DIRECT may be accepted by open and refused by the first read, so one block is read to know.
-bool direct_works(int descriptor) {
-  alignas(kBlockNbytes) static thread_local std::byte block[kBlockNbytes];
-  return pread(descriptor, block, kBlockNbytes, 0) >= 0;
-}
-
-// "vda", also of its partitions, or "8:16" where the kernel shows no name (a network or overlay file system).
-std::string device_of(int descriptor) {
-  struct stat status{};
-  if (fstat(descriptor, &status) != 0) return "unknown";
-  const std::string numbers = concat(major(status.st_dev), ":", minor(status.st_dev));
-  const std::string entry = "/sys/dev/block/" + numbers;
-  char target[PATH_MAX];
-  const ssize_t length = readlink(entry.c_str(), target, sizeof target);
-  if (length <= 0) return numbers;
-  std::string path(target, static_cast<std::size_t>(length));
-  if (access((entry + "/partition").c_str(), F_OK) == 0) path.resize(path.rfind('/'));
-  return path.substr(path.rfind('/') + 1);
-}
-
 std::string describe(const Piece& piece, const File& file) {
   return concat(verb(piece.op), " of ", piece.nbytes, " bytes at offset ", piece.offset, " of ", file.path);
-}
-
-// Copy-on-write file systems (btrfs) put every overwrite somewhere new, so that reserved space is of no use to it and a full
-// disk is met in mid-run. An empty file can be told to be overwritten in place; others do not know the flag.
-void overwrite_in_place(int descriptor) {
-#ifdef FS_NOCOW_FL
-  int flags = 0;
-  if (ioctl(descriptor, FS_IOC_GETFLAGS, &flags) != 0) return;
-  flags |= FS_NOCOW_FL;
-  (void)ioctl(descriptor, FS_IOC_SETFLAGS, &flags);
-#else
-  (void)descriptor;
-#endif
-}
-
-// A file in `folder` that has no name, and whether it takes O_DIRECT. -1 and errno where none can be made.
-std::pair<int, bool> open_without_name(const std::string& folder) {
-  for (const int direct : {O_DIRECT, 0}) {
-    const int descriptor = open(folder.c_str(), O_RDWR | O_TMPFILE | O_CLOEXEC | direct, 0600);
-    if (descriptor >= 0) return {descriptor, direct != 0};
-  }
-  // File systems without O_TMPFILE (NFS, overlays of old kernels) know unlink. Killed in between, an empty file stays.
-  if (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL && errno != ENOENT) return {-1, false};
-  static std::atomic<unsigned> count{0};
-  for (int tries = 0; tries < 100; ++tries) {
-    const std::string path = concat(folder, "/.infinity-", getpid(), "-", std::random_device{}(), "-", count++);
-    for (const int direct : {O_DIRECT, 0}) {
-      // One without O_DIRECT refuses it with the file already made.
-      const int flags = O_RDWR | O_CREAT | O_CLOEXEC | direct | (direct ? O_EXCL : 0);
-      const int descriptor = open(path.c_str(), flags, 0600);
-      if (descriptor >= 0) {
-        unlink(path.c_str());
-        return {descriptor, direct != 0};
-      }
-      if (errno != EINVAL) break;
-    }
-    if (errno != EEXIST) break;
-  }
-  return {-1, false};
-}
-
-// Writes zeros: for file systems that cannot reserve. In whole aligned blocks, which an O_DIRECT descriptor takes too.
-int write_zeros(int descriptor, std::uint64_t nbytes) {
-  constexpr std::size_t kStep = 1024 * 1024;
-  std::unique_ptr<void, decltype(&std::free)> zeros(std::aligned_alloc(kBlockNbytes, kStep), &std::free);
-  if (!zeros) return ENOMEM;
-  std::fill_n(static_cast<std::byte*>(zeros.get()), kStep, std::byte{0});
-  for (std::uint64_t at = 0; at < nbytes;) {
-    const std::size_t step = std::min<std::uint64_t>(kStep, nbytes - at);
-    const ssize_t written = pwrite(descriptor, zeros.get(), step, static_cast<off_t>(at));
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) return errno;
-    if (written == 0) return EIO;
-    at += round_down(static_cast<std::size_t>(written), kBlockNbytes);
-    if (static_cast<std::size_t>(written) < kBlockNbytes) return ENOSPC;  // a part of a block: the last there is room for
-  }
-  return 0;
-}
-
-void reserve(int descriptor, const std::string& path, std::uint64_t nbytes) {
-  int error;
-  do {
-    error = fallocate(descriptor, 0, 0, static_cast<off_t>(nbytes)) == 0 ? 0 : errno;
-  } while (error == EINTR);
-  // Not posix_fallocate: what it does instead, a byte here and there, is refused by O_DIRECT.
-  if (error == EOPNOTSUPP || error == ENOSYS) error = write_zeros(descriptor, nbytes);
-  if (error) throw StorageError(error, path, concat("cannot reserve ", nbytes, " bytes in ", path));
 }
 
 }  // namespace
@@ -183,45 +85,18 @@ void IoEngine::shut_down() {
 }
 
 int IoEngine::create_file(const std::string& path, std::uint64_t nbytes) {
-  const int flags = O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC;
-  File file;
-  file.path = path;
-  file.descriptor = open(path.c_str(), flags | O_DIRECT, 0600);
-  file.direct = file.descriptor >= 0;
-  // A file system without O_DIRECT refuses the open, with the file already made.
-  if (file.descriptor < 0 && errno == EINVAL) file.descriptor = open(path.c_str(), flags & ~O_EXCL, 0600);
-  if (file.descriptor < 0) throw StorageError(errno, path, concat("cannot create ", path));
+  File file = create_named_file(path, nbytes);
   try {
-    return add_empty(std::move(file), nbytes);
+    return add(std::move(file));
   } catch (...) {
     unlink(path.c_str());
     throw;
   }
 }
 
-int IoEngine::create_swap_file(const std::string& folder, std::uint64_t nbytes) {
-  File file;
-  file.path = folder;
-  std::tie(file.descriptor, file.direct) = open_without_name(folder);
-  if (file.descriptor < 0) throw StorageError(errno, folder, concat("cannot create a file in ", folder));
-  return add_empty(std::move(file), nbytes);
-}
+int IoEngine::create_swap_file(const std::string& folder, std::uint64_t nbytes) { return add(create_unnamed_file(folder, nbytes)); }
 
-// Takes over an empty file, and reserves its space. Closes it where that fails.
-int IoEngine::add_empty(File file, std::uint64_t nbytes) {
-  const int descriptor = file.descriptor;
-  file.nbytes = nbytes;
-  try {
-    INFINITY_REQUIRE(nbytes > 0 && nbytes % kBlockNbytes == 0, "a swap file of ", nbytes, " bytes is not a positive multiple of ",
-                     kBlockNbytes);
-    overwrite_in_place(descriptor);
-    reserve(descriptor, file.path, nbytes);
-  } catch (...) {
-    close(descriptor);
-    throw;
-  }
-  return add(std::move(file));
-}
+int IoEngine::open_file(const std::string& path) { return add(open_existing_file(path)); }
 
 void IoEngine::drop_file(int index, bool behind) {
   INFINITY_REQUIRE(is_ours(), "an I/O engine of process ", process_, " was used in its forked child ", getpid());
@@ -245,36 +120,8 @@ std::vector<int> IoEngine::open_files() const {
   return found;
 }
 
-int IoEngine::open_file(const std::string& path) {
-  File file;
-  file.path = path;
-  file.descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC | O_DIRECT);
-  file.direct = file.descriptor >= 0;
-  if (file.descriptor < 0 && errno == EINVAL) file.descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (file.descriptor < 0 && (errno == EACCES || errno == EROFS || errno == EPERM)) {  // somebody else's: to read only
-    file.descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
-    file.direct = file.descriptor >= 0;
-    if (file.descriptor < 0 && errno == EINVAL) file.descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  }
-  struct stat status{};
-  if (file.descriptor < 0 || fstat(file.descriptor, &status) != 0) {
-    const int error = errno;
-    if (file.descriptor >= 0) close(file.descriptor);
-    throw StorageError(error, path, concat("cannot open ", path));
-  }
-  file.nbytes = round_down(static_cast<std::size_t>(status.st_size), kBlockNbytes);
-  return add(std::move(file));
-}
-
-// Takes over the file's descriptor.
 int IoEngine::add(File file) {
-  file.open = std::make_shared<OpenFile>(file.descriptor);
-  if (file.direct && !direct_works(file.descriptor)) {
-    fcntl(file.descriptor, F_SETFL, fcntl(file.descriptor, F_GETFL) & ~O_DIRECT);
-    file.direct = false;
-  }
-  file.device = modelled_device(options_.models, file.path);
-  if (file.device.empty()) file.device = device_of(file.descriptor);
+  if (std::string modelled = modelled_device(options_.models, file.path); !modelled.empty()) file.device = std::move(modelled);
   std::lock_guard<std::mutex> lock(mutex_);
   file.queue = queue_of(file.device);
   if (!file.direct) notes_.push_back(file.path + ": no O_DIRECT on this file system, reads go through the page cache");

@@ -31,6 +31,7 @@
 
 #include "base/work_queue.h"
 #include "io/backend.h"
+#include "io/files.h"
 #include "io/ticket.h"
 
 namespace infinity {
@@ -162,7 +163,6 @@ class IoEngine {
   void hurry(const Ticket* ticket);
   bool is_idle() const;
   void free_slot(std::uint32_t id);
-  int add_empty(File file, std::uint64_t nbytes);
   void enqueue(const std::vector<Request>& requests, const TicketPtr& ticket);
   void start_waiting(Finished& finished);
   void run();
