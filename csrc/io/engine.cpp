@@ -157,7 +157,7 @@ void IoEngine::register_files_and_buffers(const std::vector<Span>& buffers) {
     if (!why.empty()) notes_.push_back(why);
 }
 
-const File& IoEngine::file(int index) const {
+File IoEngine::file(int index) const {
   std::lock_guard<std::mutex> lock(mutex_);
   INFINITY_REQUIRE(index >= 0 && index < static_cast<int>(files_.size()), "no file ", index);
   return files_[index];

@@ -128,7 +128,8 @@ class IoEngine {
     std::lock_guard<std::mutex> lock(mutex_);
     return notes_;
   }
-  const File& file(int index) const;
+  // A copy, which keeps the file open.
+  File file(int index) const;
   IoTotals totals(Op op) const;
 
  private:
