@@ -11,6 +11,7 @@ import pytest
 
 gc.disable()  # until all is imported: collections that find nothing take a quarter of that time
 
+import doubles
 import torch
 from interrupts import forget_ignored_interrupts
 from marks import refuse_kept_errors
@@ -21,6 +22,7 @@ from ranks import StandingRanks
 @pytest.hookimpl(trylast=True)  # after pytest has set its own hook
 def pytest_configure() -> None:
     forget_ignored_interrupts()
+    doubles.install()
 
 
 @pytest.fixture(scope="module", autouse=True)

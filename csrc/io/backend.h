@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -75,39 +76,17 @@ class Backend {
 std::unique_ptr<Backend> make_uring_backend(unsigned depth, std::string& why);
 std::unique_ptr<Backend> make_threads_backend(int thread_count);
 
-// Moves nothing and says that it did: for benchmarks of what comes above disks that are faster than this machine's memory.
-std::unique_ptr<Backend> make_instant_backend();
+// Chooses an engine's backend in place of the engine. Test doubles of disks are made this way
+// (csrc/tests/doubles, which is in no wheel). Calls are thread-safe, and an object does not change.
+class BackendLayer {
+ public:
+  virtual ~BackendLayer() = default;
 
-// Faults, decided by a seed and the piece's number, so that a run can be repeated. Probabilities are per piece.
-struct FaultPlan {
-  std::uint64_t seed = 0;
-  double short_transfer = 0;  // fewer bytes than asked for are moved
-  double delay = 0;           // the result comes `delay_seconds` late
-  double delay_seconds = 0.001;
-  double reorder = 0;         // the result is held back behind the next one
-  double eio = 0;
-  double enospc = 0;          // of writes
-  double read_only = 0;       // of writes: the file system was made so by an error of the disk
-  double lost_write = 0;      // reported as done, never performed
-  double bit_flip = 0;        // one bit of what was read
-  double hang = 0;            // no result ever comes
-  std::int64_t first_piece = 0;  // pieces before this one are left alone
-  std::int64_t file = -1;        // only pieces of this file are counted and harmed; -1: of any
+  // Returns the backend. `real` makes the one that the engine's options name.
+  virtual std::unique_ptr<Backend> make(const std::function<std::unique_ptr<Backend>()>& real) const = 0;
+
+  // Names the device that `path` is on. Empty: the kernel's name counts.
+  virtual std::string device_of(const std::string& path) const = 0;
 };
-
-// A disk that is played on another: files under `folder` are moved as fast as `rate` allows, in bytes per second.
-struct DiskModel {
-  std::string folder;
-  double rate = 0;
-};
-
-// Names the modelled disk that `path` lies on; empty where it lies on none.
-std::string modelled_device(const std::vector<DiskModel>& models, const std::string& path);
-
-// Holds results back until the disks of the model, named by `add_queue`, would have them. `clocks` is a file that all processes which play
-// the same disks have in common: they share their rates.
-std::unique_ptr<Backend> make_modelled_backend(std::unique_ptr<Backend> inner, std::vector<DiskModel> models, const std::string& clocks);
-
-std::unique_ptr<Backend> make_faulty_backend(std::unique_ptr<Backend> inner, FaultPlan plan);
 
 }  // namespace infinity

@@ -15,23 +15,21 @@ namespace {
 
 const char* verb(Op op) { return op == Op::kRead ? "read" : "write"; }
 
-std::unique_ptr<Backend> choose_backend(const IoOptions& options, std::vector<std::string>& notes) {
-  INFINITY_REQUIRE(options.kind == "auto" || options.kind == "uring" || options.kind == "threads" || options.kind == "instant",
-                   "unknown I/O engine '", options.kind, "': use auto, uring or threads");
-  std::unique_ptr<Backend> backend;
-  if (options.kind == "instant") backend = make_instant_backend();
-  if (options.kind == "auto" || options.kind == "uring") {
+std::unique_ptr<Backend> make_real_backend(const IoOptions& options, std::vector<std::string>& notes) {
+  if (options.kind != "threads") {
     std::string why;
-    backend = make_uring_backend(options.depth, why);
-    if (!backend) {
-      INFINITY_REQUIRE(options.kind != "uring", "the uring engine was asked for, but ", why);
-      notes.push_back("threads instead of io_uring: " + why);
-    }
+    if (auto backend = make_uring_backend(options.depth, why)) return backend;
+    INFINITY_REQUIRE(options.kind != "uring", "the uring engine was asked for, but ", why);
+    notes.push_back("threads instead of io_uring: " + why);
   }
-  if (!backend) backend = make_threads_backend(options.threads);
-  if (!options.models.empty()) backend = make_modelled_backend(std::move(backend), options.models, options.clocks);
-  if (options.inject_faults) backend = make_faulty_backend(std::move(backend), options.faults);
-  return backend;
+  return make_threads_backend(options.threads);
+}
+
+std::unique_ptr<Backend> make_backend(const IoOptions& options, std::vector<std::string>& notes) {
+  INFINITY_REQUIRE(options.kind == "auto" || options.kind == "uring" || options.kind == "threads", "unknown I/O engine '",
+                   options.kind, "': use auto, uring or threads");
+  const auto real = [&] { return make_real_backend(options, notes); };
+  return options.layer ? options.layer->make(real) : real();
 }
 
 std::string describe(const Piece& piece, const File& file) {
@@ -47,7 +45,7 @@ IoEngine::IoEngine(const IoOptions& options) : options_(options), works_(options
                    "I/O block of ", options.block_nbytes, " bytes is not a multiple of ", kBlockNbytes);
   INFINITY_REQUIRE(options.threads >= 1, "the thread engine needs at least one thread, not ", options.threads);
   INFINITY_REQUIRE(options.timeout_seconds > 0, "an I/O timeout of ", options.timeout_seconds, " seconds");
-  backend_ = choose_backend(options, notes_);
+  backend_ = make_backend(options, notes_);
   backend_name_ = backend_->name();
   try {
     completion_thread_ = std::thread([this] { run(); });
@@ -121,7 +119,7 @@ std::vector<int> IoEngine::open_files() const {
 }
 
 int IoEngine::add(File file) {
-  if (std::string modelled = modelled_device(options_.models, file.path); !modelled.empty()) file.device = std::move(modelled);
+  if (std::string device = options_.layer ? options_.layer->device_of(file.path) : ""; !device.empty()) file.device = std::move(device);
   std::lock_guard<std::mutex> lock(mutex_);
   file.queue = queue_of(file.device);
   if (!file.direct) notes_.push_back(file.path + ": no O_DIRECT on this file system, reads go through the page cache");
@@ -196,12 +194,6 @@ TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr
   INFINITY_REQUIRE(is_ours(), "an I/O engine of process ", process_, " was used in its forked child ", getpid());
   INFINITY_REQUIRE(!requests.empty(), "a submission without requests");
   std::size_t pieces = 0;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
-    for (const Request& request : requests) check(request);
-    if (after) ++dependent_;
-  }
   for (const Request& request : requests)
     pieces += (request.span.nbytes + options_.block_nbytes - 1) / options_.block_nbytes;
   auto ticket = std::make_shared<Ticket>(pieces);
@@ -209,6 +201,12 @@ TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr
     if (after) after->hurry();
     hurry(raw);
   });
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
+    for (const Request& request : requests) check(request);
+    if (after) ++dependent_;
+  }
   if (!after) {
     enqueue(requests, ticket);
     return ticket;
@@ -291,7 +289,7 @@ void IoEngine::work_on(InFlight& entry) {
   }
   tell(finished);
   if (!write || error) {
-    entry.memory.reset();  // who waits for the ticket finds it free
+    entry.memory.reset();  // free before the ticket's waiter runs
     ticket->part_done(error);
   }
   std::lock_guard<std::mutex> lock(mutex_);

@@ -55,16 +55,13 @@ struct Request {
 };
 
 struct IoOptions {
-  std::string kind = "auto";  // auto, uring, threads or instant
+  std::string kind = "auto";  // auto, uring or threads
   unsigned depth = 64;  // of each device
   std::size_t block_nbytes = 1024 * 1024;
   int threads = 8;  // of the thread backend, for each device
   int work_threads = 1;  // at most, for all devices; those that there is no work for are never started
   double timeout_seconds = 120;
-  bool inject_faults = false;
-  FaultPlan faults;
-  std::vector<DiskModel> models;  // disks that are played
-  std::string clocks;             // the file that they have in common
+  std::shared_ptr<const BackendLayer> layer = nullptr;  // chooses the backend; null: the engine does
 };
 
 struct IoTotals {

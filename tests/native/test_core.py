@@ -71,7 +71,8 @@ def build(folder: Path, flags: list[str], target: str = "core_tests") -> Path:
     defines = [f"-D{name}={value}" for name, value in core.define_macros]
     compile_args = [flag for flag in core.extra_compile_args if not flag.startswith(("-O", "-std"))]
     lines = rules(COMPILER, [*COMMON, *compile_args, *defines, *flags], [*core.extra_link_args, *flags])
-    lines += edges([*sources, *sorted(TESTS.glob("*.cpp"))], target, described["UNIT_FLAGS"])
+    doubles = [ROOT / source for source in described["DOUBLES"] if Path(source).name != "bindings.cpp"]
+    lines += edges([*sources, *doubles, *sorted(TESTS.glob("*.cpp"))], target, described["UNIT_FLAGS"])
     return run_ninja(folder, lines, target)
 
 
