@@ -170,6 +170,7 @@ class IoEngine:
         threads: int = 8,
         timeout_seconds: float = 120.0,
         work_threads: int = 1,
+        max_pieces: int = ...,
         layer: BackendLayer | None = None,
     ) -> None: ...
     @property

@@ -44,6 +44,7 @@ IoEngine::IoEngine(const IoOptions& options) : options_(options), works_(options
   INFINITY_REQUIRE(options.block_nbytes >= kBlockNbytes && options.block_nbytes % kBlockNbytes == 0,
                    "I/O block of ", options.block_nbytes, " bytes is not a multiple of ", kBlockNbytes);
   INFINITY_REQUIRE(options.threads >= 1, "the thread engine needs at least one thread, not ", options.threads);
+  INFINITY_REQUIRE(options.max_pieces >= 1, "a limit of ", options.max_pieces, " I/O pieces");
   INFINITY_REQUIRE(options.timeout_seconds > 0, "an I/O timeout of ", options.timeout_seconds, " seconds");
   backend_ = make_backend(options, notes_);
   backend_name_ = backend_->name();
@@ -205,6 +206,10 @@ TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr
     std::lock_guard<std::mutex> lock(mutex_);
     INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
     for (const Request& request : requests) check(request);
+    INFINITY_REQUIRE(pieces <= options_.max_pieces - pieces_, "a submission of ", pieces, " pieces of ", options_.block_nbytes,
+                     " bytes beside ", pieces_, " that are not over: this I/O engine takes ", options_.max_pieces,
+                     " at most. Wait for earlier transfers before submitting more");
+    pieces_ += pieces;
     if (after) ++dependent_;
   }
   if (!after) {
@@ -213,6 +218,7 @@ TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr
   }
   after->on_done([this, requests, ticket, pieces](std::exception_ptr error) {
     if (error) {
+      discharge(pieces);
       for (std::size_t i = 0; i < pieces; ++i) ticket->part_done(error);
     } else {
       ticket->begin();
@@ -290,6 +296,7 @@ void IoEngine::work_on(InFlight& entry) {
   tell(finished);
   if (!write || error) {
     entry.memory.reset();  // free before the ticket's waiter runs
+    discharge(1);
     ticket->part_done(error);
   }
   std::lock_guard<std::mutex> lock(mutex_);
@@ -383,6 +390,8 @@ void IoEngine::break_down(const std::exception_ptr& error, Finished& finished) {
 
 // Outside the lock: what follows a ticket may submit again.
 void IoEngine::tell(Finished& finished) {
+  if (finished.empty()) return;
+  discharge(static_cast<std::size_t>(std::count_if(finished.begin(), finished.end(), [](const Part& part) { return !part.arrived; })));
   for (Part& part : finished) {
     if (part.arrived)
       have_worked_on(std::move(part.arrived));
@@ -390,6 +399,12 @@ void IoEngine::tell(Finished& finished) {
       part.cancelled ? part.ticket->part_cancelled(part.error) : part.ticket->part_done(part.error);
   }
   finished.clear();
+}
+
+// Lets later submissions have the room of `pieces`. Before their tickets finish: a waiter may submit at once.
+void IoEngine::discharge(std::size_t pieces) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  pieces_ -= pieces;
 }
 
 void IoEngine::run() {

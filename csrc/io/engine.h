@@ -61,6 +61,7 @@ struct IoOptions {
   int threads = 8;  // of the thread backend, for each device
   int work_threads = 1;  // at most, for all devices; those that there is no work for are never started
   double timeout_seconds = 120;
+  std::size_t max_pieces = std::size_t{1} << 22;  // submitted and not over
   std::shared_ptr<const BackendLayer> layer = nullptr;  // chooses the backend; null: the engine does
 };
 
@@ -166,6 +167,7 @@ class IoEngine {
   void run();
   void serve(Finished& finished);
   void tell(Finished& finished);
+  void discharge(std::size_t pieces);
   void have_worked_on(std::shared_ptr<InFlight> entry);
   void work_on(InFlight& entry);
   void fail_the_waiting(Finished& finished);
@@ -190,6 +192,7 @@ class IoEngine {
   std::deque<Queue> queues_;
   std::deque<InFlight> slots_;  // grows by one for each that is given up, so that other disks go on
   std::vector<std::uint32_t> free_slots_;
+  std::size_t pieces_ = 0;     // submitted and not over
   std::size_t dependent_ = 0;  // submissions that wait for their `after`
   std::size_t worked_on_ = 0;  // pieces
   double clock_ = 0;          // seconds in which this process ran: one that was stopped must not blame the device

@@ -234,7 +234,7 @@ void bind_io(py::module_& m) {
       .def_property_readonly("is_file", &Extent::is_file);
   shared_class<IoEngine>(m, "IoEngine")
       .def(py::init([](std::string kind, unsigned depth, std::size_t block_nbytes, int threads,
-                       double timeout_seconds, int work_threads, std::shared_ptr<BackendLayer> layer) {
+                       double timeout_seconds, int work_threads, std::size_t max_pieces, std::shared_ptr<BackendLayer> layer) {
              IoOptions options;
              options.kind = std::move(kind);
              options.depth = depth;
@@ -242,11 +242,13 @@ void bind_io(py::module_& m) {
              options.threads = threads;
              options.timeout_seconds = timeout_seconds;
              options.work_threads = work_threads;
+             options.max_pieces = max_pieces;
              options.layer = std::move(layer);
              return kept_in_children(new IoEngine(options));
            }),
            py::arg("kind") = "auto", py::arg("depth") = 64, py::arg("block_nbytes") = 1 << 20, py::arg("threads") = 8,
-           py::arg("timeout_seconds") = 120.0, py::arg("work_threads") = 1, py::arg("layer") = nullptr)
+           py::arg("timeout_seconds") = 120.0, py::arg("work_threads") = 1, py::arg("max_pieces") = IoOptions{}.max_pieces,
+           py::arg("layer") = nullptr)
       .def_property_readonly("backend", &IoEngine::backend_name)
       .def_property_readonly("hung", &IoEngine::hung)
       .def_property_readonly("notes", &IoEngine::notes)
