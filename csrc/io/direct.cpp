@@ -146,10 +146,16 @@ LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::
     const std::lock_guard lock(state->mutex);
     landing->stage_ = Landing::Stage::kWaiting;
     landing->since_ = Clock::now();
-    landing->ticket_->hurried() ? state->waiting.push_front(landing) : state->waiting.push_back(landing);
+    if (landing->ticket_->hurried())
+      state->waiting.push_front(landing);
+    else
+      state->waiting.push_back(landing);
     state->work.notify_one();
   };
-  before ? before->on_done(begin) : begin(nullptr);
+  if (before)
+    before->on_done(begin);
+  else
+    begin(nullptr);
   return landing;
 }
 
@@ -200,7 +206,10 @@ void DirectReader::end(State& state, const LandingPtr& landing, std::exception_p
   }
   memory.reset();
   const bool cancelled = landing->ticket_->cancelled();
-  error && cancelled ? landing->ticket_->part_cancelled(error) : landing->ticket_->part_done(error);
+  if (error && cancelled)
+    landing->ticket_->part_cancelled(error);
+  else
+    landing->ticket_->part_done(error);
   const std::lock_guard lock(state.mutex);
   --state.open;
   state.changed.notify_all();
@@ -275,7 +284,10 @@ void DirectReader::serve(const std::shared_ptr<State>& state) {
     }
     lock.unlock();
     memory.reset();
-    word.empty() ? end(*state, landing, nullptr) : bounce(state, landing, word.c_str(), said);
+    if (word.empty())
+      end(*state, landing, nullptr);
+    else
+      bounce(state, landing, word.c_str(), said);
     lock.lock();
   }
   --state->threads;

@@ -32,6 +32,13 @@ std::unique_ptr<Backend> make_backend(const IoOptions& options, std::vector<std:
   return options.layer ? options.layer->make(real) : real();
 }
 
+void end_part(const TicketPtr& ticket, const std::exception_ptr& error, bool cancelled) {
+  if (cancelled)
+    ticket->part_cancelled(error);
+  else
+    ticket->part_done(error);
+}
+
 std::string describe(const Piece& piece, const File& file) {
   return concat(verb(piece.op), " of ", piece.nbytes, " bytes at offset ", piece.offset, " of ", file.path);
 }
@@ -396,7 +403,7 @@ void IoEngine::tell(Finished& finished) {
     if (part.arrived)
       have_worked_on(std::move(part.arrived));
     else
-      part.cancelled ? part.ticket->part_cancelled(part.error) : part.ticket->part_done(part.error);
+      end_part(part.ticket, part.error, part.cancelled);
   }
   finished.clear();
 }

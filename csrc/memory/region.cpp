@@ -110,8 +110,11 @@ void Region::populate(int threads, const std::atomic<bool>* stopped) {
       const std::size_t nbytes = std::min(kHugeNbytes, end - at);
       if (const int error = fault_in(data_ + at, nbytes, shared_)) refused = error;
       // For shared memory the kernel heeds the advice only where it is set to, which it is not by default; this it does.
-      if (collapses_ && nbytes == kHugeNbytes)
-        madvise(data_ + at, nbytes, MADV_COLLAPSE) == 0 ? huge_pages_ = true : collapses_ = false;
+      if (!collapses_ || nbytes != kHugeNbytes) continue;
+      if (madvise(data_ + at, nbytes, MADV_COLLAPSE) == 0)
+        huge_pages_ = true;
+      else
+        collapses_ = false;
     }
   });
   if (refused) throw StorageError(refused, "", concat("the system has no ", nbytes_, " bytes left for memory that ranks share; Config(share_homes=False) takes none of that"));
