@@ -19,6 +19,7 @@ from infinity import native
 from infinity.machine import disk_profile
 
 ROOT = Path(__file__).parents[2]
+PIECE = 16 * 4096  # bytes: a checksum block
 MODULE = "tests.support.doubles._native"
 no_doubles = runpy.run_path(str(ROOT / "tools" / "no_doubles.py"))
 
@@ -84,36 +85,40 @@ def test_engines_use_the_doubles_that_are_installed_and_no_others(tmp_path, monk
     assert not engine.device(engine.create_swap_file(str(tmp_path), MIB)).startswith("model")
 
 
-@pytest.mark.parametrize("limit, fits", [(4, 4), (1, 1)])
-def test_an_engine_takes_so_many_pieces_and_no_more(tmp_path, limit, fits):
-    """Submits one piece too many beside transfers that are late: refused with the numbers, and nothing changed. Room comes back with
-    each transfer that is over, in time for whoever waited for it."""
-    late = doubles.fault_plan(delay=1.0, delay_seconds=0.05)
-    disk = Disk(tmp_path, faults=late, block_nbytes=16 * 4096, max_pieces=limit)
+@pytest.mark.parametrize("limit", [1, 4])
+def test_an_engine_takes_so_many_pieces_and_no_more(tmp_path, limit):
+    """Fills an engine with transfers that wait for a ticket of Python's, then submits one piece more: refused with the numbers, and nothing
+    changed. Room comes back in time for whoever waited for a transfer. A submission that could never fit is refused as well."""
+    disk = Disk(tmp_path, block_nbytes=PIECE, max_pieces=limit)
     extent, staging = disk.extent(MIB), Staging(MIB)
-    for _ in range(5):
-        ticket = disk.engine.write(extent, 0, staging.address, fits * 16 * 4096)
-        with pytest.raises(infinity.UsageError, match=f"a submission of 1 pieces .* takes {limit} at most"):
-            disk.engine.read(extent, 0, staging.address, 16 * 4096, after=ticket)
+    for _ in range(20):
+        before = native.Ticket(1)
+        ticket = disk.engine.read(extent, 0, staging.address, limit * PIECE, after=before)
+        for after in (None, before):
+            with pytest.raises(
+                infinity.UsageError, match=f"a submission of 1 pieces .* beside {limit} that .* takes {limit} at most"
+            ):
+                disk.engine.read(extent, 0, staging.address, PIECE, after=after)
+        before.part_done()
         ticket.wait()
-    with pytest.raises(infinity.UsageError, match=f"a submission of {limit + 1} pieces"):
-        disk.engine.write(extent, 0, staging.address, (limit + 1) * 16 * 4096)
+    with pytest.raises(infinity.UsageError, match=f"a submission of {limit + 1} pieces .* beside 0"):
+        disk.engine.write(extent, 0, staging.address, (limit + 1) * PIECE)
 
 
 def test_pieces_that_fail_are_cancelled_or_never_start_give_their_room_back(tmp_path):
     """Fills an engine of eight pieces with transfers behind one that fails, then with cancelled ones, again and again."""
-    failing = Disk(tmp_path, faults=doubles.fault_plan(eio=1.0), block_nbytes=16 * 4096, max_pieces=8)
+    failing = Disk(tmp_path, faults=doubles.fault_plan(eio=1.0), block_nbytes=PIECE, max_pieces=8)
     extent, staging = failing.extent(MIB), Staging(MIB)
     for _ in range(4):
-        first = failing.engine.read(extent, 0, staging.address, 4 * 16 * 4096)
-        behind = failing.engine.read(extent, 0, staging.address, 4 * 16 * 4096, after=first)
+        first = failing.engine.read(extent, 0, staging.address, 4 * PIECE)
+        behind = failing.engine.read(extent, 0, staging.address, 4 * PIECE, after=first)
         for ticket in (first, behind):
             with pytest.raises(infinity.StorageError):
                 ticket.wait()
-    late = Disk(tmp_path, faults=doubles.fault_plan(delay=1.0, delay_seconds=0.02), block_nbytes=16 * 4096, depth=1, max_pieces=8)
+    late = Disk(tmp_path, faults=doubles.fault_plan(delay=1.0, delay_seconds=0.02), block_nbytes=PIECE, depth=1, max_pieces=8)
     extent = late.extent(MIB)
     for _ in range(4):
-        ticket = late.engine.read(extent, 0, staging.address, 8 * 16 * 4096)
+        ticket = late.engine.read(extent, 0, staging.address, 8 * PIECE)
         late.engine.cancel(ticket)
         with pytest.raises(infinity.StorageError, match="cancelled"):
             ticket.wait()
