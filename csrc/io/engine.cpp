@@ -66,17 +66,19 @@ IoEngine::~IoEngine() { shut_down(); }
 
 void IoEngine::shut_down() {
   {
-    std::unique_lock<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     if (stopping_) return;
-    idle_.wait(lock, [this] { return is_idle(); });
+    idle_.wait(lock, [this]() INFINITY_REQUIRES(mutex_) { return is_idle(); });
     stopping_ = true;
     backend_->wake();
   }
   completion_thread_.join();
   works_.stop();
+  Lock lock(mutex_);  // for `file` and `open_files`, which may still be called
   if (given_up_) {
-    // A thread that waits for a hung device cannot be joined. The descriptors stay open: should the device answer, what
-    // it was asked for must not go to another file that has their numbers. Nor is its memory given back.
+    // A thread that waits for a hung device cannot be joined. The descriptors stay open: if the
+    // device answers after all, its write must not go to another file with the same number. The
+    // memory stays too.
     backend_->abandon();
     (void)backend_.release();
     (void)new std::deque<InFlight>(std::move(slots_));
@@ -106,12 +108,12 @@ int IoEngine::open_file(const std::string& path) { return add(open_existing_file
 
 void IoEngine::drop_file(int index, bool behind) {
   INFINITY_REQUIRE(is_ours(), "an I/O engine of process ", process_, " was used in its forked child ", getpid());
-  std::shared_ptr<OpenFile> open;  // let go outside the lock
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::shared_ptr<OpenFile> open;  // declared first: it may close the file, after the lock is released
+  Lock lock(mutex_);
   INFINITY_REQUIRE(index >= 0 && index < static_cast<int>(files_.size()), "no file ", index);
   File& file = files_[index];
-  if (file.descriptor < 0 || stopping_) return;  // it goes, or has gone, with all others
-  file.nbytes = 0;  // every transfer is outside it
+  if (file.descriptor < 0 || stopping_) return;  // dropped before, or closed by shut_down
+  file.nbytes = 0;  // later transfers are outside the file
   file.descriptor = -1;
   backend_->forget_file(index);
   open = std::move(file.open);
@@ -119,7 +121,7 @@ void IoEngine::drop_file(int index, bool behind) {
 }
 
 std::vector<int> IoEngine::open_files() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   std::vector<int> found;
   for (std::size_t i = 0; i < files_.size(); ++i)
     if (files_[i].descriptor >= 0) found.push_back(static_cast<int>(i));
@@ -128,14 +130,14 @@ std::vector<int> IoEngine::open_files() const {
 
 int IoEngine::add(File file) {
   if (std::string device = options_.layer ? options_.layer->device_of(file.path) : ""; !device.empty()) file.device = std::move(device);
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   file.queue = queue_of(file.device);
   if (!file.direct) notes_.push_back(file.path + ": no O_DIRECT on this file system, reads go through the page cache");
   files_.push_back(std::move(file));
   return static_cast<int>(files_.size()) - 1;
 }
 
-// The queue of a device; a new one brings its slots. The lock is held.
+// Returns the queue of a device, after it has made one, with slots, for a new device.
 int IoEngine::queue_of(const std::string& device) {
   for (std::size_t i = 0; i < queues_.size(); ++i)
     if (queues_[i].device == device) return static_cast<int>(i);
@@ -154,7 +156,7 @@ bool IoEngine::is_idle() const {
 }
 
 void IoEngine::register_files_and_buffers(const std::vector<Span>& buffers) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
   INFINITY_CHECK(free_slots_.size() == slots_.size(), "registration while pieces are in flight");
   std::vector<int> descriptors;
@@ -164,20 +166,20 @@ void IoEngine::register_files_and_buffers(const std::vector<Span>& buffers) {
 }
 
 File IoEngine::file(int index) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   INFINITY_REQUIRE(index >= 0 && index < static_cast<int>(files_.size()), "no file ", index);
   return files_[index];
 }
 
 std::string IoEngine::hung() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   if (given_up_ == 0) return "";
   const auto file = std::find_if(files_.begin(), files_.end(), [](const File& each) { return each.hung; });
   return file == files_.end() ? files_.front().path : file->path;
 }
 
 IoTotals IoEngine::totals(Op op) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   return meters_[static_cast<int>(op)].totals;
 }
 
@@ -194,7 +196,7 @@ void IoEngine::check(const Request& request) const {
 }
 
 void IoEngine::validate(const Request& request) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   check(request);
 }
 
@@ -210,7 +212,7 @@ TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr
     hurry(raw);
   });
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
     for (const Request& request : requests) check(request);
     INFINITY_REQUIRE(pieces <= options_.max_pieces - pieces_, "a submission of ", pieces, " pieces of ", options_.block_nbytes,
@@ -231,7 +233,7 @@ TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr
       ticket->begin();
       enqueue(requests, ticket);
     }
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     --dependent_;
     idle_.notify_all();
   });
@@ -240,9 +242,9 @@ TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr
 
 void IoEngine::enqueue(const std::vector<Request>& requests, const TicketPtr& ticket) {
   Finished finished;
-  std::vector<std::shared_ptr<InFlight>> first;  // is worked on, then set out
+  std::vector<std::shared_ptr<InFlight>> first;  // writes whose work is done before they start
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     for (const Request& request : requests) {
       for (std::size_t at = 0; at < request.span.nbytes; at += options_.block_nbytes) {
         InFlight entry;
@@ -253,7 +255,7 @@ void IoEngine::enqueue(const std::vector<Request>& requests, const TicketPtr& ti
         entry.memory = request.memory;
         entry.work = request.work;
         entry.open = files_[request.file].open;
-        if (!entry.open) {  // dropped since it was asked for
+        if (!entry.open) {  // dropped since the submission
           finished.push_back(failed(entry));
           continue;
         }
@@ -269,20 +271,20 @@ void IoEngine::enqueue(const std::vector<Request>& requests, const TicketPtr& ti
     if (ticket->cancelled()) fail_the_waiting(finished);
     start_waiting(finished);
   }
-  tell(finished);
-  for (auto& entry : first) have_worked_on(std::move(entry));
+  end_parts(finished);
+  for (auto& entry : first) queue_work(std::move(entry));
 }
 
-void IoEngine::have_worked_on(std::shared_ptr<InFlight> entry) {
+void IoEngine::queue_work(std::shared_ptr<InFlight> entry) {
   const bool awaited = entry->ticket->hurried();
   try {
     works_.add([this, entry] { work_on(*entry); }, awaited);
-  } catch (...) {  // no memory for the books
+  } catch (...) {  // no memory for the job
     work_on(*entry);
   }
 }
 
-// A read's piece is over then, a write's waits for its device.
+// Does the work of one piece. A read is over after it; a write joins the queue of its device.
 void IoEngine::work_on(InFlight& entry) {
   const TicketPtr ticket = entry.ticket;
   const bool write = entry.piece.op == Op::kWrite;
@@ -292,7 +294,7 @@ void IoEngine::work_on(InFlight& entry) {
     entry.work->look_at(entry.whole);
     entry.work.reset();
     if (write) {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       queues_[entry.piece.queue].of(*ticket).push_back(std::move(entry));
       if (ticket->cancelled()) fail_the_waiting(finished);
       start_waiting(finished);
@@ -300,20 +302,20 @@ void IoEngine::work_on(InFlight& entry) {
   } catch (...) {
     error = std::current_exception();
   }
-  tell(finished);
+  end_parts(finished);
   if (!write || error) {
     entry.memory.reset();  // free before the ticket's waiter runs
     discharge(1);
     ticket->part_done(error);
   }
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   --worked_on_;
   idle_.notify_all();
 }
 
-// Somebody waits for `ticket`: its pieces pass those that nobody waits for.
+// Moves the waiting pieces of `ticket` in front of those that no thread waits for.
 void IoEngine::hurry(const Ticket* ticket) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   for (Queue& queue : queues_) {
     const auto moved = std::stable_partition(queue.others.begin(), queue.others.end(),
                                              [ticket](const InFlight& entry) { return entry.ticket.get() != ticket; });
@@ -326,18 +328,18 @@ void IoEngine::cancel(const TicketPtr& ticket) {
   ticket->cancel();
   Finished finished;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     fail_the_waiting(finished);
   }
-  tell(finished);
+  end_parts(finished);
   idle_.notify_all();
 }
 
-// Ends what waits and is not to start: cancelled, or on a hung device. The lock is held.
+// Ends the waiting pieces that must not start: cancelled, or on a hung device.
 void IoEngine::fail_the_waiting(Finished& finished) {
   for (Queue& queue : queues_)
     for (auto* waiting : {&queue.awaited, &queue.others}) {
-      const auto kept = std::stable_partition(waiting->begin(), waiting->end(), [&](const InFlight& entry) {
+      const auto kept = std::stable_partition(waiting->begin(), waiting->end(), [&](const InFlight& entry) INFINITY_REQUIRES(mutex_) {
         return !entry.ticket->cancelled() && !files_[entry.piece.file].hung && !broken_;
       });
       for (auto entry = kept; entry != waiting->end(); ++entry) finished.push_back(failed(*entry));
@@ -345,7 +347,7 @@ void IoEngine::fail_the_waiting(Finished& finished) {
     }
 }
 
-// The end of a piece that is not to start.
+// The result of a piece that must not start.
 IoEngine::Part IoEngine::failed(const InFlight& entry) const {
   const File& file = files_[entry.piece.file];
   if (broken_) return {entry.ticket, broken_};
@@ -354,7 +356,7 @@ IoEngine::Part IoEngine::failed(const InFlight& entry) const {
           std::make_exception_ptr(StorageError(ECANCELED, file.path, describe(entry.piece, file) + " was cancelled")), true};
 }
 
-// Fills the free slots of every device. The lock is held.
+// Starts waiting pieces in the free slots of every device.
 void IoEngine::start_waiting(Finished& finished) {
   if (troubled_) fail_the_waiting(finished);
   try {
@@ -379,14 +381,15 @@ void IoEngine::start_waiting(Finished& finished) {
   }
 }
 
-// The piece is over: another of its device takes its place. The lock is held.
+// Frees the slot of a piece that is over, for another one of its device.
 void IoEngine::free_slot(std::uint32_t id) {
   --queues_[slots_[id].piece.queue].in_flight;
   slots_[id] = InFlight{};
   free_slots_.push_back(id);
 }
 
-// The kernel refused to serve: nothing that was started can be known to end, and nothing more is. The lock is held.
+// Gives everything up after the backend failed: it is unknown whether started pieces end, and none
+// starts.
 void IoEngine::break_down(const std::exception_ptr& error, Finished& finished) {
   if (!broken_) broken_ = error;
   troubled_ = true;
@@ -395,22 +398,22 @@ void IoEngine::break_down(const std::exception_ptr& error, Finished& finished) {
   fail_the_waiting(finished);
 }
 
-// Outside the lock: what follows a ticket may submit again.
-void IoEngine::tell(Finished& finished) {
+// Ends parts of tickets. Without the mutex: a ticket's callbacks may submit again.
+void IoEngine::end_parts(Finished& finished) {
   if (finished.empty()) return;
   discharge(static_cast<std::size_t>(std::count_if(finished.begin(), finished.end(), [](const Part& part) { return !part.arrived; })));
   for (Part& part : finished) {
     if (part.arrived)
-      have_worked_on(std::move(part.arrived));
+      queue_work(std::move(part.arrived));
     else
       end_part(part.ticket, part.error, part.cancelled);
   }
   finished.clear();
 }
 
-// Lets later submissions have the room of `pieces`. Before their tickets finish: a waiter may submit at once.
+// Counts pieces as over. Called before their tickets finish, because a waiter may submit at once.
 void IoEngine::discharge(std::size_t pieces) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   pieces_ -= pieces;
 }
 
@@ -420,11 +423,11 @@ void IoEngine::run() {
     serve(finished);
   } catch (...) {
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       break_down(std::current_exception(), finished);
     }
-    tell(finished);
-    std::lock_guard<std::mutex> lock(mutex_);
+    end_parts(finished);
+    Lock lock(mutex_);
     completing_ = false;
     idle_.notify_all();
   }
@@ -437,7 +440,7 @@ void IoEngine::serve(Finished& finished) {
     results.clear();
     backend_->wait(results, tick());
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       const auto now = std::chrono::steady_clock::now();
       clock_ += std::min(2 * tick(), std::chrono::duration<double>(now - last).count());
       last = now;
@@ -448,9 +451,9 @@ void IoEngine::serve(Finished& finished) {
       completing_ = !finished.empty();
     }
     if (!finished.empty()) {
-      tell(finished);
+      end_parts(finished);
       {
-        std::lock_guard<std::mutex> lock(mutex_);
+        Lock lock(mutex_);
         completing_ = false;
       }
       idle_.notify_all();
@@ -458,10 +461,11 @@ void IoEngine::serve(Finished& finished) {
   }
 }
 
-// Reads one result. Either the piece is over (then its ticket goes to `finished`) or its rest starts again.
+// Reads one result. Either the piece is over, and goes to `finished`, or its rest goes back to the
+// queue.
 void IoEngine::complete(const PieceResult& result, Finished& finished) {
   InFlight& entry = slots_[result.id];
-  if (entry.given_up) {  // it did answer, too late
+  if (entry.given_up) {  // the device answered after the timeout
     --given_up_;
     entry = InFlight{};
     free_slots_.push_back(result.id);
@@ -478,7 +482,7 @@ void IoEngine::complete(const PieceResult& result, Finished& finished) {
   } else if (result.result < 0) {
     error = std::make_exception_ptr(StorageError(static_cast<int>(-result.result), file.path, where()));
   } else if (static_cast<std::size_t>(result.result) < piece.nbytes) {
-    // O_DIRECT continues at block boundaries, so a part of a block counts as not moved.
+    // O_DIRECT continues at block boundaries, so a partial block counts as not moved.
     const std::size_t moved = round_down(static_cast<std::size_t>(result.result), kBlockNbytes);
     entry.stalled = moved ? 0 : entry.stalled + 1;
     count(piece.op, 0, moved);
@@ -510,7 +514,7 @@ void IoEngine::give_up_on_the_hung(Finished& finished) {
   if (clock_ < next_look_) return;
   next_look_ = clock_ + tick();
   const std::vector<std::uint32_t> queued = backend_->queued();
-  for (const std::uint32_t id : queued) slots_[id].started = next_look_;  // it reaches the kernel then, at the earliest
+  for (const std::uint32_t id : queued) slots_[id].started = next_look_;  // it cannot reach the kernel earlier
   std::vector<std::uint32_t> late;
   for (std::uint32_t id = 0; id < slots_.size(); ++id)
     if (slots_[id].ticket && clock_ - slots_[id].started >= options_.timeout_seconds) {
@@ -518,7 +522,8 @@ void IoEngine::give_up_on_the_hung(Finished& finished) {
       late.push_back(id);
     }
   if (late.empty()) return;
-  // First what would only hang as well, then what does: others take its place.
+  // First the queued pieces, which would hang too; then the late ones. Other pieces take their
+  // slots.
   for (const std::uint32_t id : queued) {
     InFlight& entry = slots_[id];
     if (!files_[entry.piece.file].hung || !backend_->take_back(id)) continue;
@@ -529,7 +534,8 @@ void IoEngine::give_up_on_the_hung(Finished& finished) {
   for (const std::uint32_t id : late) give_up(id, hung_error(slots_[id].piece), finished);
 }
 
-// Tells the ticket. The slot stays taken until the device answers after all; another takes its place.
+// Fails the ticket of a late piece. Its slot stays in use until the device answers; a new slot
+// replaces it.
 void IoEngine::give_up(std::uint32_t id, std::exception_ptr error, Finished& finished) {
   InFlight& entry = slots_[id];
   finished.push_back({std::move(entry.ticket), std::move(error)});

@@ -23,14 +23,15 @@
 namespace infinity {
 namespace {
 
-// Some file systems accept O_DIRECT in open and refuse it in the first read. Reads one block to know.
+// Some file systems accept O_DIRECT in open and refuse it in the first read. Reads one block to
+// know.
 bool direct_works(int descriptor) {
   alignas(kBlockNbytes) static thread_local std::byte block[kBlockNbytes];
   return pread(descriptor, block, kBlockNbytes, 0) >= 0;
 }
 
-// The kernel's name for the disk ("vda", also for its partitions), or its numbers ("8:16") if it has
-// no name: a network or overlay file system.
+// The kernel's name for the disk ("vda", also for its partitions), or its numbers ("8:16") if it
+// has no name: a network or overlay file system.
 std::string device_of(int descriptor) {
   struct stat status{};
   if (fstat(descriptor, &status) != 0) return "unknown";
@@ -58,15 +59,15 @@ void overwrite_in_place(int descriptor) {
 #endif
 }
 
-// Creates a file without a name in `folder`. Returns its descriptor, and whether it has O_DIRECT; or
-// -1, with errno.
+// Creates a file without a name in `folder`. Returns its descriptor, and whether it has O_DIRECT;
+// or -1, with errno.
 std::pair<int, bool> open_without_name(const std::string& folder) {
   for (const int direct : {O_DIRECT, 0}) {
     const int descriptor = open(folder.c_str(), O_RDWR | O_TMPFILE | O_CLOEXEC | direct, 0600);
     if (descriptor >= 0) return {descriptor, direct != 0};
   }
-  // File systems without O_TMPFILE (NFS, overlays of old kernels): create the file, then unlink it. If
-  // the process is killed in between, an empty file stays.
+  // File systems without O_TMPFILE (NFS, overlays of old kernels): create the file, then unlink it.
+  // If the process is killed in between, an empty file stays.
   if (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL && errno != ENOENT) return {-1, false};
   static std::atomic<unsigned> count{0};
   for (int tries = 0; tries < 100; ++tries) {

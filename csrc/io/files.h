@@ -1,4 +1,5 @@
-// File: one file that an engine transfers to or from, and the calls that create, reserve and open it.
+// File: one file that an engine transfers to or from, and the calls that create, reserve and open
+// it.
 //
 // Every function here is thread-safe: it touches nothing but its arguments and the file system. The
 // returned File owns its descriptor through `open`; the descriptor closes with the last copy of
@@ -33,8 +34,8 @@ File create_named_file(const std::string& path, std::uint64_t nbytes);
 // its space is free when this process ends. Error messages name `folder`.
 File create_unnamed_file(const std::string& folder, std::uint64_t nbytes);
 
-// Opens the existing file `path`, read-only if its permissions or file system allow no more. O_DIRECT
-// is on if the file system has it. Throws StorageError.
+// Opens the existing file `path`, read-only if its permissions or file system allow no more.
+// O_DIRECT is on if the file system has it. Throws StorageError.
 File open_existing_file(const std::string& path);
 
 }  // namespace infinity

@@ -4,8 +4,8 @@
 //   modelled   any backend, with every result held back until a disk of a given rate would have it
 //   instant    reports every piece as moved, and moves nothing
 //
-// They are compiled into the C++ tests and into the module of tests/support/doubles. No wheel and no
-// source distribution has them.
+// They are compiled into the C++ tests and into the module of tests/support/doubles. No wheel and
+// no source distribution has them.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,8 @@
 
 namespace infinity::doubles {
 
-// Faults, drawn from a seed and the piece's number: a run can be repeated. Probabilities are per piece.
+// Faults, drawn from a seed and the piece's number: a run can be repeated. Probabilities are per
+// piece.
 struct FaultPlan {
   std::uint64_t seed = 0;
   double short_transfer = 0;  // fewer bytes than asked for are moved
@@ -46,14 +47,14 @@ std::string modelled_device(const std::vector<DiskModel>& models, const std::str
 
 std::unique_ptr<Backend> make_instant_backend();
 
-// `clocks` is a file that all processes with the same disks map: they share the rates. Throws UsageError
-// and StorageError.
+// `clocks` is a file that all processes with the same disks map: they share the rates. Throws
+// UsageError and StorageError.
 std::unique_ptr<Backend> make_modelled_backend(std::unique_ptr<Backend> inner, std::vector<DiskModel> models, const std::string& clocks);
 
 std::unique_ptr<Backend> make_faulty_backend(std::unique_ptr<Backend> inner, FaultPlan plan);
 
-// What stands between an engine and its backend: the instant backend or the real one, below the models,
-// below the faults.
+// What stands between an engine and its backend: the instant backend or the real one, below the
+// models, below the faults.
 struct Doubles : BackendLayer {
   bool instant = false;
   std::vector<DiskModel> models;

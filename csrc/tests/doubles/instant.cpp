@@ -1,8 +1,8 @@
 // The instant backend: reports every piece as moved, and moves nothing.
 //
-// Below the modelled backend it stands for disks that cost the processor nothing, as a drive with DMA
-// does: the rates can exceed what copies on this machine reach. Space that was never written reads as
-// zeros, which is what untouched memory holds.
+// Below the modelled backend it stands for disks that cost the processor nothing, as a drive with
+// DMA does: the rates can exceed what copies on this machine reach. Space that was never written
+// reads as zeros, which is what untouched memory holds.
 #include <chrono>
 #include <condition_variable>
 #include <mutex>

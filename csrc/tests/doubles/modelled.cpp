@@ -1,8 +1,8 @@
 // The modelled backend: holds every result back until a disk of the modelled rate would have it.
 //
-// Each disk has a clock: the time until which it is busy. A piece advances the clock by its bytes over
-// the rate, and completes when that time has come and its bytes have moved. The clocks are in a file that
-// several processes map.
+// Each disk has a clock: the time until which it is busy. A piece advances the clock by its bytes
+// over the rate, and completes when that time has come and its bytes have moved. The clocks are in
+// a file that several processes map.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
