@@ -511,7 +511,7 @@ void bind_update(py::module_& m) {
            [](Updater& updater) {
              std::vector<std::tuple<std::string, int, int, double, double>> found;
              for (const UpdaterEvent& event : updater.take_events())
-               found.emplace_back(event.kind, event.label, event.slot, event.start, event.end);
+               found.emplace_back(event.kind, event.label, event.slot.value_or(-1), event.start, event.end);
              return found;
            })
       .def_property_readonly("elements", [](const Updater& u) { return u.totals().elements; });
