@@ -85,6 +85,11 @@ class BuildExtension(build_ext):
             self.distribution.ext_modules = [each for each in self.distribution.ext_modules if each.name != DOUBLES_MODULE]
         super().finalize_options()
 
+    def run(self) -> None:
+        super().run()
+        # A wheel has all that lies in build_lib: the doubles of an earlier build in place must not stay there.
+        shutil.rmtree(Path(self.build_lib, "tests"), ignore_errors=True)
+
     def build_extension(self, extension: Pybind11Extension) -> None:
         compiler = os.environ.get("CXX", "c++")
         if shutil.which(shlex.split(compiler)[0]) is None:
