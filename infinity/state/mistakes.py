@@ -33,7 +33,9 @@ KNOWN: list[tuple[str, frozenset[str], str]] = [
         ("diffusers/training_utils.py", "", "An average of weights at home is infinity.ema(model, decay), whose update() follows each step; EMAModel copies "
          "every weight."),
         ("torch/optim/", "step _init_group", "This is not the optimizer that wrap_model returned: it would need the weights at home. Take the result, model, optimizer = "
-         "infinity.wrap_model(model, optimizer, config), step that optimizer, and give wrap_model an optimizer if it got none."),
+         "infinity.wrap_model(model, optimizer, config), and step that optimizer. Several optimizers for one model are one with a parameter group each; "
+         "a new one is built after unwrap_model, and wrapped with the model again."),
+        ("torch/autograd/graph.py", "register_multi_grad_hook _get_grad_fn_or_grad_acc", "Register one hook for each parameter: param.register_post_accumulate_grad_hook(hook)."),
         ("trl/trainer/callbacks.py", "_sync_target_model", "sync_ref_model changes the reference model's weights outside its forward: leave it out, or "
          "keep a plain reference model."),
         ("peft/", "merge merge_and_unload _unload_and_optionally_merge merge_adapter unmerge_adapter get_delta_weight", "Adapters are merged into weights at "
