@@ -47,7 +47,7 @@ class ActivationHome:
         self._device = store.device
         self._in_flight = InFlight(IN_FLIGHT_NBYTES)  # activations on their way home
         self._in_use: dict[int, Event] = {}  # by home address: the last copy that reads the buffer
-        # by queue: its last copy; after it no copy uses any buffer
+        # By queue: its last copy; after it no copy uses any buffer.
         self._last: dict[str, Event] = {}
         # Buffers in use, with the transfers that may still use them, keyed by a weak reference to
         # the saved storage. C code appends a dead reference to _left, so an interrupt cannot leak a
@@ -55,9 +55,9 @@ class ActivationHome:
         self._places: dict[weakref.ref[Saved], tuple[StateArray, list[native.Ticket]]] = {}
         self._left: deque[weakref.ref[Saved]] = deque()
         self._arrays: list[StateArray] = []  # all host memory that was ever taken
-        # free buffers among those; on disk the store manages the space
+        # Free buffers among those; on disk the store manages the space.
         self._free: list[StateArray] = []
-        # in the order of saving; the backward needs the last ones first
+        # In the order of saving; the backward needs the last ones first.
         self._order: list[weakref.ref[Saved]] = []
 
     def rebuild(self) -> None:
@@ -203,7 +203,7 @@ class ActivationHome:
         transfer = Copy("host->device", saved.nbytes, "activations")
         behind = [self._device.now(), saved.sent]
         event = self._device.put("in", lambda: target.copy_(source, non_blocking=True), behind=behind, transfer=transfer)
-        # the copy writes to it even if no backward uses the result
+        # The copy writes to it even if no backward uses the result.
         self._in_flight.keep(target, event)
         self._in_use[saved.place.extent.address] = self._last["in"] = event
         saved.coming = target.untyped_storage(), event

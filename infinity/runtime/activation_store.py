@@ -42,7 +42,7 @@ class ActivationStore(ActivationHome):
         self._planner: ActivationPlanner | None = None
         self._block: PlannedBlock | None = None  # the block whose forward runs
         self.outside_nbytes = 0  # bytes that this pass saved outside of blocks
-        # may stay on the device; None: nothing may, and home must have room
+        # May stay on the device; None: nothing may, and home must have room.
         self.spare_nbytes = spare_nbytes
         self._kept = native.Account()  # the bytes that do
         self._stays: set[int] = set()

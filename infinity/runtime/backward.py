@@ -36,7 +36,7 @@ class Backward:
         """``recover``: recovers from an exception, if a backward is the first use after it."""
         self.job, self._pass, self._recover = job, job.running, recover
         self.tasks = AutogradTasks(job.scopes, job.running)
-        # parameters without a gradient in an earlier backward
+        # Parameters without a gradient in an earlier backward.
         self._without_grad: dict[ParamUnit, set[ParamHandle]] = {}
         self._listeners: list[Callable[[ParamUnit], None]] = []
 
@@ -105,7 +105,7 @@ class Backward:
     def landed(self, param: torch.Tensor) -> None:
         """Sends home a gradient that autograd accumulated in ``param``."""
         handle = handle_of(param)
-        # before recovery clears gradients: this one belongs to the running backward
+        # Before recovery clears gradients: this one belongs to the running backward.
         grad = raw_grad(param)
         refuse_without_bytes("a backward")
         if grad is not None and not has_bytes(grad):
@@ -119,7 +119,7 @@ class Backward:
             return  # a weight that runs in tiles: its gradient has landed
         self.job.gradients.changes.begin(handle)
         if is_distributed(grad):
-            # sums partial gradients over the mesh
+            # Sums partial gradients over the mesh.
             grad = part_of(param, grad, f"the gradient of {handle.name}")
         set_raw_grad(param, None)
         with self.job.store.guarding():
@@ -184,7 +184,7 @@ class Backward:
         """Ends the outermost task: releases units still held, and notes their parameters that got
         no gradient."""
         for unit, missing in (self._pass.awaited | self._pass.expected).items():
-            # else this was torch.autograd.grad, which accumulates nothing
+            # Else this was torch.autograd.grad, which accumulates nothing.
             if unit in self._pass.reached:
                 self._without_grad[unit] = self._without_grad.get(unit, set()) | missing
         for unit in list(self._pass.awaited):

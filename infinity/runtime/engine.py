@@ -86,7 +86,7 @@ class Engine:
         self.traffic.timeline = Timeline(trace_path(config.trace, self.ranks)) if config.trace is not None else None
         self.shadow_policy = ShadowPolicy() if plan.shadowed else None
         self.trained: list[ParamHandle] = []  # the parameters that have optimizer state
-        # the newest state-dict tensor of a tied parameter
+        # The newest state-dict tensor of a tied parameter.
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}
         self.average: WeightAverage | None = None  # of the trained parameters
         self.older: OlderWeights | None = None  # set when a pipeline runs without flush
@@ -98,7 +98,7 @@ class Engine:
         self.updates = Updates(units, self.traffic)
         self.lent = LentState(self.store, self.steps, self.journal)
         self.parking, self.uses = Parking(self.store), self._make_uses()
-        # none of which refers back to this object
+        # None of which refers back to this object.
         contents = [shard.contents for unit in units for shard in unit.shards]
         given_back = self.scopes, self.store, contents, self.updates.recorded, self.updates.names, self.collectives, device
         # insist: a finalizer runs once, so Ctrl-C must not end it early.

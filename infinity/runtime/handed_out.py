@@ -58,7 +58,7 @@ def _probes(storage: torch.UntypedStorage) -> bytes:
     nbytes = storage.nbytes()
     if nbytes <= PROBED_NBYTES:
         return ctypes.string_at(storage.data_ptr(), nbytes) if nbytes else b""
-    # an odd stride: each byte of a number in turn
+    # An odd stride: each byte of a number in turn.
     return _bytes_of(storage)[:: nbytes // PROBES | 1].tobytes()
 
 
@@ -69,7 +69,7 @@ class _Handed:
     def __init__(self, handle: ParamHandle, array: str, tensor: torch.Tensor, on_death: Any):
         self.handle, self.array, self.bytes = handle, array, local_of(tensor).detach()
         self._counted = [self.bytes]
-        # torch counts changes of the whole or of the local part, by the call
+        # torch counts changes of the whole or of the local part, by the call.
         if is_distributed(tensor):
             self._counted.append(tensor.detach())
         self._storage = self.bytes.untyped_storage()
@@ -77,10 +77,10 @@ class _Handed:
         self._own_references = storage_guard.references(self.bytes) - 1  # beside the tensor's
         self.tensor = weakref.ref(tensor, on_death)
         self.stamp: Any = None
-        # step of the last note, and of the last comparison of bytes
+        # Step of the last note, and of the last comparison of bytes.
         self.index = self._looked_at = -1
         self._digest: bytes | None = None  # of a tensor that NumPy may change
-        # only this rank saw a write: each rank compares with its own home
+        # Only this rank saw a write: each rank compares with its own home.
         self.is_seen_here_alone = False
 
     def look(self) -> tuple[list[int], bytes]:

@@ -20,7 +20,7 @@ class RefusedCopy:
     """Makes pickling, copying or scripting ``module`` raise a UsageError, until :meth:`remove`.
     Otherwise torch would fail at one of our hooks, with an unclear error."""
 
-    # looked up on the object itself by pickle and copy, and by torch.jit.script
+    # Looked up on the object itself by pickle and copy, and by torch.jit.script.
     NAMES = ("__reduce_ex__", "__prepare_scriptable__")
 
     def __init__(self, module: torch.nn.Module):
@@ -59,7 +59,7 @@ class LandingHook:
 
     def _register(self, param: torch.Tensor) -> None:
         wanted = param.requires_grad
-        # torch requires it for the hook; the parameter may be unfrozen later
+        # torch requires it for the hook; the parameter may be unfrozen later.
         param.requires_grad_(True)
         self._registered = param.register_post_accumulate_grad_hook(self._landed)
         param.requires_grad_(wanted)

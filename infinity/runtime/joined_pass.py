@@ -57,7 +57,7 @@ class JoinedPass:
         job = self._job
         if not self._pass.is_joined:
             return  # an error inside was caught, and recovered from
-        # an exception from here on leaves partial gradients: mark them invalid
+        # An exception from here on leaves partial gradients: mark them invalid.
         job.uses.interrupt()
         self._pass.is_joined = False
         with job.store.guarding():

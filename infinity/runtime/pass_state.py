@@ -35,7 +35,7 @@ class Frame:
 
     module: torch.nn.Module
     units: list[ParamUnit]  # held until it ends
-    # held until the forward of their own module ends
+    # Held until the forward of their own module ends.
     looked_at: list[ParamUnit] = field(default_factory=list)
     is_recomputed: bool = False  # inside a checkpoint
     hooks: int = 0  # pairs of our saved-tensor hooks that this thread had before
@@ -52,19 +52,19 @@ class Pass:
     # Units on the device, the least recently used first, and the number of holds of each.
     resident: dict[ParamUnit, None] = field(default_factory=dict)
     holds: Counter[ParamUnit] = field(default_factory=Counter)
-    # the unit that was used last, and the time since when it is resident
+    # The unit that was used last, and the time since when it is resident.
     computing: tuple[int, float] | None = None
 
     # The backward. Only autograd holds the token of a task. A token that is gone although its task
     # has not ended here means that the task was interrupted.
     tokens: dict[int, weakref.ref] = field(default_factory=dict)
-    # held, least recently used first
+    # Held, least recently used first.
     awaited: dict[ParamUnit, set[ParamHandle]] = field(default_factory=dict)
-    # gradients still to come, of each unit, held or not
+    # Gradients still to come, of each unit, held or not.
     expected: dict[ParamUnit, set[ParamHandle]] = field(default_factory=dict)
-    # when the backward reached each held unit
+    # When the backward reached each held unit.
     since: dict[ParamUnit, float] = field(default_factory=dict)
-    # units that got a gradient in this backward
+    # Units that got a gradient in this backward.
     reached: set[ParamUnit] = field(default_factory=set)
 
     is_joined: bool = False

@@ -35,9 +35,9 @@ class Passes:
 
     def __init__(self, job: Job, backward: Backward):
         self.job, self.scopes, self._pass, self.backward = job, job.scopes, job.running, backward
-        # for parameters that are stepped later
+        # For parameters that are stepped later.
         self._hook: Callable[[torch.Tensor], None] | None = None
-        # run last, after hooks that a forward may have registered
+        # Run last, after hooks that a forward may have registered.
         self.landing_hooks: list[Callable[[], None]] = []
 
     @property
@@ -100,7 +100,7 @@ class Passes:
             raise
         self.frames.append(Frame(module, held, is_recomputed=self.is_recomputed, hooks=self.scopes.hooks))
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        # a checkpoint recomputes: nothing is kept
+        # A checkpoint recomputes: nothing is kept.
         if keeping is not None and not is_checkpoint(outer):
             keeping.begin(foreign)
             self.scopes.push_hooks(*keeping.hooks(outer))
@@ -114,10 +114,10 @@ class Passes:
             return
         if not self._pass.is_joined:
             job.uses.check(Operation.LONE_FORWARD)
-        # without flush, units are used in another version too
+        # Without flush, units are used in another version too.
         kind = "unflushed" if self._pass.is_stale else "train"
         for handle in job.trained if training else ():
-            # left by a backward that was interrupted before the engine knew of it
+            # Left by a backward that was interrupted before the engine knew of it.
             set_raw_grad(handle.param, None)
         if training:
             job.gradients.let_go_unheld()
@@ -143,7 +143,7 @@ class Passes:
         if self.frames[0].module is module and any(handle_of(tensor) is not None for tensor in _tensors(output)):
             # A parameter itself is at home after this frame, so a loss could not use it.
             output = tree_map_only(torch.Tensor, lambda t: t.clone() if handle_of(t) is not None else t, output)
-        # ended by an exception, for which torch called no hook
+        # Ended by an exception, for which torch called no hook.
         while (frame := self.frames.pop()).module is not module:
             self._unhold(frame)
         for unit in frame.units:

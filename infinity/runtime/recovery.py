@@ -27,7 +27,7 @@ def begin_repair(job: Job, why: str) -> None:
     every use raises ``why``. Blocks until transfers are done. Raises StorageError if a running
     update fails."""
     try:
-        # so that submitted updates are known, and waited for, before any write
+        # So that submitted updates are known, and waited for, before any write.
         job.journal.finish()
     except Exception:  # noqa: BLE001 - the journal cannot be completed; all state is about to be loaded anyway
         job.uses.halt(why)
@@ -44,7 +44,7 @@ def recover(job: Job, older: OlderWeights | None, *, finishing: bool) -> None:
 
     ``finishing``: also finish the journal; without it the journal stays as it is, for the next use.
     """
-    # set first: if recovery is interrupted, the next use starts it over
+    # Set first: if recovery is interrupted, the next use starts it over.
     job.scopes.interrupted = True
     job.store.check_process()
     job.collectives.strike()

@@ -33,7 +33,7 @@ class ScopedCall:
     call ends, the scope pops the hooks that it pushed on this thread, and records an exception.
     Torch calls no hook after Ctrl-C."""
 
-    # looked up by ``module(...)``; the second one first, if compiled
+    # Looked up by ``module(...)``; the second one first, if compiled.
     NAMES = ("_call_impl", "_compiled_call_impl")
 
     def __init__(self, job: Job, module: torch.nn.Module):
@@ -92,7 +92,7 @@ def _scoped(job: Job, call: Callable) -> Callable:
                     raise meant from error
                 raise
 
-    # what it calls may be compiled
+    # What it calls may be compiled.
     return torch.compiler.disable(scoped, recursive=False, reason=UNCOMPILED)
 
 
