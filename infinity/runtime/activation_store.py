@@ -6,9 +6,10 @@ spill     with ``activations="auto"`` and a device budget: storages leave the de
           budget has no room
 staging   memory for activations on their way to and from the disk
 
-Whole storages move, and come back under the same views, with the strides and offsets of the saved
-tensors. So the backward computes with the same bits. A storage stays at home as long as autograd's
-graph refers to it. Its space is kept for the next step, which needs the same.
+Storages move whole, unless the saved view needs a small part only. They come back under the same
+views, with the strides and offsets of the saved tensors, so the backward computes with the same
+bits. A storage stays at home as long as autograd's graph refers to it. Its space is kept for the
+next step, which needs the same.
 """
 
 from __future__ import annotations
