@@ -216,8 +216,8 @@ class Engine:
 
     @torch.compiler.disable  # a compiled function may use the engine
     def _prepare(self, repairing: bool) -> None:
-        """Recovers from an exception, at the start of an outermost use. Raises if the job is
-        halted."""
+        """Restores parked arrays and recovers from an exception, at the start of an outermost use.
+        Raises if the job is halted."""
         refuse_at_the_end()
         self.parking.resume()
         self.recover(finishing=not repairing)

@@ -150,8 +150,8 @@ class _Handed:
         return home.dtype == here.dtype and not bool(same_bits(here, home).all())
 
     def is_held(self, *, dying: bool = False) -> bool:
-        """Tells whether anything else holds the memory. ``dying``: torch is just freeing the tensor
-        and still counts."""
+        """Tells whether anything else holds the memory. ``dying``: torch is freeing the tensor, and
+        still refers to it."""
         if dying:
             return storage_guard.references(self.bytes) > self._own_references + 1
         return self.tensor() is not None or storage_guard.references(self.bytes) > self._own_references

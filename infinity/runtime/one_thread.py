@@ -22,8 +22,8 @@ PAUSE = 0.0002  # seconds between two polls
 
 def wait_for_others(scopes: native.Scopes) -> None:
     """Waits until no other thread uses the engine of ``scopes`` or is ahead in the queue. Raises
-    UsageError if the others make no progress for a minute. Scopes and tasks call this as they are
-    entered, and then check again and register in one atomic step."""
+    UsageError if the others make no progress for PATIENCE seconds. Scopes and tasks call this as
+    they are entered, and then check again and register in one atomic step."""
     changes, since = scopes.changes, time.monotonic()
     while scopes.has_to_wait:
         time.sleep(PAUSE)
@@ -41,7 +41,7 @@ def begin_task(scopes: native.Scopes) -> native.Task:
     """Returns a token that counts a run of autograd as long as autograd holds it. Waits until no
     other thread uses the engine. Raises UsageError as :func:`wait_for_others` does."""
     # Autograd has its own thread for each accelerator. It works for the caller of backward, maybe
-    # inside the scope of that thread.
+    # inside a scope of the caller's thread.
     of_python = threading.get_ident() in {thread.ident for thread in threading.enumerate()}
     return scopes.task(partial(wait_for_others, scopes) if of_python else None)
 

@@ -63,7 +63,7 @@ class Prefetcher:
         self.look_ahead = LookAhead(units_ahead, is_fixed=device.overlaps)
         self._collectives, self._ranks, self._device = collectives, collectives.ranks, device
         self._give_way = give_way  # lets the backward release a unit; False when it has none
-        self._before_gather = before_gather  # starts the reductions that all ranks start first
+        self._before_gather = before_gather  # starts the reductions due before a gather
         self._pass = running
         self.misses = 0  # units that were not fetched ahead of their use
 
@@ -93,7 +93,7 @@ class Prefetcher:
 
     @apart
     def unhold(self, unit: ParamUnit) -> None:
-        """Takes one hold off. The last one writes edits of the forward home."""
+        """Takes one hold off. The last makes the unit idle, and sends its edits home."""
         unit = unit.in_use
         if self._take_off(unit):
             unit.note_use(self._device.now())
@@ -160,7 +160,7 @@ class Prefetcher:
         on the disk, and on the other ranks for a gather.
 
         ``offered``: reductions of gradients that this rank could start. Returns the smallest number
-        that a rank of the shard group offered, or None if no gather was met for.
+        that a rank of the shard group offered, or None without a gather.
         """
         least = None
         self._note_compute()

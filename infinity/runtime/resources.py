@@ -163,8 +163,7 @@ def trace_path(path: str | os.PathLike, ranks: DataRanks) -> str:
 
 
 def _faults_from_environment() -> native.FaultPlan | None:
-    """Parses ``INFINITY_FAULTS="seed=1,short_transfer=0.5"``: seeded faults under the I/O engine,
-    for tests."""
+    """``INFINITY_FAULTS="seed=1,short_transfer=0.5"``: seeded faults under the I/O engine, for tests."""
     text = os.environ.get("INFINITY_FAULTS")
     if not text:
         return None

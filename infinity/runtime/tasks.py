@@ -37,14 +37,14 @@ class AutogradTasks:
         self._scopes, self._pass = scopes, running
 
     def __bool__(self) -> bool:
-        """Whether a task began and has not ended. If none is running, one was interrupted."""
+        """Whether a task began and has not ended: it is running, or was interrupted."""
         return bool(self._pass.tokens)
 
     def join(self, listener: TaskListener) -> None:
         """Calls ``listener`` when the running task ends; once per task. Does nothing outside of
         tasks.
 
-        Raises UsageError if another thread uses the engine and does not advance.
+        Raises UsageError if another thread uses the engine and makes no progress.
         """
         task = torch._C._current_graph_task_id()
         if task == -1 or task in self._pass.tokens:

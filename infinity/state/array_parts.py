@@ -1,5 +1,4 @@
-"""ArrayParts: the place of each parameter in one shard's flat arrays, this rank's slice, and
-reading.
+"""ArrayParts: each parameter's place in one shard's flat arrays, this rank's slice, and reading.
 
 slice   a rank's equal part of every array's flat elements; with one rank, all of them
 part    the elements of an array that belong to one parameter
@@ -20,20 +19,17 @@ from .shard_spec import ShardSpec, elements_each
 
 
 class ArrayParts:
-    """One shard's flat arrays by parameter. With several ranks, every rank must call to read a
-    part."""
+    """One shard's flat arrays by parameter. To read a part, every rank must call."""
 
     def __init__(self, spec: ShardSpec, params: Sequence[torch.nn.Parameter], collectives: Collectives | None = None):
         self.spec, self.params = spec, tuple(params)
         self.collectives = collectives or Collectives()
         self.ranks = self.collectives.ranks
-        # Until the real names are set.
-        self.names = [f"parameter {i} of a shard" for i in range(len(params))]
+        self.names = [f"parameter {i} of a shard" for i in range(len(params))]  # until set
         self.layout = FlatLayout.of(params, self.ranks.size)
         self.slice_numel = self.layout.numel // self.ranks.size
         self.contents = Contents()
-        # Whole arrays, while they are read part by part.
-        self._assembled: dict[str, torch.Tensor] = {}
+        self._assembled: dict[str, torch.Tensor] = {}  # whole arrays, in assembling()
 
     @property
     def arrays(self) -> dict[str, StateArray]:
@@ -41,8 +37,7 @@ class ArrayParts:
         return self.contents.arrays
 
     def own(self, name: str, rank: int | None = None) -> tuple[int, int]:
-        """Returns (begin, end) of the elements of array ``name`` that this rank (or ``rank``) has
-        at home."""
+        """Returns (begin, end), in elements, of array ``name`` at home here (or on ``rank``)."""
         if name == "grad" and self.ranks.keeps_gradients:
             return 0, self.layout.numel
         each = self.slice_numel // elements_each(name)
@@ -55,16 +50,14 @@ class ArrayParts:
         return self.ranks.rank * self.slice_numel, (self.ranks.rank + 1) * self.slice_numel
 
     def slice_part(self, index: int, rank: int | None = None) -> tuple[int, int]:
-        """Returns (begin, end) of parameter ``index`` in this rank's slice (or ``rank``'s); empty
-        if equal."""
+        """Returns (begin, end), maybe empty, of parameter ``index`` in its rank's slice."""
         place = self.layout.placements[index]
         first = (self.ranks.rank if rank is None else rank) * self.slice_numel
         begin, end = max(place.offset, first), min(place.end, first + self.slice_numel)
         return begin, max(begin, end)
 
     def own_part(self, name: str, index: int) -> tuple[int, int]:
-        """Returns (begin, end) of parameter ``index`` in array ``name``, as far as it is at home;
-        empty if equal."""
+        """Returns (begin, end), maybe empty, of parameter ``index`` in ``name`` at home here."""
         (begin, end), (low, high) = self.part(name, index), self.own(name)
         begin, end = max(begin, low), min(end, high)
         return begin, max(begin, end)
@@ -126,8 +119,7 @@ class ArrayParts:
         return store.read(self.arrays[name], begin - first, end - first)
 
     def see_own_part(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
-        """Returns the same as :meth:`read_own_part`, read-only. For a host home it is a view, which
-        changes with the home."""
+        """Returns :meth:`read_own_part`, read-only: a view of a host home, not a copy."""
         begin, end = self.own_part(name, index)
         array, first = self.arrays[name], self.own(name)[0]
         if begin < end and array.flat is not None and array.flat.is_cpu:

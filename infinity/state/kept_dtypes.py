@@ -38,8 +38,8 @@ def keeps_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], b
 
 def computing_dtypes(model: nn.Module, param_dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.dtype]:
     """Returns a function from parameters of ``model`` to their compute dtypes: ``param_dtype``, or
-    the own dtype. The own dtype applies without a ``param_dtype``, to integers, and to kept fp32.
-    """
+    the parameter's own. The own one applies without a ``param_dtype``, to a parameter that is not
+    floating point, and to one that is kept in fp32."""
     keeps = keeps_fp32(model, param_dtype)
     kept = {param for name, param in model.named_parameters(remove_duplicate=False) if keeps(name)}
 

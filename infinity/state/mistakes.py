@@ -64,7 +64,7 @@ DEEPEST = 60  # frames that are searched
 
 def advice(param: torch.Tensor | None = None) -> str:
     """Returns a hint for the calling library, or for ``param`` if its module was called alone; else
-    ""."""
+    an empty string."""
     frame = sys._getframe(1)
     for _ in range(DEEPEST):
         if frame is None:
@@ -84,7 +84,7 @@ def is_called_from(path: str, name: str = "") -> bool:
 
 
 def called_alone(param: torch.Tensor) -> str:
-    """Returns a hint if a module that has ``param`` was called by itself; else ""."""
+    """Returns a hint if a module that has ``param`` was called by itself; else an empty string."""
     frame = caller("torch/nn/modules/module.py", "_call_impl")
     module = frame.f_locals.get("self") if frame is not None else None
     if module is None or all(each is not param for each in module.parameters()):

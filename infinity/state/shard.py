@@ -102,9 +102,9 @@ class ParamShard(ShardArrays):
     def changes(
         self, store: ArrayIO, index: int, weight: torch.Tensor, *, before: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Computes new parts of parameter ``index``'s arrays, in which the elements that differ get
-        ``weight``'s value. The difference is to ``before`` (None: the value at home), in the dtype
-        of ``weight``.
+        """Computes parameter ``index``'s parts of the arrays after an edit. Elements of ``weight``
+        that differ from ``before`` (None: from home), in the dtype of ``weight``, replace those at
+        home.
 
         Masters of the other elements keep the bits below its precision. Empty if nothing differs.
         Writes nothing: see :meth:`write_changes`.

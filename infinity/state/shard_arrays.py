@@ -1,5 +1,4 @@
-"""ShardArrays: keeps one shard's flat arrays at their homes, and tracks the optimizer's updates of
-them.
+"""ShardArrays: one shard's flat arrays at their homes, and the optimizer's running updates of them.
 
 shadow      buffers for the results of an update made ahead; if the step uses it, they and the state
             are swapped
@@ -27,8 +26,7 @@ from .shard_spec import ShardSpec
 
 
 class ShardArrays(ArrayParts):
-    """The flat arrays of one shard: their homes, the elements of each parameter, and running
-    updates."""
+    """One shard's flat arrays: homes, each parameter's elements, and running updates."""
 
     def __init__(self, spec: ShardSpec, params: Sequence[torch.nn.Parameter], collectives: Collectives | None = None):
         super().__init__(spec, params, collectives)
@@ -51,11 +49,8 @@ class ShardArrays(ArrayParts):
     def allocate(
         self, store: ShardStore, tiers: dict[str, Tier], what: str, *, kept: Collection[str] = (), shadowed: bool = False
     ) -> None:
-        """Allocates every array at its tier in ``tiers``; those in ``kept`` are cached on the host.
-        With ``shadowed`` allocates the buffers of a shadow too. Raises CapacityError over a budget.
-        """
-        # Homes that other ranks can read.
-        homes = self.ranks.row.homes if self.ranks.row is not None else None
+        """Allocates arrays at ``tiers``, host caches of ``kept`` and, if ``shadowed``, a shadow."""
+        homes = self.ranks.row.homes if self.ranks.row is not None else None  # read by other ranks
         for name, dtype in self.spec.array_dtypes().items():
             begin, end = self.own(name)
             numel, make = end - begin, homes.make_region if homes is not None and name == "weight" else native.Region
@@ -69,13 +64,11 @@ class ShardArrays(ArrayParts):
 
     @property
     def weight_regions(self) -> list[native.Region | None]:
-        """The host memory of the weights, now and after the next update; None for an array without
-        any."""
+        """The host memory of the weights, now and after the next update, or None."""
         return [array.region for array in (self.weight, self.older)]
 
     def allocate_missing(self, store: ShardStore, spec: ShardSpec, tiers: dict[str, Tier], what: str) -> dict[str, StateArray]:
-        """Allocates, after the wrap, the arrays of ``spec`` that this shard lacks, zeroed. Unused
-        until :meth:`grow`. Raises CapacityError if there is no room."""
+        """Allocates, after the wrap, ``spec``'s missing arrays, zeroed, for :meth:`grow`."""
         made: dict[str, StateArray] = {}
         try:
             for name, dtype in spec.array_dtypes().items():
@@ -89,13 +82,11 @@ class ShardArrays(ArrayParts):
         return made
 
     def grow(self, spec: ShardSpec, arrays: dict[str, StateArray]) -> None:
-        """Makes this a shard of ``spec``, with the additional ``arrays`` (AT_HOME only).
-        Idempotent."""
+        """Makes this a shard of ``spec`` with more ``arrays`` (AT_HOME only). Idempotent."""
         self.spec, self.contents.arrays = spec, self.arrays | arrays
 
     def keep_older(self, store: ShardStore, what: str) -> None:
-        """Allocates memory for the weights before the last update (AT_HOME only). Raises
-        CapacityError if there is no room."""
+        """Allocates the older weights' array (AT_HOME only). Raises CapacityError without room."""
         if self.spare_arrays:
             raise InternalError(f"the shard of {self.names[0]} has room for a shadow, which cannot be an older version's")
         weight = self.weight
@@ -160,9 +151,8 @@ class ShardArrays(ArrayParts):
             contents.update, contents.shadow = update, None
 
     def advance(self, update: Update, weight: StateArray) -> None:
-        """Records the running ``update``, which writes new weights beside the old ones (AT_HOME ->
-        STEPPING). ``weight`` becomes the current array, the one before becomes the older.
-        Idempotent."""
+        """Records the running ``update``, which writes the new ``weight`` beside the old one
+        (AT_HOME -> STEPPING). The new one becomes current, the old one older. Idempotent."""
         contents = self.contents
         if self.weight is not weight:
             self._check_move(Activity.STEPPING)
@@ -187,13 +177,11 @@ class ShardArrays(ArrayParts):
         self.contents.shadow = shadow
 
     def drop_shadow(self) -> None:
-        """Waits for the shadow and drops it (SHADOWED -> AT_HOME), because its inputs are about to
-        change."""
+        """Waits for the shadow and drops it (SHADOWED -> AT_HOME): its inputs change."""
         self.contents.drop_shadow()
 
     def keep_shadow(self) -> None:
-        """Makes the shadow the state (SHADOWED -> STEPPING). The old state's buffers hold the next
-        shadow."""
+        """Swaps the state with the shadow, which becomes the state (SHADOWED -> STEPPING)."""
         self._check_move(Activity.STEPPING)
         contents = self.contents
         before = {name: contents.arrays[name] for name in contents.beside}
@@ -220,9 +208,8 @@ class ShardArrays(ArrayParts):
     def write_part(
         self, store: ArrayIO, name: str, index: int, part: torch.Tensor, *, version: int, begin: int = 0, stays: bool = False
     ) -> None:
-        """Writes this rank's slice of ``part`` to parameter ``index``'s part of array ``name``,
-        from element ``begin`` on. ``stays``: the caller does not change ``part`` until all is at
-        home."""
+        """Writes ``part`` to parameter ``index``'s part of array ``name``, from element ``begin``
+        on, as far as it is at home here. ``stays``: it does not change until all is at home."""
         self.drop_shadow()
         self.last_read.wait()
         begin += self.part(name, index)[0]

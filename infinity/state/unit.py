@@ -21,7 +21,7 @@ from .residency import MOVES, Residency
 from .shard import ParamShard
 from .unit_buffers import UnitBuffers
 
-# Of a read; overlaps reads with copies to a device; whole checksum blocks.
+# Reads in pieces of this size overlap with copies to a device. Whole checksum blocks.
 PIECE_NBYTES = 8 * 1024 * 1024
 
 

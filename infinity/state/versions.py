@@ -60,7 +60,7 @@ class OlderUnit(ParamUnit):
         self._second.clear()
 
     def _align(self, *, shows: bool = False) -> None:
-        """Keeps the parameters views of the newest weights."""
+        """Aligns the buffers. By default the parameters stay views of the newest weights."""
         super()._align(shows=shows)
 
     @property
@@ -112,7 +112,8 @@ class UnitVersions:
         self._swap()
 
     def settle(self) -> None:
-        """Undoes an interrupted swap of device homes, and computes with the newest weights."""
+        """Restores the buffers of device homes after an interrupted update, and computes with the
+        newest weights."""
         if self.unit.stays and any(flat is not shard.weight.flat for flat, shard in zip(self.unit.flats, self.unit.shards)):
             self._swap()
         self.unit.uses_older = False
