@@ -1,1 +1,1 @@
-"""Runs blocks another way: in tiles, in parts of a batch, again in the backward, without whole logits."""
+"""Replacement forwards: tiled layers, micro-batched blocks, recomputation, and lazy logits."""

@@ -17,28 +17,30 @@ from .weights import Weights, found_weakly
 
 
 class Checkpointed:
-    """A block's forward of which only the input is kept."""
+    """A block's forward that keeps only its input for the backward."""
 
     def __init__(self, engine: Weights, units: Sequence[ParamUnit], forward: Any):
         self._engine, self._units, self.forward = found_weakly(engine), units, forward
 
     @property
     def journal(self) -> Journal:
-        """The changes of the engine that have begun."""
+        """The journal of the engine. Raises UsageError if the engine is gone."""
         return self._engine().journal
 
     def run(self, leaves: list, spec: Any) -> Any:
-        """Runs the forward, which is run again in the backward; where there will be none, just the forward."""
+        """Runs the forward, and again in the backward. Without grad mode, runs it once."""
         if not torch.is_grad_enabled():
             return self.compute(spec, *leaves)
         versions = [unit.version for unit in self._units]
         return checkpoint(partial(self.compute, versions=versions), spec, *leaves, use_reentrant=False)
 
     def compute(self, spec: Any, *leaves: Any, versions: list[int] | None = None) -> Any:
-        """Computes the forward of arguments that were flattened. ``versions``: of its units' values, the first time."""
+        """Computes the forward of flattened arguments. ``versions``: the units' versions at the
+        first run. Raises UsageError if a recomputation finds others."""
         engine = self._engine()
         args, kwargs = tree_unflatten(list(leaves), spec)
-        if torch._C._current_graph_task_id() != -1:  # recomputation: nobody else may have asked for the weights yet
+        # In a recomputation, the backward may not hold these units yet.
+        if torch._C._current_graph_task_id() != -1:
             if versions is not None and versions != [unit.version for unit in self._units]:
                 raise UsageError(
                     "this backward runs a block's forward again, but its weights were changed since (by optimizer.step() or "
@@ -51,13 +53,13 @@ class Checkpointed:
 
 
 def random_states(places: set[torch.device]) -> dict[torch.device, torch.Tensor]:
-    """Reads the states of the processor's generator and of those of ``places``."""
+    """Reads the random states of the CPU's generator and of those of the devices ``places``."""
     states = {torch.device("cpu"): torch.get_rng_state()}
     elsewhere = [place for place in places if place.type != "cpu"]
     return states | {place: torch.get_device_module(place).get_rng_state(place) for place in elsewhere}
 
 
 def set_random_states(states: dict[torch.device, torch.Tensor]) -> None:
-    """Puts generators back to what :func:`random_states` found."""
+    """Restores the generators' states that :func:`random_states` read."""
     for place, state in states.items():
         torch.set_rng_state(state) if place.type == "cpu" else torch.get_device_module(place).set_rng_state(state, place)

@@ -1,11 +1,13 @@
-"""Logits: the output of a head that runs in tiles, not computed until something asks for it.
+"""Logits: the output of a head that runs in tiles, computed only when it is used.
 
-A head's output is often larger than its weight, and mostly goes into one cross-entropy and nowhere else. That is then
-computed from the head's input, tile by tile, and the logits are never whole. Everything else that is done with
-them makes them an ordinary tensor first, so that no model has to know.
+A head's output is often larger than its weight, and mostly goes into one cross-entropy only. The
+loss is then computed from the head's input, tile by tile, without whole logits. Any other use
+converts the logits to an ordinary tensor first, so models need no change.
 
-node    one such tensor: the head's output (the root), or what casts to fp32, views and slices of whole rows made of it
-whole   a node as an ordinary tensor. Once one node is whole all are: what is changed in place then is seen as torch has it
+node    one lazy tensor: the head's output (the root), or a cast to fp32, view or slice of whole
+        rows derived from it
+whole   a node as an ordinary tensor. Once one node is whole all are, so that in-place changes
+        show in views as in torch
 """
 
 from __future__ import annotations
@@ -36,20 +38,23 @@ WATCHING = (torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.autograd
 
 @dataclass(eq=False)
 class Head:
-    """The layer behind logits: ``compute(hidden)`` is its output, without a graph; ``losses(rows, target, ignore_index)`` the
-    cross-entropy of each row of 2-d hidden states, 0 where it is ignored; ``check()`` raises when either would not be of its
-    forward's weights."""
+    """The layer that produces logits.
+
+    ``compute(hidden)`` returns its output, without a graph. ``losses(rows, target, ignore_index)``
+    returns the cross-entropy of each row of 2-d hidden states, 0 for ignored rows. ``check()``
+    raises UsageError if the weights have changed since the forward.
+    """
 
     width: int
     compute: Make
     losses: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
     check: Callable[[], None]
-    engine: object  # has the weights: what is not computed yet keeps it
+    engine: object  # owns the weights: kept alive until the logits are computed
     is_fused: bool = False  # a loss has been computed without the logits
     nodes: list[weakref.ref[Logits]] = field(default_factory=list)
 
     def living(self) -> Iterator[Logits]:
-        """Yields the nodes that someone still has."""
+        """Yields the nodes that are still referenced."""
         self.nodes = [ref for ref in self.nodes if ref() is not None]
         return (node for ref in list(self.nodes) if (node := ref()) is not None)
 
@@ -57,8 +62,8 @@ class Head:
 class Logits(torch.Tensor):
     """One node. It is part of autograd's graph as the ordinary tensor would be.
 
-    ``hidden`` is the head's input, with the views and slices of the node done to it; ``make`` makes the node's values of its
-    parent's, of a root's of its hidden states.
+    ``hidden``: the head's input, with the node's views and slices applied. ``make``: computes the
+    node's values from its parent's, or a root's from its hidden states.
     """
 
     @staticmethod
@@ -73,9 +78,13 @@ class Logits(torch.Tensor):
 
     @torch.compiler.disable
     def whole(self) -> torch.Tensor:
-        """Computes the logits. Raises UsageError when the weights or the hidden states have changed since the forward."""
+        """Computes the logits of every living node, and returns this one's.
+
+        Raises UsageError if the weights or the hidden states have changed since the forward.
+        """
         if self._whole is None:
-            with torch.inference_mode(False), torch.enable_grad():  # the caller's mode is for what it does with them
+            # The caller's grad mode applies to its own operation, not to the logits' graph.
+            with torch.inference_mode(False), torch.enable_grad():
                 for node in self._head.living():
                     node._become_whole()
         return self._whole
@@ -116,13 +125,13 @@ class Logits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        # Past autograd, which has the node: only values are asked for.
+        # Below autograd, whose graph has the node: only values are needed.
         with torch.no_grad():
             args, kwargs = tree_map_only(Logits, lambda node: node.whole().detach(), (args, kwargs or {}))
             return func(*args, **kwargs)
 
     def _lazily(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Computes ``func`` without the logits; None where it needs them."""
+        """Computes ``func`` without the logits. Returns None if it needs them."""
         if func is F.cross_entropy:
             return self._cross_entropy(*args, **kwargs)
         if func is torch.Tensor.float or (func is torch.Tensor.to and args == (torch.float32,) and not kwargs):
@@ -140,7 +149,7 @@ class Logits(torch.Tensor):
 
     def _derived(self, hidden: torch.Tensor, dtype: torch.dtype, make: Make) -> Logits:
         self._check()
-        if not torch.is_grad_enabled():  # what is made of them has no graph, whenever it is made
+        if not torch.is_grad_enabled():  # the result has no graph, whenever it is computed
             return Logits(self._head, hidden, dtype, lambda whole: make(whole.detach()), self)
         return _Derived.apply(self, lambda: Logits(self._head, hidden, dtype, make, self), make)
 
@@ -159,7 +168,7 @@ class Logits(torch.Tensor):
             return None
         counted = target != ignore_index
         if target.device != self.device or not ((target >= 0) & (target < self._head.width) | ~counted).all():
-            return None  # torch has an error for that
+            return None  # torch raises its own error
         self._check()
         losses = self._head.losses(self._hidden, target, ignore_index)
         self._head.is_fused = True
@@ -169,7 +178,7 @@ class Logits(torch.Tensor):
 
 
 class _Whole(torch.autograd.Function):
-    """A root's values; their gradient is the root's."""
+    """Computes a root's values; their gradient is the root's."""
 
     @staticmethod
     def forward(ctx, node: Logits, make: Make):
@@ -181,7 +190,8 @@ class _Whole(torch.autograd.Function):
 
 
 class _Derived(torch.autograd.Function):
-    """A node made of another one. Its gradient comes this way only where someone uses the node past torch's own functions."""
+    """Derives a node from its parent. Its backward runs only if an operation that bypasses
+    ``__torch_function__`` uses the node itself."""
 
     @staticmethod
     def forward(ctx, parent: Logits, wrap: Callable[[], Logits], make: Make):
@@ -201,7 +211,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keeps_rows(index: Any, dims: int) -> bool:
-    """Whether indexing a tensor of so many dimensions with ``index`` leaves its last one alone."""
+    """Whether indexing a tensor of ``dims`` dimensions with ``index`` keeps the last one whole."""
     entries = index if isinstance(index, tuple) else (index,)
     if not all(entry is Ellipsis or (isinstance(entry, (int, slice)) and not isinstance(entry, bool)) for entry in entries):
         return False

@@ -1,10 +1,11 @@
-"""Micro-batches inside units: a block runs its batch in chunks while its weights are present.
+"""Micro-batches inside units: a block runs its batch in chunks while its weights are gathered.
 
 batch   the size of the first dimension of the block's first tensor argument
-chunk   ``micro_batch`` samples; what the forward keeps of one is its input, and the backward runs it again
+chunk   ``micro_batch`` samples. The forward keeps only a chunk's input; the backward recomputes it
 
-Weights are then loaded once in the forward and once in the backward, however many chunks there are, and what a block
-holds between them is that of one chunk. The sums over samples are those of gradient accumulation, in torch's order.
+Weights are loaded once in the forward and once in the backward, for any number of chunks. Only one
+chunk's intermediate activations exist at a time. Gradients are summed over samples as in gradient
+accumulation, in torch's order.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from .replaced_forward import ReplacedForward, own_forward
 from .value_snapshot import SCALARS
 from .weights import Weights
 
-# How far two samples together may differ from each alone: kernels add up in another order.
+# Relative tolerance between two samples run together and each alone: kernels sum in another order.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 OTHER_TOLERANCE = 5e-2
 
 
 def check_block(name: str, block: nn.Module) -> None:
-    """Raises ConfigError for a block that plainly cannot be run in parts of a batch."""
+    """Raises ConfigError if ``block`` has batch norm, or takes the sequence dimension first."""
     for path, module in block.named_modules():
         where = f"{name}.{path}" if path else name
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -45,7 +46,7 @@ def check_block(name: str, block: nn.Module) -> None:
 
 
 def install_chunks(engine: Weights, name: str, block: nn.Module, samples: int) -> ReplacedForward:
-    """Has ``block`` run its forward in chunks of ``samples``."""
+    """Replaces the forward of ``block`` with one that runs in chunks of ``samples``."""
     return ReplacedForward(block, Chunked(engine, name, block, samples, engine.units_of(block)))
 
 
@@ -77,7 +78,10 @@ class Chunked:
         return self._join(outputs, batch)
 
     def _without_cache(self, leaf: Any) -> Any:
-        """A cache of keys and values would mix the chunks. In training it is of no use, and left out."""
+        """Replaces an empty key-value cache by None: chunks would mix in it; training needs none.
+
+        Raises UsageError if the cache has content, or grad mode is off.
+        """
         if leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device)):
             return leaf
         if hasattr(leaf, "get_seq_length"):  # transformers' caches
@@ -90,7 +94,8 @@ class Chunked:
         return leaf
 
     def _split(self, leaves: list, first: torch.Tensor) -> list[bool]:
-        """Which leaves are cut: tensors as long as the batch. Raises UsageError where that cannot be told."""
+        """Returns which leaves are cut: tensors whose first dimension is the batch. Raises
+        UsageError if that is ambiguous."""
         batch = first.size(0)
         split = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.size(0) == batch for leaf in leaves]
         others = [leaf for leaf, cut in zip(leaves, split) if cut and leaf is not first]
@@ -123,7 +128,7 @@ class Chunked:
         if all(part.dim() and part.size(0) == size for part, size in zip(parts, sizes)):
             return torch.cat(parts)
         if all(torch.equal(part, parts[0]) for part in parts[1:]):
-            return parts[0]  # of no sample, as a table of positions
+            return parts[0]  # independent of the samples, such as a table of positions
         raise self._not_per_sample(f"a tensor of shape {tuple(parts[0].shape)} for {sizes[0]} samples")
 
     def _not_per_sample(self, what: str) -> UsageError:
@@ -134,7 +139,8 @@ class Chunked:
 
     @torch.no_grad()
     def _check_independence(self, leaves: list, spec: Any, split: list[bool]) -> None:
-        """Raises UsageError when a sample's result depends on the ones beside it, or the block cannot run on parts."""
+        """Raises UsageError if a sample's result depends on its neighbours, or the block cannot run
+        on parts of a batch."""
         try:
             with _unheard(self._block(), self._checkpointed.journal):
                 together, first, second = self._try(leaves, spec, split)
@@ -158,7 +164,8 @@ class Chunked:
                     )
 
     def _try(self, leaves: list, spec: Any, split: list[bool]) -> list:
-        """Two samples together and each alone: as in training, or where that is random, as in an evaluation."""
+        """Runs two samples together and each alone. If that draws random numbers, runs them again
+        in evaluation mode and restores the generators."""
         spans = ((0, 2), (0, 1), (1, 2))
         places = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"}
         before = random_states(places)
@@ -178,8 +185,8 @@ class Chunked:
 
 @contextmanager
 def _unheard(block: nn.Module, journal: Journal) -> Iterator[None]:
-    """No hook of the user's or of a library hears what runs inside, and buffers, modes and generators are as they were
-    afterwards, whatever happens inside."""
+    """Disables the hooks of users and libraries inside. Afterwards restores them, and the block's
+    buffers, modes and random generators, even after an exception."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
     modes = [(module, module.training) for module in block.modules()]
     places = {buffer.device for buffer, _ in buffers if buffer.device.type != "cpu"}

@@ -1,9 +1,10 @@
-"""Recompute: measures blocks, and runs each forward as it was chosen: kept, sent home, or computed again.
+"""Recompute: measures blocks, and chooses for each to keep, send home or recompute its activations.
 
-With ``activations="auto"`` and a device budget the choice is made for each block from what two passes measure: the bytes
-that it saves, the seconds that its forward takes, and what sending costs. A block is run again only where its user allows that
-(``Config(recompute=True)``, as one does who calls torch's checkpoint), and not where it is seen to leave something changed behind,
-to draw from other generators than torch's, or to have somebody's hooks inside.
+With ``activations="auto"`` and a device budget, two passes are measured first: the bytes that each
+block saves and the seconds that its forward takes. Sending is priced at a given rate.
+
+A block is recomputed only if ``Config(recompute=True)`` allows it. It never is if its forward
+changes Python state, draws from generators other than torch's, or has hooks of others inside.
 """
 
 from __future__ import annotations
@@ -31,35 +32,36 @@ from .weights import Weights
 
 logger = logging.getLogger(__name__)
 
-MEASURED_PASSES = 2  # the first one also waits for what no later one does
+MEASURED_PASSES = 2  # the first one includes one-time costs
 
 
 class ActivationPlanner:
-    """Measures the blocks of a model, then chooses for each; anew when blocks are seen that were not before."""
+    """Measures the blocks of a model and chooses for each. Chooses again when more blocks have been
+    measured."""
 
     def __init__(self, engine: Weights, *, send_rate: float, recomputes: bool):
         self._of = weakref.ref(engine)  # the engine holds this object
         self._send_rate, self.recomputes = send_rate, recomputes
-        self._blocks: list[weakref.ref[PlannedBlock]] = []  # their modules have them
-        self._chosen = 0  # blocks that have been chosen for
+        self._blocks: list[weakref.ref[PlannedBlock]] = []  # owned by their modules
+        self._chosen = 0  # blocks in the last choice
 
     @property
     def engine(self) -> Weights:
         return self._of()
 
     def add(self, block: nn.Module, units: Sequence[ParamUnit]) -> PlannedBlock:
-        """Makes what ``block`` is to run in place of its forward."""
+        """Builds the forward that ``block`` is to run in place of its own."""
         planned = PlannedBlock(self, block, Checkpointed(self.engine, units, own_forward(block)))
         self._blocks.append(weakref.ref(planned))
         return planned
 
     @property
     def blocks(self) -> list[PlannedBlock]:
-        """In the model's order."""
+        """The blocks that still exist, in the order they were added."""
         return [block for ref in self._blocks if (block := ref()) is not None]
 
     def begin(self) -> None:
-        """Begins a pass that trains."""
+        """Begins a training pass: ends the blocks' last pass, and chooses if more are measured."""
         for block in self.blocks:
             block.end_pass()
         measured = [block for block in self.blocks if block.is_measured]
@@ -67,7 +69,7 @@ class ActivationPlanner:
             self._choose(measured)
 
     def forget_choices(self) -> None:
-        """Has the next passes choose anew."""
+        """Makes the next pass choose again."""
         self._chosen = 0
 
     def _choose(self, blocks: list[PlannedBlock]) -> None:
@@ -85,7 +87,7 @@ class ActivationPlanner:
         logger.info("activations of %d blocks: %s", len(blocks), self.counts())
 
     def counts(self) -> dict[str, int]:
-        """Counts the blocks that are kept, sent and recomputed; empty before that is chosen."""
+        """Counts the blocks that are kept, sent and recomputed; empty before the first choice."""
         chosen = [block for block in self.blocks if block.is_measured]
         return (
             {choice.value: sum(block.choice is choice for block in chosen) for choice in ActivationChoice} if self._chosen else {}
@@ -93,17 +95,17 @@ class ActivationPlanner:
 
 
 class PlannedBlock:
-    """A block's forward, as it was chosen to run."""
+    """A block's forward, which runs as the planner chose."""
 
     def __init__(self, planner: ActivationPlanner, block: nn.Module, checkpointed: Checkpointed):
         self._planner, self._block, self._checkpointed = planner, weakref.ref(block), checkpointed
         self.choice = ActivationChoice.KEEP
-        self._passes = 0  # in which it ran, and was measured
-        self._calls = self._saved = 0  # of this pass: how often it ran, and the bytes that it saved
+        self._passes = 0  # measured passes
+        self._calls = self._saved = 0  # calls and saved bytes of this pass
         self._storages: set[int] = set()
         self._nbytes, self._seconds = 0, float("inf")
         self._is_repeatable = planner.recomputes
-        self._mode: tuple = ()  # training or not, of every module inside, as it was measured
+        self._mode: tuple = ()  # the training flag of every module inside, when measured
         self.__signature__ = inspect.signature(block.forward)
 
     @property
@@ -111,7 +113,7 @@ class PlannedBlock:
         return self._passes >= MEASURED_PASSES
 
     def end_pass(self) -> None:
-        """Takes what the last pass showed, where the block ran in it; counts start anew."""
+        """Stores the last pass's measurements if the block ran in it, and resets the counts."""
         if self._calls:
             self._passes += 1
             self._nbytes = self._saved if self.choice is not ActivationChoice.RECOMPUTE else self._nbytes
@@ -119,11 +121,11 @@ class PlannedBlock:
         self._storages.clear()
 
     def measured(self) -> Measured:
-        """Returns what the passes so far have shown."""
+        """Returns the block's measurements so far."""
         return Measured(self._nbytes, self._seconds, self._is_repeatable)
 
     def saves(self, storage: torch.UntypedStorage) -> None:
-        """Counts a storage once."""
+        """Counts the bytes of a saved storage, once a pass."""
         if storage._cdata not in self._storages:
             self._storages.add(storage._cdata)
             self._saved += storage.nbytes()
@@ -132,7 +134,8 @@ class PlannedBlock:
         engine = self._planner.engine
         activations = engine.activations
         plain = torch.compiler.is_compiling() or not torch.is_grad_enabled() or engine.is_recomputed
-        if plain or activations.block is not None or not self._block().training:  # an evaluation is nothing to plan by
+        # Evaluations are not measured, nor are blocks inside blocks.
+        if plain or activations.block is not None or not self._block().training:
             return self._checkpointed.forward(*args, **kwargs)
         self._calls += 1
         with activations.run_block(self):
@@ -143,7 +146,7 @@ class PlannedBlock:
             if self.choice is ActivationChoice.RECOMPUTE:
                 if self._is_heard():
                     self._refuse()
-                elif self._mode != self._modes():  # another module by now: what was seen of it has to be seen again
+                elif self._mode != self._modes():  # training flags changed: measure again
                     self._passes, self.choice = 0, ActivationChoice.SEND
                     self._planner.forget_choices()
                     return self._measure(args, kwargs)
@@ -152,7 +155,7 @@ class PlannedBlock:
             return self._checkpointed.forward(*args, **kwargs)
 
     def _refuse(self) -> None:
-        """The block is not to be run again."""
+        """Excludes the block from recomputation."""
         self._is_repeatable = False
         if self.choice is ActivationChoice.RECOMPUTE:
             self.choice = ActivationChoice.SEND
@@ -174,8 +177,9 @@ class PlannedBlock:
         return tuple(module.training for module in self._block().modules())
 
     def _state(self, args: tuple, kwargs: dict) -> list | None:
-        """Everything that a forward might leave changed: what it is called with, its modules' attributes, and the state of
-        random numbers that a checkpoint does not bring back. None: it has something whose changes cannot be told."""
+        """Snapshots the state that a forward might change: its arguments, its modules' attributes,
+        and the states of ``random`` and numpy, which torch's checkpoint does not restore. None if
+        some value cannot be compared."""
         leaves = tree_flatten((args, kwargs))[0]
         if not all(leaf is None or isinstance(leaf, (torch.Tensor, *SCALARS)) for leaf in leaves) or has_containers(args, kwargs):
             return None
@@ -189,7 +193,8 @@ class PlannedBlock:
         return found
 
     def _is_heard(self) -> bool:
-        """Whether someone's hooks hear what runs inside: they would hear it twice."""
+        """Whether a module inside, or torch globally, has foreign forward hooks: a recomputation
+        would call them twice."""
         block, everyones = self._block(), torch.nn.modules.module
         inside = [
             hooks

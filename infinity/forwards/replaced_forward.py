@@ -1,5 +1,5 @@
-"""A module's forward replaced for a while, without a reference from the module to itself: when the last reference to a
-model goes, it goes at once, and with it what the engine holds.
+"""ReplacedForward: replaces a module's forward without a reference cycle. When the last reference
+to a model is dropped, the model and the engine's memory are freed at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from ..errors import UsageError
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """Returns the forward that ``module`` has now, as a function that does not keep the module."""
+    """Returns the current forward of ``module`` as a function. If it is the class's, the function
+    refers to the module weakly, and raises UsageError once the module is gone."""
     if "forward" in module.__dict__:
         return module.__dict__["forward"]
     forward, reference = type(module).forward, weakref.ref(module)
@@ -30,7 +31,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 class ReplacedForward:
-    """Has ``module`` run ``forward`` until :meth:`remove`."""
+    """Replaces the forward of ``module`` by ``forward`` until :meth:`remove`."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]):
         self._module, self._own = weakref.ref(module), module.__dict__.get("forward")
@@ -38,7 +39,7 @@ class ReplacedForward:
         module.forward = forward
 
     def remove(self) -> None:
-        """Restores the forward as it was. A second call does nothing."""
+        """Restores the forward as it was. Idempotent."""
         module = self._module()
         if module is not None and not self._is_removed:
             if self._own is not None:

@@ -1,11 +1,11 @@
-"""Tiled layers: compute with a weight that is larger than the device's budget, one tile of it at a time.
+"""Tiled layers: compute with a weight larger than the device's budget, one tile at a time.
 
 tile    consecutive rows of a weight; at most one of a layer is on the device
-head    a Linear that is much wider than its input, or a model's output embedding: its logits are larger than its weight,
-        and where all they are for is a cross-entropy, that is computed tile by tile too
+head    a Linear much wider than its input, or a model's output embedding. Its logits are larger
+        than its weight; if only a cross-entropy uses them, it is computed tile by tile too
 
-The weight itself is never whole on the device, in forward or backward. Its gradient lands at home tile by tile, as
-autograd's would have landed whole. Sums over tiles are added in another order than one product would add them.
+The weight is never whole on the device, in forward or backward. Its gradient is accumulated at home
+tile by tile. Sums over tiles are added in another order than a single product adds them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .replaced_forward import ReplacedForward
 from .tiles import HEAD_RATIO, Tiles
 from .weights import Weights, found_weakly
 
-LOGITS_NBYTES = 32 * 1024 * 1024  # of a tile's logits at once, in fp32: more tokens are computed in parts
+LOGITS_NBYTES = 32 * 1024 * 1024  # of a tile's fp32 logits at once: more tokens are split
 
 
 class TiledLinear(torch.autograd.Function):
-    """``x @ weight.T + bias``, rows of the weight being outputs."""
+    """``x @ weight.T + bias``; the weight's rows are outputs."""
 
     @staticmethod
     def forward(ctx, x, bias, param, tiles: Tiles, make: Callable[[torch.Tensor], torch.Tensor] | None = None):
-        """Computes the product. ``make``: what is returned in place of the product, of its shape."""
+        """Computes the product. ``make(x)``, if given, returns a tensor of its shape instead."""
         ctx.save_for_backward(x)
         ctx.tiles, ctx.handle, ctx.version, ctx.has_bias = tiles, tiles.handle, tiles.handle.version, bias is not None
         return TiledLinear.product(x, bias, tiles) if make is None else make(x)
@@ -65,8 +65,12 @@ class TiledLinear(torch.autograd.Function):
 
 
 class TiledCrossEntropy(torch.autograd.Function):
-    """The cross-entropy of every row of ``x @ weight.T + bias`` (computed in x's dtype or autocast's, then fp32) against
-    ``target``; 0 for rows to be ignored. The logits of a tile exist only while it is computed, and again in the backward."""
+    """The cross-entropy of every row of ``x @ weight.T + bias`` against ``target``; 0 for ignored
+    rows.
+
+    Logits are computed in x's dtype or autocast's, then cast to fp32. A tile's logits exist only
+    while it is computed; the backward recomputes them.
+    """
 
     @staticmethod
     def forward(ctx, x, bias, target, param, ignore_index: int, tiles: Tiles):
@@ -80,7 +84,7 @@ class TiledCrossEntropy(torch.autograd.Function):
                 mine, column = TiledCrossEntropy._targets(target[rows], begin, end)
                 chosen[rows][mine] = logits[mine, column]
                 now = torch.maximum(largest[rows], logits.amax(1))
-                finite = now.masked_fill(now == -torch.inf, 0)  # a row may begin with classes that are masked
+                finite = now.masked_fill(now == -torch.inf, 0)  # all classes so far may be masked
                 total[rows] *= (largest[rows] - finite).exp_()
                 total[rows] += logits.sub_(finite[:, None]).exp_().sum(1)
                 largest[rows] = now
@@ -120,19 +124,19 @@ class TiledCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def _parts(x: torch.Tensor, width: int) -> Iterator[slice]:
-        """Rows whose logits of a tile so wide are computed at once."""
+        """Returns the slices of rows whose logits are computed at once, for a tile of ``width``."""
         size = max(1, LOGITS_NBYTES // (4 * width))
         return (slice(begin, begin + size) for begin in range(0, x.shape[0], size))
 
     @staticmethod
     def _targets(target: torch.Tensor, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of the rows have their target in this tile, and at which of its columns."""
+        """Returns the rows whose target is in this tile, and their targets' columns in it."""
         mine = ((target >= begin) & (target < end)).nonzero().squeeze(1)
         return mine, target[mine] - begin
 
 
 class TiledConv1D(torch.autograd.Function):
-    """``x @ weight + bias``, rows of the weight being inputs."""
+    """``x @ weight + bias``; the weight's rows are inputs."""
 
     @staticmethod
     def forward(ctx, x, bias, param, tiles: Tiles):
@@ -166,7 +170,7 @@ class TiledConv1D(torch.autograd.Function):
 
 
 class TiledEmbedding(torch.autograd.Function):
-    """Rows of the weight by index."""
+    """Looks up rows of the weight by index."""
 
     @staticmethod
     def forward(ctx, ids, padding_idx, param, tiles: Tiles):
@@ -203,7 +207,8 @@ class TiledEmbedding(torch.autograd.Function):
 
 
 def install_tiles(engine: Weights, model: nn.Module, rows: dict[nn.Parameter, int]) -> list[ReplacedForward]:
-    """Has every user of the weights in ``rows`` run in tiles of so many rows."""
+    """Replaces the forward of every module that uses a weight in ``rows``: it runs in tiles of that
+    many rows. Returns the replacements."""
     removers = []
     for module in model.modules():
         param = module._parameters.get("weight")
@@ -224,12 +229,12 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
         if callable(find := getattr(module, "get_output_embeddings", None)):
             try:
                 yield find()
-            except (NotImplementedError, AttributeError):  # a model without
+            except (NotImplementedError, AttributeError):  # a model without output embeddings
                 continue
 
 
 class HeadForward:
-    """The forward of a Linear in tiles that is a head."""
+    """The forward of a head that runs in tiles. Returns lazy logits if it can."""
 
     def __init__(self, module: nn.Module, tiles: Tiles, model: nn.Module):
         self._module, self._tiles = weakref.ref(module), tiles
@@ -240,7 +245,7 @@ class HeadForward:
         dtype = self._dtype(x)
         if dtype is None:
             return TiledLinear.apply(x, bias, tiles.param, tiles)
-        # The layer's own bias may have gone home, and autocast may have been left, when the logits are computed.
+        # When the logits are computed, the bias may be back at home and autocast may have ended.
         bias = None if bias is None else bias.clone()
         where, casts = x.device.type, torch.is_autocast_enabled(x.device.type)
         handle, version = tiles.handle, tiles.handle.version
@@ -266,12 +271,12 @@ class HeadForward:
         return root
 
     def _dtype(self, x: torch.Tensor) -> torch.dtype | None:
-        """Returns the dtype of logits that are not computed yet; None where they have to be now."""
+        """Returns the dtype of lazy logits, or None if they must be computed now."""
         dtype = self._tiles.handle.shard.spec.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
         elif x.dtype != dtype:
-            return None  # torch has an error for that
+            return None  # torch raises its own error
         if (
             type(x) is not torch.Tensor
             or x.dim() < 2
@@ -279,13 +284,14 @@ class HeadForward:
             or torch.is_inference_mode_enabled()
         ):
             return None
-        # What a checkpoint returns, and what a module's backward hooks get, is an ordinary tensor.
+        # A checkpoint must return, and a module's backward hooks must get, an ordinary tensor.
         heard = any(each._backward_hooks or each._backward_pre_hooks for ref in self._around if (each := ref()) is not None)
         return None if heard or x.is_inference() or self._tiles.engine.is_recomputed else dtype
 
 
 def _forward(module: nn.Module, tiles: Tiles, model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A compiled model breaks its graph at each of these: what moves weights is nothing to be compiled."""
+    """Returns the tiled forward of ``module``. torch.compile breaks the graph there: moving weights
+    cannot be compiled."""
     reference = weakref.ref(module)
     if isinstance(module, nn.Embedding):
         last, padding_idx = module.num_embeddings, module.padding_idx

@@ -1,6 +1,6 @@
 """Tiles: fetches a large layer's weight as consecutive rows, one tile on the device at a time.
 
-rows    of a Linear: its outputs; of an Embedding: its vocabulary; of a transformers Conv1D: its inputs
+rows    of a Linear: outputs; of an Embedding: the vocabulary; of transformers' Conv1D: inputs
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ HEAD_RATIO = 8  # times as many outputs as inputs
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Tells whether ``module`` is transformers' Conv1D: a Linear with its weight transposed."""
+    """Returns whether ``module`` is transformers' Conv1D: a Linear with its weight transposed."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and type(module).__module__.startswith("transformers.")
 
 
 def is_tileable(module: nn.Module) -> bool:
-    """Tells whether ``module`` is a layer that this file can run in tiles."""
+    """Returns whether ``module`` is a layer that can run in tiles."""
     if "forward" in module.__dict__:
         return False
     if type(module) is nn.Embedding:
@@ -40,8 +40,8 @@ def is_tileable(module: nn.Module) -> bool:
 
 
 def candidates(model: nn.Module, limit_nbytes: int, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> dict[nn.Parameter, int]:
-    """Finds weights of more than ``limit_nbytes`` (in the dtype that they compute in) whose every user can be tiled, each with the rows
-    of a tile that has no more."""
+    """Finds the weights larger than ``limit_nbytes``, in their compute dtype, whose every user can
+    be tiled. Returns for each the number of rows whose tile is within the limit, at least 1."""
     users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -60,7 +60,7 @@ def candidates(model: nn.Module, limit_nbytes: int, dtype_of: Callable[[torch.Te
 
 
 class GradUse(Enum):
-    """What the running backward does with a parameter's gradient."""
+    """How the running backward uses a parameter's gradient."""
 
     NONE = auto()
     ACCUMULATED = auto()  # into ``p.grad``
@@ -68,19 +68,19 @@ class GradUse(Enum):
 
     @classmethod
     def of(cls, accumulator: Any) -> GradUse:
-        """Tells it of a parameter's ``AccumulateGrad`` node, None for a parameter that has none."""
+        """Returns the use from a parameter's ``AccumulateGrad`` node; None if it has no node."""
         if accumulator is None:
             return cls.NONE
         try:
             return cls.ACCUMULATED if torch._C._will_engine_execute_node(accumulator) else cls.NONE
-        except RuntimeError:  # torch answers for every node but a leaf whose gradient is returned
+        except RuntimeError:  # torch raises only for a leaf whose gradient is returned
             return cls.RETURNED
 
 
 @dataclass(frozen=True)
 class RowGrads:
-    """Where rows of a gradient go: ``land(begin, end, compute)`` puts what ``compute()`` returns where rows ``begin`` to ``end`` are.
-    ``whole``: what autograd is given; None where it is given nothing."""
+    """Destination of a gradient's rows. ``land(begin, end, compute)`` stores the result of
+    ``compute()`` as rows ``begin`` to ``end``. ``whole``: the gradient for autograd, or None."""
 
     land: Callable[[int, int, Callable[[], torch.Tensor]], Any]
     whole: torch.Tensor | None = None
@@ -88,7 +88,7 @@ class RowGrads:
 
 @dataclass(frozen=True)
 class Tiles:
-    """One tiled weight: where it is, and how many rows a tile has."""
+    """One tiled weight: its engine, its parameter, and the rows of a tile."""
 
     find_engine: Callable[[], Weights]
     param: nn.Parameter
@@ -96,7 +96,7 @@ class Tiles:
 
     @property
     def engine(self) -> Weights:
-        """The engine. Raises UsageError where it is gone."""
+        """The engine. Raises UsageError if it is gone."""
         return self.find_engine()
 
     @property
@@ -104,13 +104,14 @@ class Tiles:
         return handle_of(self.param)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Yields the first row and the one behind the last, of every tile."""
+        """Yields (first row, last row + 1) of every tile."""
         total = self.param.shape[0]
         for begin in range(0, total, self.rows):
             yield begin, min(total, begin + self.rows)
 
     def each(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yields every tile with its rows on the device: valid until the next is asked for."""
+        """Yields (begin, end, rows on the device) of every tile; charges the device for one at a
+        time. Blocks until the weight is at home, and on reading each tile."""
         engine, handle, width = self.engine, self.handle, self.param.shape[1]
         shard = handle.shard
         engine.store.check_process()
@@ -130,8 +131,8 @@ class Tiles:
 
     @contextmanager
     def taking_rows(self, ctx) -> Iterator[RowGrads]:
-        """Takes the rows of the weight's gradient as the running backward computes them: home, or into the whole gradient that autograd is
-        given where it goes elsewhere."""
+        """Takes the weight's gradient from the running backward, row by row. If ``p.grad`` is kept
+        at home, rows are accumulated there; otherwise they fill a whole gradient for autograd."""
         accumulator = ctx.next_functions[-1][0]  # the weight is the last tensor among the arguments
         use = GradUse.of(accumulator)
         if use is GradUse.ACCUMULATED and self.handle.grad is not None:
@@ -144,8 +145,12 @@ class Tiles:
             yield RowGrads(lambda begin, end, compute: whole[begin:end].copy_(compute()), whole)
 
     def check(self, handle: ParamHandle, version: int | None) -> None:
-        """Checks a backward that comes to the layer. Raises UsageError when it cannot be right. ``handle``: the weight's in its
-        forward; ``version``: of its values there, if they matter."""
+        """Joins the running backward and checks it. Raises UsageError if the model was unwrapped, a
+        graph of the backward is wanted, or the weight has changed.
+
+        ``handle``: the weight's handle in the forward. ``version``: the version of its values then,
+        or None if the backward does not need them.
+        """
         self.engine.join_backward()
         if self.handle is not handle:
             raise UsageError("this backward needs a weight that ran in tiles, and its model was unwrapped since")

@@ -1,4 +1,4 @@
-"""Snapshot: remembers values that a forward could change, and tells whether it did."""
+"""Snapshot: records values that a forward could change, to compare them afterwards."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from torch import nn
 SCALARS = (bool, int, float, str, torch.dtype, torch.device)
 
 MODULE_OWN = {"_parameters", "_modules", *(name for name in vars(nn.Module()) if "hooks" in name), "forward"}
-LARGEST_COMPARED = 64 * 1024  # elements of a tensor whose bytes are looked at; of larger ones torch's count of changes has to do
+# Elements of a tensor whose bytes are compared. Of larger ones only torch's version counter is.
+LARGEST_COMPARED = 64 * 1024
 DEEPEST_COMPARED = 6
 IMMUTABLE = (type(None), *SCALARS, bytes, complex, range, torch.Size, torch.layout, Enum, type, types.FunctionType, types.BuiltinFunctionType,
              types.ModuleType)  # fmt: skip
 
 
 class NoSnapshot(Exception):
-    """Something whose changes cannot be told."""
+    """A value whose changes cannot be detected."""
 
 
 class Snapshot:
-    """A value as it is now, to be compared with what it is later. Holds the object, so that no other gets its identity."""
+    """A value's content at one time. Holds the object, so that no other gets its identity."""
 
     def __init__(self, value: Any, content: Any):
         self._value, self._content = value, content
@@ -33,7 +34,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, value: Any, depth: int = 0) -> Snapshot:
-        """Raises NoSnapshot."""
+        """Takes a snapshot of ``value``. Raises NoSnapshot if its changes cannot be detected."""
         if depth > DEEPEST_COMPARED:
             raise NoSnapshot
         if isinstance(value, torch.Tensor):
@@ -46,30 +47,31 @@ class Snapshot:
             return cls(None, value)
         if isinstance(value, IMMUTABLE):
             return cls(value, None)
-        if isinstance(value, nn.Module):  # told by its own attributes, where it is inside the block
+        if isinstance(value, nn.Module):  # the attributes of modules inside the block are compared
             return cls(value, None)
         if isinstance(value, dict):
             return cls(value, [(key, cls.of(each, depth + 1)) for key, each in value.items()])
         if isinstance(value, (list, tuple, set, frozenset)):
-            which = None if isinstance(value, (tuple, frozenset)) else value  # those are what is in them
+            # Of immutable containers only the content counts, not the identity.
+            which = None if isinstance(value, (tuple, frozenset)) else value
             return cls(which, [cls.of(each, depth + 1) for each in value])
         if isinstance(value, types.MethodType):
             return cls(value.__func__, cls.of(value.__self__, depth + 1))
         if hasattr(value, "__dict__"):
             return cls(value, [(key, cls.of(each, depth + 1)) for key, each in vars(value).items()])
-        try:  # an iterator tells where it is
+        try:  # an iterator's position is in its reduced form
             return cls(value, [cls.of(each, depth + 1) for each in value.__reduce_ex__(2)])
         except TypeError:
             raise NoSnapshot from None
 
 
 def handle_free(tensor: torch.Tensor) -> bool:
-    """Tells whether a tensor has its bytes with it: a parameter at home has not."""
+    """Returns whether ``tensor`` is a plain tensor, whose bytes are not at home elsewhere."""
     return not isinstance(tensor, nn.Parameter) and type(tensor) is torch.Tensor
 
 
 def has_containers(args: tuple, kwargs: dict) -> bool:
-    """Tells whether a list or a dict is among the arguments: the block may put something into it."""
+    """Returns whether the arguments have a list, dict or set, which the block may change."""
     pending = [*args, *kwargs.values()]
     while pending:
         value = pending.pop()

@@ -1,4 +1,4 @@
-"""Weights: what a block that runs another way needs of the engine whose weights it computes with."""
+"""Weights: the interface that replacement forwards need of the engine."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ..storage.store import ShardStore
 
 
 class PlannedActivations(Protocol):
-    """The activations of blocks that are chosen for: kept, sent home, or computed again."""
+    """The activations of planned blocks: kept, sent home, or recomputed."""
 
-    spare_nbytes: int | None  # of the device's budget, for activations; None: all go home
-    outside_nbytes: int  # that modules save outside of all blocks
+    spare_nbytes: int | None  # device budget left for activations; None: all go home
+    outside_nbytes: int  # saved outside of all blocks
 
     def run_block(self, block: Any) -> AbstractContextManager[None]:
-        """Has what is saved inside counted as ``block``'s."""
+        """Counts the tensors saved inside as those of ``block``."""
 
     @property
     def block(self) -> Any | None:
-        """The block that runs, None outside of all."""
+        """The running block, or None outside of all blocks."""
 
 
 class Weights(Protocol):
-    """The engine, as a block sees it that runs another way."""
+    """The engine, as replacement forwards use it."""
 
     journal: Journal
     device: Device
@@ -45,29 +45,30 @@ class Weights(Protocol):
 
     @property
     def activations(self) -> PlannedActivations | None:
-        """Takes what a forward saves home. None: it stays with torch."""
+        """The store that takes saved tensors home. None: they stay with torch."""
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether what runs now runs a second time in the backward, or this is that time."""
+        """Whether the running forward is recomputed in the backward, or is that recomputation."""
 
     def units_of(self, block: nn.Module) -> list[ParamUnit]:
-        """Lists the units that have parameters of ``block`` and are gathered whole."""
+        """Lists the units that have parameters of ``block`` and are gathered whole (not tiled)."""
 
     def saving_tensors(self) -> AbstractContextManager[Any]:
-        """Has weights that autograd saves inside saved as references."""
+        """Makes autograd save weights inside as references, not as copies."""
 
     def hold_for_backward(self, unit: ParamUnit) -> None:
-        """Has the running backward hold ``unit``."""
+        """Holds ``unit`` until the running backward ends."""
 
     def join_backward(self) -> None:
-        """Has the running backward end what it holds."""
+        """Registers the running backward, so that its end releases what it holds."""
 
 
 def found_weakly(engine: Weights) -> Callable[[], Weights]:
-    """Makes what finds the engine for whatever autograd's graph holds: a loss that somebody kept must not keep the homes.
+    """Returns a function that finds the engine by a weak reference. Autograd's graph holds that
+    function, so a loss that is kept does not keep the homes.
 
-    It raises UsageError where the engine is gone.
+    The function raises UsageError if the engine is gone.
     """
     reference = weakref.ref(engine)
 
@@ -80,7 +81,7 @@ def found_weakly(engine: Weights) -> Callable[[], Weights]:
 
 
 def too_late() -> UsageError:
-    """Makes the error for a backward whose weights are gone."""
+    """Returns the error for a backward whose weights are gone."""
     return UsageError(
         "this backward needs weights that went with the engine: run it before unwrap_model, and before the model is dropped (a loss alone "
         "does not keep them)"
