@@ -1,1 +1,2 @@
-"""Decides what lies where and when it moves. Nothing is allocated or moved; of the machine only what is free is asked."""
+"""Plans homes of arrays, sizes of buffers, and transfers. Allocates and moves nothing; measures
+only free memory and disk space."""

@@ -1,8 +1,8 @@
-"""Activation choice: decides for each block whether its activations are kept, sent home, or computed again.
+"""Activation choice: chooses for each block to keep, send home or recompute its activations.
 
 keep       on the device, as far as its budget reaches
 send       to the host, and back for the backward
-recompute  only the block's input is kept, and the backward runs the block's forward again
+recompute  only the block's input is kept; the backward runs the block's forward again
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class ActivationChoice(Enum):
-    """What is done with what a block saves."""
+    """What happens to the activations that a block saves."""
 
     KEEP = "kept"
     SEND = "sent"
@@ -22,7 +22,7 @@ class ActivationChoice(Enum):
 
 @dataclass(frozen=True)
 class Measured:
-    """One block: bytes that its forward saves, seconds that it takes, and whether it may be run again."""
+    """One block: bytes its forward saves, seconds it takes, and whether it may be recomputed."""
 
     nbytes: int
     seconds: float
@@ -30,8 +30,11 @@ class Measured:
 
 
 def choose(blocks: Sequence[Measured], *, device_nbytes: int, host_nbytes: float, send_rate: float) -> list[ActivationChoice]:
-    """Chooses what costs least: on the device stays what would cost most, by its bytes, to do without. ``send_rate``: bytes per
-    second there and back. Of equal blocks the last stay: the backward needs them first."""
+    """Chooses greedily: blocks that cost most per byte to send or recompute stay on the device.
+
+    Of equal blocks the last stay: the backward needs them first. ``send_rate``: bytes per second of
+    the round trip. Blocks that cannot be recomputed are sent even beyond ``host_nbytes``.
+    """
 
     def cost(block: Measured) -> float:
         sending = block.nbytes / send_rate
@@ -39,7 +42,8 @@ def choose(blocks: Sequence[Measured], *, device_nbytes: int, host_nbytes: float
 
     if sum(block.nbytes for block in blocks) <= device_nbytes:
         return [ActivationChoice.KEEP] * len(blocks)
-    room = device_nbytes - max(block.nbytes for block in blocks)  # one block at a time is there while it is run again
+    # One block at a time is on the device while it is recomputed.
+    room = device_nbytes - max(block.nbytes for block in blocks)
     choices = [ActivationChoice.SEND] * len(blocks)
     for index in sorted(range(len(blocks)), key=lambda i: (cost(blocks[i]) / max(1, blocks[i].nbytes), i), reverse=True):
         block = blocks[index]

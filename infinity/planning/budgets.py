@@ -1,4 +1,4 @@
-"""Budgets: compares a plan with what each tier may hold, and says what to change where it does not fit."""
+"""Budgets: compares a plan with the bytes each tier may hold, and explains what to change."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ SHARED = (Tier.DEVICE, Tier.HOST)  # one memory, where the processor computes
 
 
 class Budgets:
-    """Says what the tiers may be charged. Where the processor computes, device and host are one memory: what is not given of them is
-    shared, or what the given one leaves."""
+    """Bytes that each tier may be charged: the given budget, or else what is free.
+
+    If the CPU computes, device and host are one memory. If neither budget is given, they share it.
+    """
 
     def __init__(self, config: Config, free: Mapping[Tier, int] | None, device: Device):
         self._of = {tier: getattr(config, BUDGETS[tier]) for tier in Tier}
@@ -34,7 +36,7 @@ class Budgets:
         return self._of[tier]
 
     def over(self, plan: MemoryPlan) -> dict[Tier, int]:
-        """Counts the bytes by which ``plan`` is too large, for each tier; empty where it fits."""
+        """Counts the bytes by which ``plan`` is too large, for each tier; empty if it fits."""
         found = {tier: more for tier in Tier if (more := plan.planned_nbytes(tier) - self._of[tier]) > 0}
         if self.shared is not None:
             more = plan.planned_nbytes(Tier.DEVICE) + plan.planned_nbytes(Tier.HOST) - self.shared
@@ -43,12 +45,14 @@ class Budgets:
         return found
 
     def excess(self, plan: MemoryPlan) -> tuple[int, int]:
-        """Tells how far a plan is from fitting: budgets that are too small, then bytes. The nearest one is worth an error."""
+        """Returns how far a plan is from fitting: (number of budgets too small, excess bytes). The
+        error describes the plan with the least."""
         over = self.over(plan)
         return len(over), sum(over.values())
 
     def left(self, plan: MemoryPlan) -> dict[Tier, int]:
-        """Returns what ``plan`` leaves of every tier. Of a memory that two tiers share each has all of it."""
+        """Returns the bytes that ``plan`` leaves on every tier. Tiers that share a memory each
+        report all of it."""
         left = {tier: self._of[tier] - plan.planned_nbytes(tier) for tier in Tier}
         if self.shared is not None:
             left |= dict.fromkeys(SHARED, self.shared - sum(plan.planned_nbytes(tier) for tier in SHARED))
@@ -56,8 +60,12 @@ class Budgets:
 
 
 def measured_free(tier: Tier, config: Config, device: Device | None = None) -> int:
-    """Measures the bytes of ``tier`` that a plan may use now. Without a GPU the device is this machine's memory. Of memory a part
-    is left to what the engine does not hold (:mod:`infinity.machine.limits`); of a GPU's, to activations."""
+    """Measures the free bytes of ``tier`` that a plan may use now. Without a GPU the device is the
+    machine's memory.
+
+    Leaves part of the memory to allocations outside the engine (:mod:`infinity.machine.limits`);
+    part of a GPU's, to activations.
+    """
     if tier is Tier.DEVICE and device is not None and (free := device.free_nbytes()) is not None:
         return free
     if tier is not Tier.NVME:
@@ -90,7 +98,7 @@ REMEDIES = {
 
 def budget_too_small(plan: MemoryPlan, tier: Tier, budgets: Budgets, config: Config) -> CapacityError:
     budget, parts = budgets[tier], dict(plan.terms[tier])
-    if tier is Tier.HOST and budgets.shared is not None:  # the processor computes in the same memory
+    if tier is Tier.HOST and budgets.shared is not None:  # the CPU computes in the same memory
         budget = budgets.shared
         parts |= {f"{what} (to compute with)": nbytes for what, nbytes in plan.terms[Tier.DEVICE].items()}
     needed = sum(parts.values())

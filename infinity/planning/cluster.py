@@ -1,10 +1,13 @@
-"""Cluster: predicts bytes and seconds of a step on machines that are not here, from the same plan that runs there.
+"""Cluster: predicts bytes and seconds of a step on other machines, from the plan that runs there.
 
-machine     a file's word for one node: devices, host memory, disks, links (``machines/`` has some)
-gathers     how often each unit's weights are gathered in a step: a walk through the forward and the backward in the plan's window
-ring        what a collective passes over: each rank receives all but its own part, from its neighbour, in as many messages as there are others
+machine     one node, described by a file: devices, host memory, disks, links (see ``machines/``)
+gathers     how often each unit's weights are gathered in a step, from a simulation of the forward
+            and the backward within the plan's window
+ring        the collective algorithm assumed: each rank receives all but its own part from its
+            neighbour, in one message per other rank
 
-The resources of a node work beside each other, so that the slowest decides; what is assumed beyond the file is told with the result.
+The resources of a node are assumed to work in parallel, so the slowest decides. The result lists
+the assumptions that the machine file does not cover.
 """
 
 from __future__ import annotations
@@ -29,18 +32,18 @@ FIELDS = {
     "devices": ("count", "memory", "flops", "efficiency"), "host": ("memory", "bandwidth", "checksum"),
     "disks": ("count", "capacity", "read", "write"), "links": ("device", "host", "network", "latency"),
 }  # fmt: skip
-MEETINGS = 2  # of a step: at the end of its backward and at its beginning
-CHILDREN = 32  # of a rank in the tree of a meeting
+MEETINGS = 2  # rendezvous in a step: at the end of its backward and at its beginning
+CHILDREN = 32  # of a rank in the tree of a rendezvous
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One node. Bytes, bytes per second in one direction, operations per second, seconds."""
+    """One node. Units: bytes, bytes per second in one direction, operations per second, seconds."""
 
     name: str
     devices: int
     device_memory: int
-    device_flops: float  # that blocks reach: the peak times the efficiency
+    device_flops: float  # achieved by blocks: the peak times the efficiency
     host_memory: int
     host_bandwidth: float
     checksum_rate: float
@@ -53,12 +56,12 @@ class Machine:
     network: float
     latency: float
     sources: tuple[str, ...] = ()
-    device_bandwidth: float | None = None  # of its memory; None: not known, and what passes through it is not counted
+    device_bandwidth: float | None = None  # of its memory; None: unknown, its time is not counted
 
     @classmethod
     def read(cls, given: str) -> Machine:
-        """Reads the file ``given``, or the one of that name among those that come with the package. Raises ConfigError for one that is not there,
-        or lacks something."""
+        """Reads the file ``given``, or the package's machine file of that name. Raises ConfigError
+        if there is none, or it lacks a field."""
         path = Path(given) if Path(given).exists() else MACHINES / Path(given).with_suffix(".toml").name
         try:
             found = tomllib.loads(read_text(path))
@@ -91,7 +94,7 @@ def _value(found: dict[str, Any], part: str, key: str, given: str) -> float:
 
 @dataclass(frozen=True)
 class ClusterPrediction:
-    """One step. ``edges``: bytes of one rank; ``seconds``: what each resource needs alone."""
+    """One step. ``edges``: bytes of one rank; ``seconds``: the time of each resource alone."""
 
     ranks: int
     gathers: int
@@ -101,23 +104,23 @@ class ClusterPrediction:
 
     @property
     def step_seconds(self) -> float:
-        """The slowest resource's time, and what no other hides: the meetings. A device computes and
-        then steps what is at home on it."""
+        """The slowest resource's time, plus the rendezvous, which nothing overlaps. A device first
+        computes and then steps the state at home on it."""
         device = self.seconds["compute"] + self.seconds["optimizer on device"]
         return max(device, *(seconds for what, seconds in self.seconds.items() if what != "meetings")) + self.seconds["meetings"]
 
     @property
     def bottleneck(self) -> str:
-        """The resource that needs most."""
+        """The resource that needs most time."""
         return max(self.seconds, key=self.seconds.__getitem__)
 
 
 def predict_cluster(
     plan: MemoryPlan, units: Sequence[UnitSize], machine: Machine, nodes: int, *, flops: float
 ) -> ClusterPrediction:
-    """Predicts a step of ``nodes`` machines with one rank for each device, sharded over all of them. ``units`` are one rank's: sliced.
+    """Predicts a step of ``nodes`` machines with one rank per device, sharded over all ranks.
 
-    ``flops``: operations of one rank's forward and backward.
+    ``units``: one rank's sizes, sliced. ``flops``: operations of one rank's forward and backward.
     """
     ranks = nodes * machine.devices
     gathers = gathers_of(units, plan.device_window_nbytes)
@@ -128,7 +131,7 @@ def predict_cluster(
     seconds = {
         "compute": flops / machine.device_flops,
         "devices' links": received / machine.device_link,
-        # What a node receives once, its devices share; with one node nothing crosses.
+        # A node receives each byte once for all its devices. A single node uses no network.
         "network": received * ranks / max(1, ranks - 1) * (nodes - 1) / nodes / machine.network
         + messages * machine.latency * (nodes > 1),
         "host's links": max(edges["host->device"], edges["device->host"]) / machine.host_link,
@@ -154,7 +157,7 @@ def predict_cluster(
 
 
 def edges_of(plan: MemoryPlan, units: Sequence[UnitSize], gathers: Sequence[int]) -> dict[str, int]:
-    """Counts the bytes of one rank's step over every edge, and those that it receives from other ranks."""
+    """Counts the bytes of one rank's step over every edge, and those it receives in collectives."""
     edges = traffic(plan, units)
     edges |= {"all-gather": 0, "reduce-scatter": 0}
     for index, (unit, count) in enumerate(zip(units, gathers)):
@@ -175,14 +178,15 @@ def edges_of(plan: MemoryPlan, units: Sequence[UnitSize], gathers: Sequence[int]
 
 
 def gathers_of(units: Sequence[UnitSize], window_nbytes: int) -> list[int]:
-    """Counts how often each unit is gathered in a forward through all of them and the backward that follows.
+    """Counts how often each unit is gathered in a forward through all units and its backward.
 
-    What computes stays, and in the backward the unit before it; the next one comes ahead where there is room; what is needed last goes first.
+    The unit in use stays, and in the backward the one used before it. The next unit is prefetched
+    if it fits. The unit whose next use is furthest is evicted first.
     """
     forward = list(range(len(units)))
-    uses = (
-        forward + forward[-2:0:-1]
-    )  # the last one is still there, and the first one's input has no gradient that would need its weights
+    # The backward finds the last unit still gathered. It needs no weights of the first unit, whose
+    # input has no gradient.
+    uses = forward + forward[-2:0:-1]
     found, resident = [0] * len(units), set[int]()
 
     def next_use(unit: int, place: int) -> float:

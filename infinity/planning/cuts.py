@@ -1,9 +1,11 @@
 """Cuts: divides a chain of layers into the stages of a pipeline, by PipeDream's dynamic programme.
 
-    A(i, j, m) = min over k, m' of max(A(i, k, m - m'), T(k + 1, j, m')),    T(i, j, m) = (C + 4 (m - 1) W / (B m)) / m
+    A(i, j, m) = min over k, m' of max(A(i, k, m - m'), T(k + 1, j, m'))
+    T(i, j, m) = (C + 4 (m - 1) W / (B m)) / m
 
-is the time of the slowest stage of layers i to j on m machines: C, W are the seconds and the bytes of parameters of a stage, B the bytes a
-second between machines, m its replicas (Narayanan et al., PipeDream, 2019, section 3.1). Exact: equal to trying every partition.
+A is the time of the slowest stage of layers i to j on m machines. Of a stage, C is its seconds, W
+its bytes of parameters, m its replicas. B is the bandwidth between machines, in bytes per second
+(Narayanan et al., PipeDream, 2019, section 3.1). Exact: equal to trying every partition.
 """
 
 from __future__ import annotations
@@ -18,16 +20,17 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a chain: what a micro-batch takes there, forward and backward."""
+    """One layer of a chain. ``seconds``: forward and backward of a micro-batch."""
 
     seconds: float
     parameter_nbytes: float = 0.0
-    activation_nbytes: float = 0.0  # that it gives to the next one
+    activation_nbytes: float = 0.0  # its output, sent to the next layer
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers ``begin`` to ``end`` (not included), on ``replicas`` machines that share its micro-batches."""
+    """Layers ``begin`` to ``end`` (exclusive), on ``replicas`` machines that share its
+    micro-batches."""
 
     begin: int
     end: int
@@ -36,7 +39,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Level:
-    """Machines of one kind: so many, joined at ``bandwidth`` bytes a second."""
+    """A number of equal machines, connected at ``bandwidth`` bytes per second."""
 
     machines: int
     bandwidth: float
@@ -51,14 +54,16 @@ class Partition:
 
 
 def cut_evenly(seconds: Sequence[float], stages: int, *, loading: Sequence[float] | None = None) -> list[int]:
-    """Cuts a chain into ``stages`` stages of one machine each, the slowest of which is as fast as can be. Returns how many layers each has.
+    """Cuts a chain into ``stages`` stages of one machine each, so that the slowest is as fast as
+    possible. Returns the number of layers of each stage.
 
     seconds
         Of each layer, forward and backward.
     loading
-        Seconds in which each layer's weights come from their home meanwhile. A stage takes the larger of both sums.
+        Seconds to load each layer's weights from home, which overlaps with compute. A stage takes
+        the larger of both sums.
 
-    Raises ConfigError with the numbers where there are fewer layers than stages.
+    Raises ConfigError with the numbers if there are fewer layers than stages.
     """
     if len(seconds) < stages:
         raise ConfigError(
@@ -80,10 +85,11 @@ def cut_evenly(seconds: Sequence[float], stages: int, *, loading: Sequence[float
 
 
 def partition(layers: Sequence[Layer], levels: Sequence[Level], *, with_activations: bool = False) -> Partition:
-    """Divides a chain over machines: within a server first, then over servers of servers (``levels``, the innermost first).
+    """Divides a chain over machines in nested ``levels``, innermost first: a server, then groups of
+    servers.
 
     with_activations
-        Counts what passes between stages, too: twice the activations, by the replicas that send them.
+        Counts the traffic between stages too: twice the activations, divided by the replicas.
     """
     count = len(layers)
     inner: dict[tuple[int, int], float] | None = None
@@ -111,13 +117,15 @@ def _solve(
     *,
     whole_only: bool,
 ) -> dict[tuple[int, int, int], tuple[float, tuple[Stage, ...]]]:
-    """The best division of layers i to j on m machines of a level, for every i (``whole_only``: the first), j and m."""
+    """Returns the best division of layers i to j on m machines of a level, for every i
+    (``whole_only``: i = 0), j and m."""
     count = len(layers)
     seconds = [0.0, *accumulate(layer.seconds for layer in layers)]
     nbytes = [0.0, *accumulate(layer.parameter_nbytes for layer in layers)]
 
     def alone(i: int, j: int, m: int) -> float:
-        """Computes the time of one stage of ``m`` replicas, of a server each where there is a level within."""
+        """Computes the time of one stage of ``m`` replicas. Each replica is a whole inner level, if
+        there is one."""
         compute = inner[i, j] if inner is not None else seconds[j] - seconds[i]
         return (compute + 4 * (m - 1) * (nbytes[j] - nbytes[i]) / (level.bandwidth * m) / within) / m
 

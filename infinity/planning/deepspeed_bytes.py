@@ -1,8 +1,11 @@
-"""DeepSpeed bytes: counts what ZeRO keeps of a model's state where, and what a step moves, to set beside a plan of ours.
+"""DeepSpeed bytes: counts ZeRO's state per tier and traffic per step, to compare with a plan.
 
-Mixed precision Adam as ZeRO-Infinity has it (Rajbhandari et al. 2021, arXiv 2104.07857, section 3): of each parameter a 16-bit weight and
-gradient, and 12 bytes of optimizer state (fp32 master and moments); with an offloaded optimizer an fp32 gradient, too. Buffers are
-those of its defaults. A forward and a backward read every weight once each; a step reads state and gradient, and writes state and weight.
+Mixed-precision Adam as in ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857, section 3).
+Each parameter has a 16-bit weight and gradient, and 12 bytes of optimizer state (fp32 master and
+moments). An offloaded optimizer keeps an fp32 gradient instead of a 16-bit one.
+
+Buffers are DeepSpeed's defaults. Forward and backward read every weight once each. A step reads
+state and gradient, and writes state and weight; with the optimizer on NVMe, the gradient too.
 """
 
 from __future__ import annotations
@@ -16,15 +19,15 @@ STATE_BUFFERS = 4  # offload_optimizer's buffer_count, each of the largest param
 
 @dataclass(frozen=True)
 class DeepSpeedBytes:
-    """Bytes of state on every tier, and over every edge in a step of one rank."""
+    """Bytes of state on every tier, and bytes over every edge, in a step of one rank."""
 
     tiers: dict[str, int]
     edges: dict[str, int]
 
 
 def deepspeed_bytes(numel: int, largest_numel: int, params: str, optimizer: str) -> DeepSpeedBytes:
-    """Counts for ``numel`` parameters on one rank, the largest of ``largest_numel``, with homes ``params`` and ``optimizer``: "device",
-    "host" or "nvme"."""
+    """Counts the bytes of ``numel`` parameters on one rank, the largest of ``largest_numel``
+    elements. ``params``, ``optimizer``: their homes, "device", "host" or "nvme"."""
     tiers = dict.fromkeys(("device", "host", "nvme"), 0)
     tiers[params] += WEIGHT * numel
     tiers[optimizer] += STATE * numel

@@ -1,4 +1,4 @@
-"""Device slots: sizes device memory for state at home on the host that the device steps, chunk by chunk."""
+"""Device slots: sizes the device memory for state at home on the host that the device steps."""
 
 from __future__ import annotations
 
@@ -8,5 +8,8 @@ SLOT_ALIGNMENT = 256  # bytes, of each array in a slot
 
 
 def device_slot_nbytes(nbytes_per_element: float, numel: int) -> int:
-    """Counts the bytes of a slot for arrays of so many bytes per element in all, of shards of up to ``numel`` elements."""
+    """Counts the bytes of a slot for one chunk of all arrays of a shard.
+
+    ``nbytes_per_element``: of all arrays together. ``numel``: elements of the largest shard.
+    """
     return int(nbytes_per_element * min(DEVICE_CHUNK, numel)) + 8 * SLOT_ALIGNMENT

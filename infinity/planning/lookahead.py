@@ -1,7 +1,7 @@
-"""Look-ahead: how many units to read before their use, from what reads and computes were measured to take.
+"""Look-ahead: how many units to read before their use, from measured reads and computes.
 
-depth   units from the disk that are read ahead. As few as leave the compute waiting no longer than any number would, and one
-        more, since no two reads take the same; the staging pool may hold fewer
+depth   units read ahead from the disk. The fewest with which compute waits no longer than with any
+        number, plus one because reads vary; the staging pool may hold fewer
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 DEEPEST = 16
-NEGLIGIBLE = 0.01  # of the compute: waiting that is not worth another unit's memory
+NEGLIGIBLE = 0.01  # share of the compute: less waiting is not worth another unit's memory
 WEIGHT = 0.3  # of the newest measurement
 
 
 def waiting(trace: Sequence[int], reads: Mapping[int, float], computes: Mapping[int, float], depth: int) -> float:
-    """Computes the seconds that the compute waits in one pass over ``trace`` (units in order of use), when ``depth`` units from the
-    disk are read ahead, one after the other. ``reads``: seconds of each unit that comes from the disk; ``computes``: of each."""
+    """Simulates one pass over ``trace`` (units in order of use), and returns the seconds that
+    compute waits. ``depth`` units are read ahead from the disk, one after the other.
+
+    ``reads``: seconds to read each unit that is on disk. ``computes``: of each unit's compute.
+    """
     now = disk_free = waited = 0.0
     coming = [position for position, unit in enumerate(trace) if reads.get(unit)]
     arrivals: dict[int, float] = {}
@@ -32,7 +35,7 @@ def waiting(trace: Sequence[int], reads: Mapping[int, float], computes: Mapping[
 
 
 def _ahead(coming: Sequence[int], index: int, position: int) -> int:
-    """How many units from the disk come after ``position`` and before the one with this index."""
+    """Counts the reads due after ``position`` and before read number ``index``."""
     count = 0
     while index - count > 0 and coming[index - count - 1] > position:
         count += 1
@@ -40,7 +43,7 @@ def _ahead(coming: Sequence[int], index: int, position: int) -> int:
 
 
 def choose(trace: Sequence[int], reads: Mapping[int, float], computes: Mapping[int, float]) -> int:
-    """Chooses the depth: see the module."""
+    """Chooses the depth, as the module describes."""
     least = waiting(trace, reads, computes, DEEPEST)
     negligible = NEGLIGIBLE * sum(computes.get(unit, 0.0) for unit in trace)
     for depth in range(1, DEEPEST):
@@ -50,10 +53,10 @@ def choose(trace: Sequence[int], reads: Mapping[int, float], computes: Mapping[i
 
 
 class LookAhead:
-    """Measures reads and computes as they happen, and chooses from them once a pass is known."""
+    """Records measured reads and computes, and chooses the depth when a pass has a known trace."""
 
     def __init__(self, depth: int, *, is_fixed: bool = False):
-        """``depth``: until there are measurements; ``is_fixed``: where none can be made."""
+        """``depth``: used until there are measurements. ``is_fixed``: never changes the depth."""
         self.depth = depth
         self._is_fixed = is_fixed or depth == 0  # the plan has no staging memory to spare
         self._reads: dict[int, float] = {}
@@ -61,12 +64,13 @@ class LookAhead:
         self._disk_free = 0.0
 
     def note_read(self, unit: int, start: float, end: float) -> None:
-        """Notes when a unit's bytes were asked for and came: what of that time was not another unit's counts."""
+        """Notes when a unit's read was requested (``start``) and completed. Time in which the disk
+        still read another unit does not count."""
         self._note(self._reads, unit, max(0.0, end - max(start, self._disk_free)))
         self._disk_free = max(self._disk_free, end)
 
     def note_compute(self, unit: int, seconds: float) -> None:
-        """Notes for how long a unit was computed with, until the next was asked for."""
+        """Notes a unit's compute time, until the next unit was requested."""
         self._note(self._computes, unit, seconds)
 
     @staticmethod
@@ -75,6 +79,6 @@ class LookAhead:
         known[unit] = before + WEIGHT * (seconds - before)
 
     def begin_pass(self, trace: Sequence[int]) -> None:
-        """Chooses the depth for the pass that begins, which is expected to go as ``trace``."""
+        """Chooses the depth for a pass that is expected to follow ``trace``."""
         if trace and self._reads and not self._is_fixed:
             self.depth = choose(trace, self._reads, self._computes)

@@ -1,7 +1,7 @@
-"""MemoryPlan: says which array lives on which tier, and how many bytes each part of the engine may hold there.
+"""MemoryPlan: the home of every array, and the bytes each part of the engine may hold per tier.
 
 term    one part's bytes on one tier, with a reason; a plan is the sum of its terms
-rung    one set of buffer sizes, from generous to least workable; a plan is tried on each in turn
+rung    one set of buffer sizes; rungs are tried in turn, from generous to least workable
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Rung:
     """One rung of the ladder from generous to least workable."""
 
     units_ahead: int  # staged before they are needed
-    slot_count: int  # of the optimizer: with one stepping, the others keep loads and saves in flight
+    slot_count: int  # of the optimizer: one is stepped, the others load and save
     chunk: int  # elements of one optimizer slot
     service_nbytes: int
 
@@ -39,7 +39,7 @@ LADDER = (
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Tiers of the arrays, sizes of the engine's own buffers, and the planned peak of every tier."""
+    """Tiers of the arrays, sizes of the engine's buffers, and the planned peak of every tier."""
 
     tiers: dict[str, Tier]
     units_ahead: int
@@ -50,13 +50,15 @@ class MemoryPlan:
     slot_nbytes: int  # one optimizer slot; 0 when all state is in memory
     service_nbytes: int
     device_window_nbytes: int  # weights gathered at once
-    waiting_nbytes: int = 0  # whole gradients that wait on the device for the end of a pass of several micro-batches
-    landing_nbytes: int = 0  # gradients of the device that are still being copied, at most
-    past_host_nbytes: int = 0  # weights on their way from disk past the host's memory; 0 where they do not go that way
-    device_slot_nbytes: int = 0  # a slot for state that passes through a device which steps it
+    waiting_nbytes: int = 0  # whole gradients on the device, until a joined pass ends
+    landing_nbytes: int = 0  # device gradients still being copied, at most
+    past_host_nbytes: int = 0  # device memory for weights on the road from disk; 0: no road
+    device_slot_nbytes: int = 0  # one device slot, for state that the device steps
     terms: dict[Tier, dict[str, int]] = field(default_factory=dict)
-    placed: dict[str, dict[int, Tier]] = field(default_factory=dict)  # array -> unit -> its home, where not ``tiers``'
-    kept: dict[str, frozenset[int]] = field(default_factory=dict)  # array -> units whose NVMe home is cached on the host
+    # array -> unit -> its home, if it differs from ``tiers``
+    placed: dict[str, dict[int, Tier]] = field(default_factory=dict)
+    # array -> units whose NVMe home is cached on the host
+    kept: dict[str, frozenset[int]] = field(default_factory=dict)
     shadowed: frozenset[int] = frozenset()  # units with room for a second copy of their state
 
     def tiers_of(self, unit: int) -> dict[str, Tier]:
@@ -64,19 +66,19 @@ class MemoryPlan:
         return {name: self.placed.get(name, {}).get(unit, tier) for name, tier in self.tiers.items()}
 
     def kept_of(self, unit: int) -> set[str]:
-        """Returns the arrays of the unit with this index that are cached."""
+        """Returns the arrays of the unit with this index that are cached on the host."""
         return {name for name, units in self.kept.items() if unit in units}
 
     @property
     def buffers_nbytes(self) -> int:
-        """Bytes of the model's buffers, on whatever tier they count."""
+        """Bytes of the model's buffers, on all tiers."""
         return sum(terms.get(BUFFERS, 0) for terms in self.terms.values())
 
     def planned_nbytes(self, tier: Tier) -> int:
-        """Counts the most bytes that ``tier`` will be charged."""
+        """Returns the planned peak of ``tier`` in bytes."""
         return sum(self.terms[tier].values())
 
 
 def term_of(name: str) -> str:
-    """Names the term that array ``name`` is part of."""
+    """Returns the name of the term that counts array ``name``."""
     return {"weight": "weights", "grad": "gradients"}.get(name, "optimizer state")

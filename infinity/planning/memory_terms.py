@@ -1,4 +1,4 @@
-"""Memory terms: adds up what each part of the engine holds on each tier, for one choice of homes and buffer sizes."""
+"""Memory terms: adds up each part's bytes per tier, for given homes and buffer sizes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from .memory_plan import BUFFERS, LADDER, MemoryPlan, Rung, term_of
 from .slots import needed_device_slot_nbytes, optimizer_slot_nbytes
 from .unit_sizes import CHECKSUMMED, UnitSize
 
-GRADS_AT_ONCE = 3  # staged: one that lands, one that is written, one that is read for a parameter used twice
-ACTIVATION_SLOTS = 8  # four storages at once, each read or written while another is
-GRADS_IN_FLIGHT = 3  # of the largest gradient: still being read, as it is converted, and as it is added to what is at home
+# Staged: one accumulates, one is written, one is read for a parameter used twice.
+GRADS_AT_ONCE = 3
+ACTIVATION_SLOTS = 8  # four storages at once, two slots each: one fills while the other moves
+# Copies of the largest gradient: being read, being converted, being added to the one at home.
+GRADS_IN_FLIGHT = 3
 CHECKSUM_ENTRY_NBYTES = 4
 FLOAT32_NBYTES = 4
 
@@ -38,8 +40,9 @@ class MemoryTerms:
         past_host: bool = False,
         buffers_nbytes: int = 0,
     ):
-        """``homes``: of weights, optimizer state and gradients. ``held_nbytes``: the most weight bytes that a forward holds at once.
-        ``past_host``: weights come from disk past the host's memory. ``buffers_nbytes``: of the model's buffers."""
+        """``homes``: of weights, optimizer state and gradients. ``held_nbytes``: the most weight
+        bytes that a forward holds at once. ``past_host``: weights go by road from disk to device.
+        ``buffers_nbytes``: of the model's buffers."""
         self._past_host, self._buffers_nbytes = past_host, buffers_nbytes
         self._units, self._config, self._rung, self._held, self._device = units, config, rung, held_nbytes, device
         self._params, self._optimizer, self._grad = homes
@@ -50,7 +53,7 @@ class MemoryTerms:
         self.terms: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
 
     def plan(self) -> MemoryPlan:
-        """Adds everything up."""
+        """Adds up all terms to a plan. Call once."""
         for name, tier in self.tiers.items():
             self._add(tier, term_of(name), sum(shard.nbytes(name) for shard in self._shards))
         staging, grads, activations = self._staging(), self._grad_staging(), self._activation_staging()
@@ -78,8 +81,8 @@ class MemoryTerms:
 
     @property
     def _tier_of_buffers(self) -> Tier:
-        """The tier whose budget counts buffers, which stay with their modules where the model computes. Where the processor does, that is
-        the host's memory, unless only the device's budget was given."""
+        """The tier charged for the model's buffers, which stay on the compute device. If the CPU
+        computes that is the host, unless only the device's budget was given."""
         config = self._config
         only_device = config.host_memory is None and config.device_memory is not None
         return Tier.DEVICE if only_device or not self._device.is_host else Tier.HOST
@@ -116,19 +119,21 @@ class MemoryTerms:
         return service
 
     def _add_ranks(self) -> None:
-        """Adds what only several ranks need."""
+        """Adds the terms that only several ranks need."""
         shards = self._shards
         if node_size := max((shard.node_size for shard in shards), default=0):
             self._add(Tier.DEVICE, "second slices", sum(shard.whole_nbytes("weight") for shard in shards) // node_size)
-        averaged = [shard for shard in self._stepped if shard.is_averaged]  # what the reducer takes whole
+        averaged = [shard for shard in self._stepped if shard.is_averaged]  # reduced whole
         if averaged:
             whole = max(shard.whole_nbytes("grad") for shard in averaged)
             if not any(shard.whole_grad for shard in shards):
-                # Filled while weights of the same units are held; one waits, and one more is on its way to the others.
+                # Filled while weights of the same units are held; one waits, and one more is being
+                # reduced.
                 ratio = max(shard.spec.grad_dtype.itemsize / shard.spec.dtype.itemsize for shard in averaged)
                 filled = round_up(int(self._held * ratio), native.BLOCK_NBYTES)
                 self._add(Tier.DEVICE, "gradients to be averaged", 2 * whole + filled)
-            # As they come, and their sum in fp32, also of each replica; a whole gradient that is at home elsewhere.
+            # As received, and their sum in fp32, also of each replica; plus a whole gradient whose
+            # home is not this memory.
             sums = max(FLOAT32_NBYTES * (shard.numel // shard.slices) for shard in averaged)
             replicas = max(shard.replicas for shard in averaged)
             of_replicas = (replicas + 1) * sums if replicas > 1 else 0
@@ -136,8 +141,8 @@ class MemoryTerms:
             self._add(Tier.DEVICE, "gradients of other ranks", 2 * whole + of_replicas + own)
 
     def _window(self) -> int:
-        """Weights gathered at once: the most that is held, and one unit more, for in backward the next unit arrives while the last
-        one's gradients are still landing."""
+        """Adds the weights gathered at once: the most held, plus one unit. In the backward the next
+        unit arrives while the last one's gradients are still accumulated."""
         config, window = self._config, 0
         tile = max((unit.tile_nbytes for unit in self._units), default=0)
         sliced = any(unit.is_sliced for unit in self._units)
@@ -146,9 +151,10 @@ class MemoryTerms:
             largest, total = max(sizes, default=0), sum(sizes)
             least = self._held + largest
             if config.device_memory is None:
-                least += self._device.overlaps * largest  # and one on its way meanwhile
+                least += self._device.overlaps * largest  # one more is being copied meanwhile
             window = total if sliced and config.shard != "parameters" else min(least, total)
-            if config.device_memory is not None and config.params != "auto":  # with "auto" units have a home in the rest
+            # With params="auto", units get a home in the rest instead.
+            if config.device_memory is not None and config.params != "auto":
                 rest = int(config.device_memory) - tile - sum(self.terms[Tier.DEVICE].values())
                 window = min(total, max(window, rest))
         self._add(Tier.DEVICE, "gathered weights", window)
@@ -156,7 +162,8 @@ class MemoryTerms:
         return window
 
     def _device_step(self) -> tuple[int, int]:
-        """Gradients that a device which the processor cannot reach still reads, and a slot for state that passes through it."""
+        """Adds in-flight gradients of a device whose memory the CPU cannot access, and slots for
+        state that it steps."""
         landing = device_slot = 0
         if not self._device.is_host and self._stepped:
             landing = max(shard.nbytes("grad") for shard in self._shards)

@@ -1,4 +1,4 @@
-"""Placement: spends what the budgets have left: units promoted to a faster tier, then room for shadows."""
+"""Placement: spends the leftover budget on promoting units to a faster tier, then on shadows."""
 
 from __future__ import annotations
 
@@ -17,21 +17,26 @@ from .memory_terms import CHECKSUM_ENTRY_NBYTES
 from .slots import needed_device_slot_nbytes
 from .unit_sizes import CHECKSUMMED, STATE, UnitSize
 
-# Arrays that move together. A step moves each byte of the weights four times, of the state twice: weights come first.
+# Arrays that move together. A step moves each byte of the weights four times, of the state twice,
+# so weights are placed first.
 TOGETHER = {"weights": ("weight",), "optimizer state": ("master", "exp_avg", "exp_avg_sq")}
 
 
 def use_what_is_left(
     plan: MemoryPlan, units: Sequence[UnitSize], config: Config, budgets: Budgets, device: Device, *, reuses: bool = False
 ) -> MemoryPlan:
-    """Spends leftover budget: what several micro-batches of a pass share, where there are (``reuses``); second copies of state for updates made ahead first, then units promoted to a faster tier, for good where the home is "auto", as a cache where it is
-    NVMe by name. It is always the same part, so it is there at every step."""
+    """Spends the leftover budget, in this order: gradients shared by a pass's micro-batches (if
+    ``reuses``), units promoted to a faster tier, and shadows if ``speculate`` is set.
+
+    A unit's home changes if it was "auto"; NVMe homes chosen by name are cached on the host. The
+    same units are promoted for every step.
+    """
     filling = Placement(plan, units, budgets)
     if reuses:
         filling.add_waiting(device)
     if not device.is_host:
-        # A unit is there with all of its state, and needs no transfer at all; or its weights pass, and its state stays
-        # where the processor steps it.
+        # A unit is on the device with all of its state, and needs no transfer. Or its weights are
+        # gathered for each use, and its state stays where the CPU steps it.
         if device.kernels is not None:
             if config.params == config.optimizer == "auto":
                 filling.place_whole(Tier.DEVICE)
@@ -56,7 +61,7 @@ def use_what_is_left(
 
 
 class Placement:
-    """A plan on its way to using more of the faster tiers."""
+    """A plan that is changed to use more of the faster tiers."""
 
     def __init__(self, plan: MemoryPlan, units: Sequence[UnitSize], budgets: Budgets):
         self._plan, self._units = plan, units
@@ -66,7 +71,7 @@ class Placement:
         self._kept: dict[str, frozenset[int]] = {}
 
     def place(self, what: str, tier: Tier) -> None:
-        """Gives units a home on ``tier`` instead of the plan's."""
+        """Moves the home of one kind of array (``what``) to ``tier``, for the units that fit."""
         names = TOGETHER[what]
         home = self._plan.tiers[names[0]]
         if home is tier:
@@ -80,7 +85,8 @@ class Placement:
                 self._placed.setdefault(name, {}).update(dict.fromkeys(chosen, tier))
 
     def place_whole(self, tier: Tier) -> None:
-        """Gives units a home on ``tier`` with all of their arrays, gradients too."""
+        """Moves the home of all arrays, gradients too, to ``tier``, for the units that fit;
+        smallest first."""
         for index in sorted(range(len(self._units)), key=lambda index: self._units[index].weight_nbytes):
             unit, tiers = self._units[index], self._plan.tiers_of(index)
             sizes = {name: sum(shard.nbytes(name) for shard in unit.shards) for name in ARRAYS}
@@ -96,7 +102,7 @@ class Placement:
                 self._placed.setdefault(name, {})[index] = tier
 
     def add_device_slots(self) -> None:
-        """Lets the device step a part of the state on the host, where there is room for that."""
+        """Adds slots, if they fit, with which the device steps a part of the state on the host."""
         slot = needed_device_slot_nbytes(self._units)
         if not self._plan.device_slot_nbytes and slot and DEVICE_SLOTS * slot <= self._spare[Tier.DEVICE]:
             self._terms[Tier.DEVICE]["optimizer slots"] = DEVICE_SLOTS * slot
@@ -104,7 +110,8 @@ class Placement:
             self._plan = replace(self._plan, device_slot_nbytes=slot)
 
     def add_waiting(self, device: Device) -> None:
-        """Lets whole gradients wait on the device for the end of a pass of several micro-batches, where there is room for all."""
+        """Keeps whole gradients on the device until a pass of several micro-batches ends, if all
+        fit."""
         homes = [self._plan.tiers_of(index)["grad"] for index in range(len(self._units))]
         nbytes = sum(
             shard.whole_nbytes("grad") for unit, home in zip(self._units, homes) for shard in unit.shards
@@ -116,7 +123,8 @@ class Placement:
             self._plan = replace(self._plan, waiting_nbytes=nbytes)
 
     def widen_window(self) -> None:
-        """Gives gathered weights what is left: they then need not be copied again for the backward."""
+        """Enlarges the window by the device's leftover budget, so that fewer weights are copied
+        again for the backward."""
         passing = sum(unit.weight_nbytes for index, unit in enumerate(self._units)
                       if not unit.tile_nbytes and index not in self._placed.get("weight", ()))  # fmt: skip
         window = self._plan.device_window_nbytes
@@ -127,8 +135,8 @@ class Placement:
             self._plan = replace(self._plan, device_window_nbytes=wider)
 
     def cache(self, what: str, numel: int | None = None) -> None:
-        """Keeps units' NVMe homes on the host, of ``numel`` elements together at most. Their places
-        on disk stay reserved, and the largest unit stays there."""
+        """Caches units' NVMe homes on the host, up to ``numel`` elements together. Their extents on
+        disk stay reserved. The largest unit is not cached."""
         names = TOGETHER[what]
         chosen, nbytes = self._choose(names, Tier.HOST, all_of_them=False, numel=numel)
         if chosen:
@@ -136,8 +144,11 @@ class Placement:
             self._kept |= dict.fromkeys(names, frozenset(chosen))
 
     def add_shadows(self, device: Device) -> None:
-        """Gives units a second copy of their state beside it. None where the device computes with the home itself, or steps
-        what lies there. The last units come first: their gradients are the first to land."""
+        """Adds a second copy of units' state on the tier of its home, for the units that fit.
+
+        Skips units whose home on the device is what the model computes with, or is stepped there.
+        The last units come first: their gradients arrive first.
+        """
         shadowed = set()
         for index in reversed(range(len(self._units))):
             unit, kept = self._units[index], self._plan_kept(index)
@@ -164,7 +175,7 @@ class Placement:
         self._plan = replace(self._plan, shadowed=frozenset(shadowed))
 
     def _has_room(self, needed: Mapping[Tier, int]) -> bool:
-        """Whether all of ``needed`` fits at once."""
+        """Whether all of ``needed`` fits together."""
         together = sum(needed.get(tier, 0) for tier in SHARED) if self._shares else 0
         return all(nbytes <= self._spare[tier] for tier, nbytes in needed.items()) and together <= self._spare[Tier.HOST]
 
@@ -176,8 +187,8 @@ class Placement:
         return {name for name, units in self._kept.items() if index in units}
 
     def _choose(self, names: Sequence[str], tier: Tier, *, all_of_them: bool, numel: int | None = None) -> tuple[list[int], int]:
-        """The units that fit what is left of ``tier``, smallest first, and their bytes; no more
-        than ``numel`` elements together."""
+        """Takes the units that fit the leftover of ``tier``, smallest first, up to ``numel``
+        elements together. Returns their indices and their bytes."""
         sizes = [sum(shard.nbytes(name) for shard in unit.shards for name in names) for unit in self._units]
         by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
         chosen = []

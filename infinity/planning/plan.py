@@ -1,7 +1,8 @@
 """make_plan: chooses the tier of every array and the size of every buffer, before anything moves.
 
-A plan is made from sizes alone; the ledger then holds every part of the engine to it. When a budget is too small for the most generous plan, smaller ones are tried in order, and when none fits the
-error says what the least workable budget is.
+A plan is made from sizes alone; the ledger enforces it later. If a budget is too small for the most
+generous plan, smaller ones are tried in order. If none fits, the error gives the least workable
+budget.
 """
 
 from __future__ import annotations
@@ -35,11 +36,15 @@ def make_plan(
     reuses: bool = False,
     buffers_nbytes: int = 0,
 ) -> MemoryPlan:
-    """Makes the fastest plan within the budgets. ``held_nbytes``: the most weight bytes held at once. ``free``: what a tier without
-    a budget has (None: what is measured now). ``device``: what computes (None: the processor). ``reuses``: a pass uses the same weights
-    for several micro-batches, as the stages of a pipeline do. ``buffers_nbytes``: of the model's buffers, which stay where it computes.
+    """Makes the fastest plan within the budgets.
 
-    Raises CapacityError with the least workable budget, ConfigError when a home has no folder.
+    ``held_nbytes``: the most weight bytes held at once. ``free``: bytes of a tier without a budget
+    (None: measured now). ``device``: the compute device (None: the CPU). ``reuses``: a pass uses
+    the same weights for several micro-batches, as pipeline stages do. ``buffers_nbytes``: of the
+    model's buffers, which stay on the compute device.
+
+    Raises CapacityError with the least workable budget. Raises ConfigError if a home has no folder,
+    the device allows no homes, or ``speculate`` meets ``shard="optimizer"``.
     """
     check_folders(config)
     if config.speculate and any(shard.whole_grad for unit in units for shard in unit.shards):
@@ -58,8 +63,8 @@ def make_plan(
                 if not budgets.over(plan):
                     fitting.append(use_what_is_left(plan, units, config, budgets, device, reuses=reuses))
                     if config.speculate and not fitting[-1].shadowed:
-                        continue  # what looks less far ahead may leave room for that
-                    break  # a less generous rung would cache a little more, and look less far ahead
+                        continue  # a less generous rung may leave room for shadows
+                    break  # a less generous rung would cache little more, with less look-ahead
                 if least is None or budgets.excess(plan) < budgets.excess(least):
                     least = plan
     if fitting:
@@ -85,7 +90,8 @@ def _plan_of(
     device: Device,
     budgets: Budgets,
 ) -> MemoryPlan:
-    """Adds up one choice (``held``: bytes of weights at once, and of buffers): with memory on the device for weights that come past the host's, where there is such a way and room."""
+    """Adds up one choice of homes and rung. Includes device memory for the road from disk, if the
+    device has one and it fits. ``held``: bytes of weights held at once, and of buffers."""
     past_host = homes[0] is Tier.NVME and device.reads_disks(config.nvme_paths, config.checksums)
     plan = MemoryTerms(units, config, homes, rung, held[0], device, past_host=past_host, buffers_nbytes=held[1]).plan()
     if past_host and budgets.over(plan):
@@ -94,15 +100,15 @@ def _plan_of(
 
 
 def check_folders(config: Config) -> None:
-    """Raises ConfigError when a folder of ``nvme_paths`` is not there."""
+    """Raises ConfigError if a folder of ``nvme_paths`` does not exist."""
     for path in config.nvme_paths:
         if not os.path.isdir(path):
             raise ConfigError(f"nvme_paths: there is no folder {path}. Create it, or name another.")
 
 
 def _homes(config: Config, device: Device, *, stepped: bool) -> list[tuple[Tier, Tier]]:
-    """Homes of (weights, optimizer state) that the configuration allows, fastest first. Raises ConfigError when the device
-    allows none of them."""
+    """Returns the homes of (weights, optimizer state) that the configuration allows, fastest first.
+    Raises ConfigError if the device allows none of them."""
     everywhere = [tier for tier in Tier if tier is not Tier.NVME or config.nvme_paths]
     params = everywhere if config.params == "auto" else [Tier(config.params)]
     optimizer = everywhere if config.optimizer == "auto" else [Tier(config.optimizer)]
@@ -116,21 +122,25 @@ def _homes(config: Config, device: Device, *, stepped: bool) -> list[tuple[Tier,
             )
         return sorted(allowed, key=lambda homes: (sum(list(Tier).index(home) for home in homes), homes))
     speed = list(Tier).index
-    # Weights are moved twice a step and state once each way, but state is several times as large.
+    # Weights move twice a step and state once each way, but state is several times as large.
     return sorted(itertools.product(params, optimizer), key=lambda homes: (speed(homes[0]) + speed(homes[1]), homes))
 
 
 def _grad_homes(params: Tier, optimizer: Tier, units: Sequence[UnitSize], config: Config, device: Device) -> list[Tier]:
-    """Homes of gradients beside such homes of weights and optimizer state, fastest first."""
-    # Beside weights that only the device can reach the step is the device's, wherever the state is.
+    """Returns the homes of gradients for given homes of weights and state, fastest first."""
+    # If only the device can access the weights, the device steps, wherever the state is.
     homes = [Tier.DEVICE] if optimizer is Tier.DEVICE or (params is Tier.DEVICE and not device.is_host) else []
-    whole_grads = any(shard.whole_grad for unit in units for shard in unit.shards)  # they are averaged in memory
+    # Whole gradients (ZeRO-1) are averaged in memory.
+    whole_grads = any(shard.whole_grad for unit in units for shard in unit.shards)
     return homes + ([Tier.HOST, Tier.NVME] if config.nvme_paths and not whole_grads else [Tier.HOST])
 
 
 def _is_steppable(homes: tuple[Tier, Tier], config: Config, device: Device) -> bool:
-    """Whether weights and state at these homes can be stepped: by the processor, or on a device that it does not reach. Of
-    mixed homes only what was asked for: the processor steps state on the host with less traffic."""
+    """Whether weights and state at these homes can be stepped, by the CPU or by the device.
+
+    One of them on the device and one off it is allowed only if both were chosen by name: the CPU
+    steps state on the host with less traffic.
+    """
     if Tier.DEVICE not in homes:
         return True
     mixed = len(set(homes)) > 1

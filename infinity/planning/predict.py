@@ -1,8 +1,8 @@
-"""predict: estimates how long a step takes, from the bytes it moves and the rates of the machine.
+"""predict: estimates the seconds of a step, from the bytes it moves and the rates of the machine.
 
-traffic    bytes of one step over each edge, from the plan: with one backward, and weights that are not kept
-rates      what the machine does: disk and memory measured once, compute given by whoever knows the batch
-processor  compute, copies, checksums and the optimizer share it; the disk works beside it
+traffic    bytes of one step over each edge, from the plan; weights are gathered for each use
+rates      of the machine: disk and memory are measured once; the caller gives compute seconds
+processor  runs compute, copies, checksums and the optimizer in turn; the disk works in parallel
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .unit_sizes import UnitSize
 
 @dataclass(frozen=True)
 class Prediction:
-    """One optimizer step. ``edges``: bytes; ``seconds``: what each resource alone needs."""
+    """One optimizer step. ``edges``: bytes; ``seconds``: the time of each resource alone."""
 
     edges: dict[str, int]
     seconds: dict[str, float]
@@ -27,14 +27,15 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """The resource that needs most."""
+        """The resource that needs most time."""
         return max(self.seconds, key=self.seconds.__getitem__)
 
 
 def predict(plan: MemoryPlan, units: Sequence[UnitSize], rates: Rates, *, compute_seconds: float, passes: int = 1) -> Prediction:
-    """Predicts the step time from what the processor has to do in turn and the disk beside it.
+    """Predicts a step: the larger of the processor's total time and the disk's.
 
     ``compute_seconds``: forward and backward of one step's whole batch, without the optimizer.
+    ``passes``: forwards and backwards in a step.
     """
     edges = traffic(plan, units, passes=passes)
     through_disk = edges["nvme->host"] + edges["host->nvme"]
@@ -45,7 +46,7 @@ def predict(plan: MemoryPlan, units: Sequence[UnitSize], rates: Rates, *, comput
         "checksums": through_disk / rates.checksum,
         "optimizer": steps[Tier.HOST] / rates.memory,
     }
-    if rates.device_memory is None:  # one memory, the processor's
+    if rates.device_memory is None:  # the CPU computes, in one memory
         seconds["optimizer"] += steps[Tier.DEVICE] / rates.memory
     else:
         seconds["optimizer on device"] = steps[Tier.DEVICE] / rates.device_memory

@@ -1,10 +1,10 @@
-"""Schedule: the order in which units are used, recorded as it happens, and what it says comes next.
+"""Schedule: records the order in which units are used, and predicts the next uses.
 
 pass    one root forward with all that follows until the next one: its backward too
-trace   the units of a pass in the order of their first use after another unit
+trace   the units of a pass in order of use; repeated uses of a unit in a row count once
 
-Prediction is a pure function of the last pass of the same kind and the position in it. A pass that goes another way
-costs on-demand fetches, finds its place again where it can, and is the next pass's trace.
+Prediction is a pure function of the last pass of the same kind and the position in it. A pass that
+diverges costs on-demand fetches and resynchronises if it can. It is the next pass's trace.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import bisect
 import math
 from collections.abc import Iterator
 
-RESYNC_DISTANCE = 64  # how far ahead of the expected place a unit is looked for
+RESYNC_DISTANCE = 64  # trace positions searched ahead of the expected one
 
 
 class Schedule:
-    """Records uses and predicts the next ones. Units are their indices."""
+    """Records uses and predicts the next ones. Units are given by index."""
 
     def __init__(self) -> None:
         self._traces: dict[str, list[int]] = {}
         self._kind = ""
         self._current: list[int] = []
         self._position = 0  # in the expected trace: the next use
-        self._uses: dict[int, list[int]] = {}  # of each unit: its places in the expected trace
+        self._uses: dict[int, list[int]] = {}  # unit -> its positions in the expected trace
 
     def begin(self, kind: str) -> None:
-        """Begins a new pass of ``kind`` ("train", "infer", or "unflushed"); the one before becomes its kind's trace."""
+        """Begins a pass of ``kind`` ("train", "infer", or "unflushed"). The pass before it becomes
+        the trace of its own kind."""
         if self._current:
             self._traces[self._kind] = self._current
         self._kind, self._current, self._position = kind, [], 0
@@ -36,7 +37,7 @@ class Schedule:
             self._uses.setdefault(unit, []).append(position)
 
     def forget(self) -> None:
-        """Forgets what this pass has recorded: the next one begins it anew."""
+        """Discards the uses recorded in this pass, so that they do not become a trace."""
         self._current, self._position = [], 0
 
     def use(self, unit: int) -> None:
@@ -48,7 +49,7 @@ class Schedule:
         try:
             found = expected.index(unit, self._position, self._position + RESYNC_DISTANCE)
         except ValueError:
-            return  # another way than last time: keep the place, later uses may meet it again
+            return  # diverged from the trace: keep the position, later uses may match it again
         self._position = found + 1
 
     def upcoming(self, *, backward: bool) -> Iterator[int]:
@@ -69,13 +70,15 @@ class Schedule:
         return self._current if self._kind == kind and self._current else self._traces.get(kind, [])
 
     def next_use(self, unit: int) -> float:
-        """Returns how many uses of units from now on ``unit`` is expected next: infinity where it is not, in this pass."""
+        """Returns the distance, in uses, to the next expected use of ``unit`` in this pass;
+        infinity if there is none."""
         uses = self._uses.get(unit, [])
         at = bisect.bisect_left(uses, self._position)
         return uses[at] - self._position if at < len(uses) else math.inf
 
     def first(self) -> Iterator[int]:
-        """Yields the units a training pass begins with, in order, each once: what a step's end can already fetch."""
+        """Returns the units of the next training pass in order, each once: the end of a step can
+        already fetch the first ones."""
         return iter(dict.fromkeys(self.expected_after_step()))
 
     def _expected(self, backward: bool) -> Iterator[int]:

@@ -1,9 +1,9 @@
-"""ShadowPolicy: says when updates are made in the backward, before it is known whether clipping changes the gradients.
+"""ShadowPolicy: decides when updates run in the backward, before clipping may change the gradients.
 
-shadow   a unit's update with its results beside the state, which stays as it was. ``step()`` keeps it when the step turns out
-        to be that one, bit for bit; otherwise it is dropped and the update made as if there had been no shadow
-pause   steps without shadows after one whose shadows were dropped; twice as long each time, so that where gradients are
-        always clipped next to nothing is spent on shadows
+shadow   a unit's update with the results beside the unchanged state. ``step()`` keeps it if its own
+         update would be the same, bit for bit; otherwise drops it and updates from the state
+pause    steps without shadows after a step that dropped some. It doubles each time, so shadows
+         cost next to nothing if gradients are always clipped
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ LONGEST_PAUSE = 256  # steps
 
 @dataclass
 class ShadowPolicy:
-    """When shadows are made, and what became of them. A shard's shadow counts as one."""
+    """Decides when shadows are made, and counts those made and kept, one per shard."""
 
     made: int = 0
     kept: int = 0
-    _backward: int = 1  # of a step: the last one in the step before
+    _backward: int = 1  # makes shadows; number of the last backward of the step before
     _pause: int = field(default=0, repr=False)
     _next_pause: int = field(default=1, repr=False)
 
     def is_wanted(self, backward: int) -> bool:
-        """Tells whether shadows are to be made in this backward of a step, counted from 1: another one would spoil them."""
+        """Returns whether this backward of a step, counted from 1, should make shadows: a later
+        backward would invalidate them."""
         return not self._pause and backward == self._backward
 
     def end_step(self, *, made: int, kept: int, backwards: int) -> None:
-        """Ends a step of so many backwards, for which ``made`` shadows were there and ``kept`` are its updates."""
+        """Records a step of ``backwards`` backwards: ``made`` shadows existed, ``kept`` became its
+        updates."""
         self.made += made
         self.kept += kept
         self._backward = max(1, backwards)

@@ -11,7 +11,8 @@ from .unit_sizes import STATE, UnitSize
 
 
 def traffic(plan: MemoryPlan, units: Sequence[UnitSize], *, passes: int = 1) -> dict[str, int]:
-    """Counts the bytes of a step with ``passes`` forwards and backwards over every edge, and through memory in the optimizer."""
+    """Counts the bytes of a step with ``passes`` forwards and backwards over every edge.
+    "optimizer": bytes that the update reads and writes in memory."""
     edges = dict.fromkeys(("nvme->host", "host->nvme", "host->device", "device->host", "optimizer"), 0)
     for index, unit in enumerate(units):
         tiers, kept = plan.tiers_of(index), plan.kept_of(index)
@@ -25,7 +26,8 @@ def traffic(plan: MemoryPlan, units: Sequence[UnitSize], *, passes: int = 1) -> 
                 continue
             grad = shard.nbytes("grad")
             edges["device->host"] += passes * grad
-            edges["nvme->host"] += passes * grad * on_disk["grad"]  # read to be added to from the second on, and by the step
+            # Read by every backward after the first, which adds to it, and by the step.
+            edges["nvme->host"] += passes * grad * on_disk["grad"]
             edges["host->nvme"] += passes * grad * on_disk["grad"]
             for name in STATE:
                 edges["nvme->host"] += shard.nbytes(name) * on_disk[name]
@@ -35,8 +37,8 @@ def traffic(plan: MemoryPlan, units: Sequence[UnitSize], *, passes: int = 1) -> 
 
 
 def optimizer_traffic(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[Tier, int]:
-    """Counts the bytes that the optimizer of one step reads and writes, by whose memory they pass
-    through: the device's for what is at home there, else the host's."""
+    """Counts the bytes that the optimizer reads and writes in one step, by memory: the device's for
+    arrays at home there, else the host's."""
     passed = {Tier.DEVICE: 0, Tier.HOST: 0}
     for index, unit in enumerate(units):
         tiers = plan.tiers_of(index)
@@ -49,6 +51,6 @@ def optimizer_traffic(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[Tier,
 
 
 def step_cost(plan: MemoryPlan, units: Sequence[UnitSize]) -> tuple[int, int]:
-    """Counts the bytes of a step over the slowest edges first."""
+    """Returns the bytes of a step to and from NVMe, then those to and from the device."""
     edges = traffic(plan, units)
     return edges["nvme->host"] + edges["host->nvme"], edges["host->device"] + edges["device->host"]

@@ -1,4 +1,4 @@
-"""Unit sizes: holds what a plan needs to know of shards and units: bytes, and nothing else."""
+"""Unit sizes: the bytes of shards and units, which is all that a plan needs of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..state.shard_spec import ShardSpec
 
 MIN_CHUNK = native.CHECKSUM_NBYTES // 2  # elements: whole checksum blocks at every element size
 STATE = ("weight", "master", "exp_avg", "exp_avg_sq")
-CHECKSUMMED = 5  # arrays of a shard that can be on disk, each with a last block of its own
+CHECKSUMMED = 5  # arrays of a shard that can be on disk, each with a partial last block
 
 
 @dataclass(frozen=True)
@@ -20,19 +20,19 @@ class ShardSize:
 
     spec: ShardSpec
     numel: int
-    slices: int = 1  # ranks that have an equal part each
-    replicas: int = 1  # ranks that have the same part
-    data_size: int = 1  # ranks whose gradients are averaged, with those that have other experts where they are divided
-    whole_grad: bool = False  # but every one its whole gradient (ZeRO-1)
-    node_size: int = 0  # ranks of one machine, where they share out gathered weights; else 0
+    slices: int = 1  # ranks that hold an equal slice each
+    replicas: int = 1  # ranks that hold the same slice
+    data_size: int = 1  # ranks whose gradients are averaged; includes those with other experts
+    whole_grad: bool = False  # every rank holds its whole gradient (ZeRO-1)
+    node_size: int = 0  # ranks of a machine that share gathered weights (``shard_in_node``); else 0
 
     @property
     def is_averaged(self) -> bool:
-        """Whether gradients are averaged with other ranks': a rank then adds up its whole ones first."""
+        """Whether gradients are averaged over ranks. A rank then adds up its whole ones first."""
         return max(self.slices * self.replicas, self.data_size) > 1
 
     def nbytes(self, name: str) -> int:
-        """Counts the bytes of array ``name`` at home on one rank; 0 when the shard has none."""
+        """Counts the bytes of array ``name`` at home on one rank; 0 if the shard has none."""
         if name == "grad" and self.whole_grad:
             return round_up(int(self.numel * self.spec.nbytes_per_element().get(name, 0)), native.BLOCK_NBYTES)
         return self._slice_nbytes.get(name, 0)
@@ -43,7 +43,7 @@ class ShardSize:
 
     @cached_property
     def _slice_nbytes(self) -> dict[str, int]:
-        """Returns bytes of every array's equal part for one rank."""
+        """The bytes of every array's slice on one rank."""
         sizes = self.spec.nbytes_per_element()
         return {name: round_up(int(self.numel // self.slices * size), native.BLOCK_NBYTES) for name, size in sizes.items()}
 
@@ -54,11 +54,11 @@ class UnitSize:
 
     name: str
     shards: tuple[ShardSize, ...]
-    tile_nbytes: int = 0  # its weight comes to the device in tiles of so many bytes; 0: whole
+    tile_nbytes: int = 0  # bytes of a tile, if its weight is tiled; 0: it is gathered whole
 
     @property
     def weight_nbytes(self) -> int:
-        """Bytes of the whole weights, as they lie on the device."""
+        """Bytes of the whole weights, as gathered on the device."""
         return sum(shard.whole_nbytes("weight") for shard in self.shards)
 
     @property
