@@ -1,18 +1,19 @@
-"""Choices: lists the words that fields of a Config accept, and the dtypes they stand for."""
+"""Choices: the values that fields of a Config accept, and the dtypes they name."""
 
 from __future__ import annotations
 
 import torch
 
-AUTO = "auto"  # what is not chosen by the user, but by what is there
+AUTO = "auto"  # chosen by what the machine has
 
 HOMES = ("auto", "device", "host", "nvme")
 SHARDED = ("optimizer", "gradients", "parameters")
 REDUCTIONS = ("ordered", "fast")
-SAMPLED = "sampled"  # checksums, where a device cannot take them
+SAMPLED = "sampled"  # checksums of a part, if a device cannot compute them
 
 MASTERS = ("split", "fp32", "none")
-MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}  # -> dtype at rest
+# -> dtype at rest
+MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,

@@ -1,4 +1,4 @@
-"""Config: everything a user can choose, checked once, at :func:`infinity.wrap_model`."""
+"""Config: every choice of the user, checked once, when it is made."""
 
 from __future__ import annotations
 
@@ -22,78 +22,85 @@ from .deepspeed import translate_deepspeed
 
 logger = logging.getLogger(__name__)
 
-MOST_THREADS = 1024  # of the optimizer: no machine has more processors for them
+MOST_THREADS = 1024  # of the optimizer: more than the CPUs of any machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Holds everything a user can choose of :func:`infinity.wrap_model`.
+    """Holds the configuration of :func:`infinity.wrap_model`. Raises ConfigError if it is invalid.
 
     params, optimizer, activations
-        Home of the weights, of the optimizer's state (master and moments), and of what a forward saves for its backward:
-        ``"auto"``, ``"device"``, ``"host"`` or ``"nvme"``.
+        Home of the weights, the optimizer state (master and moments), and the tensors saved for the
+        backward: ``"auto"``, ``"device"``, ``"host"`` or ``"nvme"``.
     device_memory, host_memory, nvme_capacity
-        Hard budgets: bytes, or text such as ``"48GiB"``. None: what is measured to be free. Host memory and disks are a
-        machine's: its ranks share them equally. ``device_memory`` is each rank's own.
+        Hard budgets: bytes, or text such as ``"48GiB"``. None: measured free space. The ranks of a
+        machine share host memory and disks equally. ``device_memory`` is per rank.
     nvme_paths
-        Folders for state at home on NVMe; needed when anything is. ``"auto"``: where memory does not hold all of the state, a scratch
-        folder is chosen on a disk of this machine, and told. So it is where :func:`infinity.wrap_model` gets no configuration at all.
+        Folders for state at home on NVMe; needed if anything is. ``"auto"``: if memory does not
+        hold all state, chooses a scratch folder on a disk of this machine, and logs it. This is the
+        default of :func:`infinity.wrap_model` without a configuration.
     weights_on_host
-        How many elements of weights whose home is NVMe by name are kept in host memory, too, on
-        each rank. None: where a ``host_memory`` is given, as many as it leaves room for, else none.
+        Elements of weights also cached in host memory, per rank, if ``params="nvme"``. None: as
+        many as fit if ``host_memory`` is given and activations are not sent to it, else none.
     param_dtype
         dtype the model computes in (``torch.bfloat16`` or ``"bf16"``); None: the model's own.
     master
-        For 16-bit parameters: ``"split"`` (an exact fp32 master as the bf16 weight plus its low 16 bits; fp16 keeps a
-        whole fp32 master), ``"fp32"`` (a whole fp32 master), ``"none"`` (no master).
+        For 16-bit parameters: ``"split"`` (an exact fp32 master as the bf16 weight plus its low 16
+        bits; fp16 keeps a whole fp32 master), ``"fp32"`` (a whole fp32 master), ``"none"``.
     moments
-        The optimizer's moments at rest: ``"fp32"``, ``"bf16"``, or ``"int8"``: 8-bit codes with a scale per 64 elements,
-        2.03 bytes per parameter instead of 8, an approximation (docs/configuration.md).
+        The optimizer's moments at rest: ``"fp32"``, ``"bf16"``, or ``"int8"``: 8-bit codes with a
+        scale per 64 elements, 2.03 bytes per parameter instead of 8, an approximation
+        (docs/configuration.md).
     grad_dtype
         dtype gradients accumulate in; None: the parameter's own.
     units
         ``"auto"``, or class names of the modules that move as one.
     shard
-        With several ranks, what each has only its part of: ``"optimizer"`` (its state; ZeRO-1), ``"gradients"`` (these
-        too; ZeRO-2), or ``"parameters"`` (everything; ZeRO-3).
+        What is sharded over ranks: ``"optimizer"`` (optimizer state; ZeRO-1), ``"gradients"`` (also
+        gradients; ZeRO-2), or ``"parameters"`` (everything; ZeRO-3).
     shard_in_node, compress_gathers
-        With several ranks: whether those of one machine also share out, among themselves, weights that were gathered, so
-        that the backward's gather stays inside it (ZeRO++'s secondary partition); whether gathered weights pass as
-        8-bit codes with a scale per 256 elements, which computes with weights that are off by up to 1/254 of their
-        block's largest.
+        With several ranks. ``shard_in_node``: the ranks of a machine shard gathered weights among
+        themselves, so the backward gathers inside the machine (ZeRO++'s secondary partition).
+        ``compress_gathers``: weights are gathered as 8-bit codes with a scale per 256 elements.
+        Their error is up to 1/254 of the block's largest value.
     reduction
-        With several ranks, how gradients are added up: ``"ordered"``, in fp32, in the order of the ranks, so that the sum is one process's;
-        ``"fast"``, by the backend's reduce-scatter, in the dtype of the gradients and an order of its own: the same on all ranks, but
-        not always the same as in another run, on other machines or with another number of ranks.
+        How ranks sum gradients. ``"ordered"``: in fp32, in the order of the ranks, as one process
+        would. ``"fast"``: by the backend's reduce-scatter, in the gradients' dtype and its own
+        order. It is the same on all ranks, but can differ between runs, machines and rank counts.
     share_homes
-        With several ranks that compute on the processors of one machine: whether they read each other's weights where those lie, in shared memory,
-        instead of sending them. The bits are the same. None: where the machine lets them.
+        Whether ranks that compute on the CPUs of one machine read each other's weights in shared
+        memory instead of sending them. The bits are the same. None: if the machine allows it.
     device
-        What computes: ``"cuda"``, ``"cuda:1"``, ``"cpu"``. None: where the model's parameters are; the CPU for one on ``meta``.
-        Buffers, and parameters that the engine does not move, are moved there.
+        The compute device: ``"cuda"``, ``"cuda:1"``, ``"cpu"``. None: the device of the model's
+        parameters, or the CPU if they are on ``meta``. Buffers, and parameters that the engine does
+        not manage, are moved there.
     update_threads
-        Threads of the optimizer's kernels. None: at most as many as torch computes with, and as
-        this rank's part of the processors; under torchrun, which tells torch to compute with one,
-        that part. The first steps measure whether fewer are as fast, and then fewer are used.
+        Threads of the optimizer's kernels. None: at most as many as torch computes with, and at
+        most this rank's share of the CPUs. Under torchrun, which sets torch to one thread, that
+        share.
+        The first steps measure whether fewer are as fast, and then fewer are used.
     speculate
-        Whether units are updated in the backward already, as if clipping will not change their gradients; where it does, the
-        update is made again from the state that was kept. The bits are the same. It takes room for a second copy of
-        the state, on its home's tier, of the units that are updated ahead: as many as the budgets leave room for.
+        Whether units are updated in the backward, before it is known whether clipping changes their
+        gradients. If it does, the update runs again from the kept state. The bits are the same.
+        Needs room for a second copy of a unit's state on its home's tier; as many units are updated
+        ahead as the budgets allow.
     recompute
-        Whether ``activations="auto"`` may run a block's forward again in the backward instead of keeping or sending what it saves,
-        where that costs less: as with torch's checkpoint, the block has to give the same twice.
+        Whether ``activations="auto"`` may recompute a block's forward in the backward, if that
+        costs less than to send its activations, or they do not fit on the host. As with torch's
+        checkpoint, both runs must give the same result.
     tied
-        Pairs of names of parameters that are one: the second becomes the first. For models whose ties were cut apart, as torch's
-        parallelize_module does; transformers' and ``infinity.parallel.tensor_parallel`` keep them.
+        Pairs of parameter names: the second parameter becomes the first. For models whose ties were
+        broken, as by torch's parallelize_module. transformers' and
+        ``infinity.parallel.tensor_parallel`` keep them.
     checksums
-        Whether bytes from disk are verified. ``"sampled"``: as True, but what comes past the host's memory into that of a GPU without
-        Infinity's kernels, which is not done otherwise, is verified in part: each byte once in 16 reads.
+        Whether bytes from disk are verified. ``"sampled"``: as True, but also uses the road from
+        disk to a GPU without Infinity's kernels, and verifies each byte there once in 16 reads.
     expects_optimizer
-        What wrap_model's optimizer has to be, or is refused: its class's name as ``type``, and
-        hyperparameters of its constructor. ``from_deepspeed`` puts the JSON's optimizer here.
+        The required optimizer: its class's name as ``type``, and arguments of its constructor.
+        wrap_model refuses another. ``from_deepspeed`` sets it from the JSON.
     micro_batch, max_grad_norm, weights, trace
-        Samples a unit runs at once; clipping inside the step; a safetensors file or folder for a model on ``meta``; a path for the
-        timeline.
+        Samples a unit runs at once; clipping inside the step; a safetensors file or folder for a
+        model on ``meta``; a path for the timeline.
     """
 
     params: str = "auto"
@@ -158,7 +165,7 @@ class Config:
         paths = self._parse_list("nvme_paths", (str, os.PathLike))
         if any("\0" in str(path) for path in paths):
             raise ConfigError(f"nvme_paths={self.nvme_paths!r}: a path has no NUL in it")
-        # Absolute from here on: the process may change its folder.
+        # Absolute from here on: the process may change its working directory.
         self._set("nvme_paths", tuple(os.path.abspath(path) for path in paths))
 
     def _set_expected(self) -> None:
@@ -234,7 +241,8 @@ class Config:
 
     @classmethod
     def make(cls, source: Config | Mapping | str | os.PathLike | None) -> Config:
-        """Makes a Config from a Config, a dict, or the path of a TOML or JSON file. Raises ConfigError."""
+        """Makes a Config from a Config, a dict, or the path of a TOML or JSON file. None: the
+        defaults. Raises ConfigError."""
         if source is None:
             return cls()
         if isinstance(source, cls):
@@ -257,12 +265,12 @@ class Config:
 
     @classmethod
     def from_deepspeed(cls, source: Mapping | str | os.PathLike, *, strict: bool = True) -> Config:
-        """Makes a Config from a DeepSpeed JSON. Logs (as a warning, so that it is seen) what became
-        of every key: mapped, not needed or off.
+        """Makes a Config from a DeepSpeed JSON. Logs the result for every key, as a warning so that
+        it is seen: mapped, not needed or off.
 
-        Raises ConfigError for what changes the training and is not here. ``strict``: for unknown
-        keys, too, and for what only the loop can do (a scheduler, a ``gradient_clipping`` of
-        "auto"); else these are told and left out.
+        Raises ConfigError for keys that change the training and are not supported. ``strict``: also
+        for unknown keys, and for those that only the loop can handle (a scheduler, a
+        ``gradient_clipping`` of "auto"). Otherwise they are logged and left out.
         """
         mapping = dict(source) if isinstance(source, Mapping) else _read_mapping(Path(source))
         fields, report = translate_deepspeed(mapping, strict=strict)
@@ -280,7 +288,7 @@ def _read_mapping(path: Path) -> dict:
         raise ConfigError(f"config file {path} is not UTF-8 text: {error}") from error
     try:
         mapping = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
-    except (ValueError, RecursionError) as error:  # TOML's reader, too, goes as deep as it is led
+    except (ValueError, RecursionError) as error:  # deep nesting recurses in TOML's reader too
         raise ConfigError(f"config file {path} is neither valid TOML (*.toml) nor JSON: {error}") from error
     if not isinstance(mapping, dict):
         raise ConfigError(f"config file {path} holds a {type(mapping).__name__}, not a table of keys")

@@ -1,9 +1,9 @@
-"""Translates a DeepSpeed JSON into the fields of a Config, and says of every key what became of it:
+"""Translates a DeepSpeed JSON into the fields of a Config, and reports the result for every key:
 
 mapped       to a field
-not needed   the reason why
-off          it asks for nothing
-unknown      no key of DeepSpeed's; refused, but where the caller is not strict
+not needed   with the reason
+off          the key is switched off or unset
+unknown      not a key of DeepSpeed; an error if the caller is strict
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from .choices import DTYPES, SHARDED
 from .deepspeed_keys import NOT_NEEDED, REFUSED, SECTIONS, VERSION, Key, find
 from .deepspeed_optimizer import read_optimizer
 
-PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # tables of DeepSpeed, one by an old name -> dtype
+# Tables of DeepSpeed -> dtype; "bfloat16" is an old name.
+PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
 SWITCHES = ("cpu_offload", "cpu_offload_param", "zero_quantized_weights", "zero_hpz_partition_size")
 AUTO = "auto"
 
 
 def _is_on(value: Any, off: tuple[Any, ...] = ()) -> bool:
-    """Whether a value asks for something: a table whose ``enabled``, or that of its ``shared_parameters``, says so, or in which something
-    does; a size above 1, a share, a text other than "auto"."""
+    """Whether a value switches something on: a size above 1, a fraction, or a text but "auto".
+
+    Of a table, ``enabled`` decides, or that of its ``shared_parameters``; without one, whether any
+    value inside is on. ``off``: further values that are off.
+    """
     if isinstance(value, Mapping):
         shared = value.get("shared_parameters")
         switch = shared if isinstance(shared, Mapping) and "enabled" in shared else value
@@ -39,7 +43,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 class _Translation:
-    """A DeepSpeed config on its way to ours: what was taken, and one line for every key of what became of it."""
+    """A translation in progress: the fields set so far, and a report line for every key."""
 
     HOMES = {"cpu": "host", "nvme": "nvme", "none": "device", None: "device"}
     STAGES = dict(enumerate(SHARDED, start=1))
@@ -50,19 +54,18 @@ class _Translation:
         self.report: list[str] = []
 
     def map(self, key: str, field: str, value: Any) -> None:
-        """Notes that ``key`` chooses ``field``. Raises ConfigError where another one has chosen
-        otherwise."""
+        """Sets ``field`` from ``key``. Raises ConfigError if another key set another value."""
         if self.fields.get(field) not in (None, value):
             raise ConfigError(f"DeepSpeed {key} asks for {field}={value!r}, and another key for {self.fields[field]!r}")
         self.fields[field] = value
         self.report.append(f"{key} mapped to {field}={value!r}")
 
     def off(self, key: str, why: str = "") -> None:
-        """Notes that ``key`` asks for nothing."""
+        """Reports that ``key`` has no effect."""
         self.report.append(f"{key} off" + (f": {why}" if why else ""))
 
     def unknown(self, path: str, key: str, names: list[str] | None = None) -> None:
-        """Notes a key that is none of DeepSpeed's; raises ConfigError where that is not allowed."""
+        """Reports a key that DeepSpeed does not have. Raises ConfigError if strict."""
         near = difflib.get_close_matches(str(key), names or [known.name for known in SECTIONS[path]], n=1, cutoff=0.6)
         elsewhere = [section for section in SECTIONS if section != path and find(section, str(key)) is not None]
         hint = f": did you mean {path}{near[0]}?" if near else ""
@@ -76,13 +79,14 @@ class _Translation:
         self.report.append(f"{path}{key} unknown{hint}")
 
     def only_the_loop(self, key: str, value: Any, why: str) -> None:
-        """Notes what a Config cannot hold; raises ConfigError where that is not allowed."""
+        """Reports a key that only the training loop can handle. Raises ConfigError if strict."""
         if self.strict:
             raise ConfigError(f"DeepSpeed {key}={value!r}: {why}. With from_deepspeed(..., strict=False) it is left to the loop.")
         self.report.append(f"{key} off: left to the loop")
 
     def section(self, path: str, parent: Mapping, key: str) -> Mapping:
-        """Returns the table ``key`` of ``parent``; empty when absent or null."""
+        """Returns the table ``key`` of ``parent``; empty if absent or null. Raises ConfigError if
+        it is no table."""
         value = parent.get(key)
         if value is None:
             if key in parent:
@@ -93,8 +97,8 @@ class _Translation:
         return value
 
     def rest(self, path: str, table: Mapping, *taken: str) -> None:
-        """Notes every key of ``table`` but the ``taken`` ones. Raises ConfigError for one that is
-        switched on and cannot be."""
+        """Reports every key of ``table`` except the ``taken`` ones. Raises ConfigError for one that
+        is switched on and not supported, or unknown if strict."""
         for key, value in table.items():
             known = find(path, key) if isinstance(key, str) else None
             if known is None:
@@ -136,7 +140,7 @@ class _Translation:
         self.rest(path, table, "device", "nvme_path", "max_in_cpu")
 
     def _kept(self, path: str, table: Mapping, *, on_disk: bool) -> None:
-        """Maps how many parameters of a disk stay in memory."""
+        """Maps ``max_in_cpu``, the elements of parameters on disk that stay in memory."""
         count = table.get("max_in_cpu")
         if count in (None, AUTO) or not on_disk:
             if "max_in_cpu" in table:
@@ -147,7 +151,7 @@ class _Translation:
             self.map(f"{path}max_in_cpu", "weights_on_host", int(count))
 
     def switches(self, zero: Mapping) -> None:
-        """Maps the keys of ZeRO that are one word here."""
+        """Maps the switches of ZeRO that set one field each."""
         for key, field, value in (
             ("cpu_offload", "optimizer", "host"),
             ("cpu_offload_param", "params", "host"),
@@ -169,7 +173,7 @@ class _Translation:
             self.off("zero_optimization.zero_hpz_partition_size")
 
     def stage(self, zero: Mapping) -> None:
-        """Maps ``stage`` 1, 2 or 3 to what the ranks share out."""
+        """Maps ``stage`` 1, 2 or 3 to ``shard``."""
         value = zero.get("stage")
         if isinstance(value, int) and not isinstance(value, bool) and value in self.STAGES:
             self.map(f"zero_optimization.stage={value}", "shard", self.STAGES[value])
@@ -182,7 +186,7 @@ class _Translation:
     # --- numbers ---
 
     def precision(self, key: str, dtype: str) -> None:
-        """Maps the table ``key`` to the dtypes of the parameters and of their state."""
+        """Maps the table ``key`` to the dtypes of parameters, gradients and optimizer state."""
         table = self.section("", self.mapping, key)
         enabled = self._switch(key, table, "enabled")
         if enabled:
@@ -207,7 +211,7 @@ class _Translation:
         return value is True
 
     def data_types(self) -> None:
-        """Maps the dtypes in which gradients are summed and the model computes."""
+        """Maps the dtypes in which gradients accumulate and the model computes."""
         table = self.section("", self.mapping, "data_types")
         for key, field in (("grad_accum_dtype", "grad_dtype"), ("param_dtype", "param_dtype")):
             value = table.get(key)
@@ -221,7 +225,7 @@ class _Translation:
         self.rest("data_types.", table, "grad_accum_dtype", "param_dtype")
 
     def clipping(self) -> None:
-        """Maps ``gradient_clipping`` to ``max_grad_norm``; 0 is no clipping."""
+        """Maps ``gradient_clipping`` to ``max_grad_norm``; 0 means no clipping."""
         value = self.mapping.get("gradient_clipping")
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
             self.map("gradient_clipping", "max_grad_norm", float(value))
@@ -237,7 +241,7 @@ class _Translation:
     # --- what steps ---
 
     def optimizer(self) -> None:
-        """Maps the optimizer to what wrap_model has to be given."""
+        """Maps the optimizer to ``expects_optimizer``, which wrap_model checks."""
         table = self.section("", self.mapping, "optimizer")
         self.rest("optimizer.", table, "type", "params")
         if table.get("type") is None:
@@ -249,7 +253,7 @@ class _Translation:
         self.map("optimizer", "expects_optimizer", expected)
 
     def scheduler(self) -> None:
-        """Leaves the scheduler to the loop."""
+        """Leaves the scheduler to the loop. Raises ConfigError if strict and it has values."""
         table = self.section("", self.mapping, "scheduler")
         values = [value for key, value in table.items() if key != "type"]
         if table.get("type") is None or all(leaf == AUTO for value in values for leaf in _leaves(value)):
@@ -263,9 +267,11 @@ class _Translation:
 
 
 def translate_deepspeed(mapping: Mapping, *, strict: bool = True) -> tuple[dict[str, Any], list[str]]:
-    """Translates DeepSpeed's keys into fields of a Config, with a line for every key that says what
-    became of it. Not ``strict``: unknown keys, and what only the loop can do, are told and left
-    out."""
+    """Translates DeepSpeed's keys into fields of a Config and a report line for every key.
+
+    Raises ConfigError for keys that are invalid or not supported. ``strict``: also for unknown
+    keys, and for those that only the loop can handle. Otherwise these are reported and left out.
+    """
     translation = _Translation(mapping, strict=strict)
     zero = translation.section("", mapping, "zero_optimization")
     translation.offload(zero, "offload_param", "params")

@@ -1,11 +1,10 @@
-"""DeepSpeed's keys: a row for each that DeepSpeed has or had (up to 0.19.8), with what becomes of
-it here.
+"""DeepSpeed's keys: a row for each that DeepSpeed has or had (up to 0.19.8), and its fate here.
 
-mapped       it chooses something here
-not needed   nothing here needs it, or the loop decides it: training is what it was
-refused      where it is switched on: what it asks for changes what is trained, and is not here. Where it is off, that is all
+mapped       it sets a field of Config
+not needed   nothing here needs it, or the loop decides it: training is unchanged
+refused      if it is on: it changes the training, and is not supported. If off, it has no effect
 
-A key without a row is unknown: a slip of the pen, or newer than this table.
+A key without a row is unknown: misspelt, or newer than this table.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ MAPPED, NOT_NEEDED, REFUSED = "mapped", "not needed", "refused"
 
 @dataclass(frozen=True)
 class Key:
-    """One key. ``why``: what it becomes, or the reason why not. ``off``: values with which it asks
-    for nothing, beside the usual ones. ``removed``: DeepSpeed had it once."""
+    """One key. ``why``: the field it maps to, or the reason for its fate. ``off``: further values
+    that switch it off. ``removed``: only older versions of DeepSpeed have it."""
 
     name: str
     fate: str
@@ -86,7 +85,7 @@ ZERO = (
     Key("save_muon_momentum_buffer_in_memory", NOT_NEEDED, "Muon is not to be had; `optimizer` chooses the home of momentum"),
     Key("leaf_module", NOT_NEEDED, "name the classes that move as one: `units`"),
 )
-# DeepSpeed takes these with and without their prefix.
+# DeepSpeed accepts these keys with and without the prefix.
 PREFIX = "stage3_"
 
 OFFLOAD = (
@@ -230,7 +229,7 @@ SECTIONS = {
 
 
 def find(section: str, name: str) -> Key | None:
-    """Finds the row of a key; None for one that is not known."""
+    """Finds the row of a key; None if it is unknown."""
     rows = {key.name: key for key in SECTIONS[section]}
     return rows.get(name) or (rows.get(PREFIX + name) if section == "zero_optimization." else None)
 

@@ -1,7 +1,7 @@
-"""The optimizer of a DeepSpeed JSON: which of torch's it is, and with which hyperparameters.
+"""The optimizer of a DeepSpeed JSON: its class and hyperparameters in torch's terms.
 
-DeepSpeed makes its optimizer from the JSON; here the caller makes one. What the JSON says is kept
-in ``Config.expects_optimizer``, and :func:`infinity.wrap_model` refuses another one.
+DeepSpeed builds the optimizer from the JSON; here the caller builds it. The JSON's optimizer is
+kept in ``Config.expects_optimizer``, and :func:`infinity.wrap_model` refuses a different one.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import Any
 from ..errors import ConfigError
 
 AUTO = "auto"
-NUMBERS = {  # hyperparameters of each class that an update computes with
+NUMBERS = {  # hyperparameters of each class that an update uses
     "AdamW": ("lr", "betas", "eps", "weight_decay"),
     "Adam": ("lr", "betas", "eps", "weight_decay"),
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
     "Lion": ("lr", "betas", "weight_decay"),
 }
-FIXED = {"bias_correction": True, "amsgrad": False, "maximize": False}  # what the engine's kernels compute
+FIXED = {"bias_correction": True, "amsgrad": False, "maximize": False}  # as in the engine's kernels
 NOT_NEEDED = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "foreach", "fused", "set_grad_none")
 
 
 def read_optimizer(kind: Any, params: Mapping, *, unknown: Callable[[str, str, list[str]], None]) -> dict[str, Any]:
-    """Reads the tables ``type`` and ``params``. ``unknown`` is called for a hyperparameter that is
-    none. Raises ConfigError for what cannot be had."""
+    """Reads ``optimizer.type`` and ``optimizer.params``. Calls ``unknown`` for an unknown
+    hyperparameter. Raises ConfigError for a class or value that is not supported."""
     names = {name.lower(): name for name in NUMBERS}
     if not isinstance(kind, str) or kind.lower() not in names:
         raise ConfigError(f"DeepSpeed optimizer.type={kind!r} is not to be had here: {', '.join(NUMBERS)} are. Leave it out.")
     name = names[kind.lower()]
     is_adam = name in ("Adam", "AdamW")
     if name == "Adam" and params.get("adam_w_mode", True) is True:
-        name = "AdamW"  # so DeepSpeed's Adam decays, unless it is told otherwise
+        name = "AdamW"  # DeepSpeed's Adam decouples weight decay unless adam_w_mode is false
     expected: dict[str, Any] = {"type": name}
     if is_adam and params.get("torch_adam") is not True:
         expected["weight_decay"] = 0.0  # DeepSpeed's default, which is not torch's
