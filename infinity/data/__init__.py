@@ -1,1 +1,1 @@
-"""Turns text files into batches of token ids."""
+"""Data: reads text files as batches of token ids."""

@@ -1,14 +1,13 @@
-"""The text a model learns from: files in a fixed order, read as one run of tokens, cut into windows.
-
-Words used here:
+"""Corpus: the training text. Files in a fixed order are read as one run of tokens, and sampled in
+windows.
 
   corpus         the tokens of all files one after another, with a separator after each file
-  window         `sequence_length` tokens in a row: one sample of a batch
-  train part     the corpus up to `train_ntokens`; windows to train on lie wholly inside it
-  held-out part  the last few percent after it, which only evaluation reads
+  window         `sequence_length` consecutive tokens: one sample of a batch
+  train part     the corpus up to `train_ntokens`; training windows are wholly inside it
+  held-out part  the last few percent, which only evaluation reads
 
-Which windows make up a batch follows from the seed and the step number alone, so a resumed job reads
-exactly what an uninterrupted one would have read, with no state to save.
+The seed, step and micro-batch numbers alone determine the windows of a batch. So a resumed job
+reads the same data as an uninterrupted one, with no state to save.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ if TYPE_CHECKING:
     import torch
 
 BYTE_VOCABULARY = 256  # byte-level: a token is a byte
-SEPARATOR_BYTE = 0  # after each file of a folder; text has no NUL of its own
+SEPARATOR_BYTE = 0  # after each file of a folder; text has no NUL
 HELD_OUT_SHARE = 0.03
-PIECE_NCHARS = 1 << 18  # text given to a tokenizer at once: bounds the token list it returns
+PIECE_NCHARS = 1 << 18  # text tokenized at once: bounds the token list
 NOT_SOURCE_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextFiles:
-    """Files in training order. `names` are relative to the root: the same text elsewhere is the
-    same data. `skipped`: what is no text."""
+    """Files in training order. `names` are relative to the root, so a moved folder is the same
+    data. `skipped`: files that are not text."""
 
     source: str
     paths: list[Path]
@@ -47,7 +46,8 @@ class TextFiles:
     skipped: list[str] = field(default_factory=list)
 
     def fingerprint(self, limit_nbytes: int) -> str:
-        """Changes when a file is added, removed, renamed or resized: a resumed job must see the same text."""
+        """Returns a hash of the files' names and sizes and of `limit_nbytes`, 16 hex digits. A
+        resumed job compares it to find files added, removed, renamed or resized."""
         digest = hashlib.sha256(f"limit {limit_nbytes}\n".encode())
         for path, name in zip(self.paths, self.names, strict=True):
             digest.update(f"{name}\n{path.stat().st_size}\n".encode(errors="surrogateescape"))
@@ -55,7 +55,8 @@ class TextFiles:
 
 
 def find_text_files(data: str | os.PathLike | None = None) -> TextFiles:
-    """Finds the files of a path, sorted by relative name; without a path, CPython's standard library sources."""
+    """Finds the text files of a path, sorted by relative name; without a path, the sources of
+    CPython's standard library. Raises ConfigError if there is no text, or a dataset."""
     if data is None:
         return standard_library_files()
     root = Path(data)
@@ -103,7 +104,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _sorted_files(root: Path, paths: list[Path], skipped: Sequence[Path] = ()) -> TextFiles:
-    # Sorted by the parts, not the joined string, and without the locale: one order on every machine.
+    # Sorted by path parts, independent of separator and locale: one order on every machine.
     paths = sorted(paths, key=lambda path: path.relative_to(root).parts)
     names, left = ([path.relative_to(root).as_posix() for path in each] for each in (paths, skipped))
     return TextFiles(source=str(root), paths=paths, names=names, skipped=left)
@@ -111,7 +112,7 @@ def _sorted_files(root: Path, paths: list[Path], skipped: Sequence[Path] = ()) -
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """`tokens`: one dimension, uint8 when byte-level, int32 otherwise; never copied as a whole."""
+    """`tokens`: 1-d, uint8 if byte-level, else int32; never copied as a whole."""
 
     source: str
     tokens: np.ndarray = field(repr=False)
@@ -127,8 +128,8 @@ class Corpus:
 def read_corpus(files: TextFiles, *, sequence_length: int, limit_nbytes: int, tokenizer: Any = None) -> Corpus:
     """Reads at most `limit_nbytes` of the files and splits off the held-out part.
 
-    Byte-level without a tokenizer: one file is mapped, not read. Raises `ConfigError` when there is not
-    one window to train on and one to hold out.
+    Byte-level without a tokenizer; a single file is then mapped, not read. Raises `ConfigError` if
+    there is not one window to train on and one to hold out, or a file to tokenize is not UTF-8.
     """
     tokens = _encode(files, tokenizer, limit_nbytes) if tokenizer else _read_bytes(files, limit_nbytes)
     if len(tokens) < 2 * sequence_length:
@@ -157,7 +158,8 @@ def _read_bytes(files: TextFiles, limit_nbytes: int) -> np.ndarray:
         if filled >= nbytes:
             break
         with open(path, "rb") as file:
-            filled += file.readinto(memoryview(tokens)[filled:]) + 1  # the separator is already there
+            # The array is filled with separators already.
+            filled += file.readinto(memoryview(tokens)[filled:]) + 1
     return tokens
 
 
@@ -175,7 +177,7 @@ def _encode(files: TextFiles, tokenizer: Any, limit_nbytes: int) -> np.ndarray:
 
 
 def _pieces(path: Path, limit_nbytes: int) -> Iterator[str]:
-    """A bounded amount at a time, cut at the end of a line, so that no word is cut in two."""
+    """Yields the file in bounded pieces, cut at ends of lines so that no word is cut."""
     with open(path, encoding="utf-8", newline="") as file:
         while limit_nbytes > 0:
             try:
@@ -198,13 +200,15 @@ class Batches:
     seed: int
 
     def train(self, step: int, micro_batch: int = 0) -> torch.Tensor:
-        """Draws a micro-batch of a step: windows at random places of the train part, from (seed, step) alone."""
+        """Draws a micro-batch: windows at random positions of the train part, determined by (seed,
+        step, micro_batch)."""
         starts_count = self.corpus.train_ntokens - self.sequence_length + 1
         draws = _random_words(self.seed, step, micro_batch, self.batch_size)
         return self._windows([int(word) % starts_count for word in draws])
 
     def held_out(self, batch_count: int) -> list[torch.Tensor]:
-        """Makes at most `batch_count` batches of windows that do not overlap, spread evenly over the held-out part."""
+        """Returns at most `batch_count` batches of windows that do not overlap, spread evenly over
+        the held-out part."""
         windows_count = self.corpus.held_out_ntokens // self.sequence_length
         wanted_count = min(batch_count * self.batch_size, windows_count)
         starts = [
@@ -214,14 +218,14 @@ class Batches:
         return [self._windows(starts[at : at + self.batch_size]) for at in range(0, wanted_count, self.batch_size)]
 
     def _windows(self, starts: list[int]) -> torch.Tensor:
-        import torch  # here, so that `infinity --help` does not wait for it
+        import torch  # here, so that `infinity --help` starts fast
 
         rows = [self.corpus.tokens[start : start + self.sequence_length] for start in starts]
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
 def _random_words(seed: int, step: int, micro_batch: int, count: int) -> np.ndarray:
-    # Counter-based: (seed, step, micro-batch) names the numbers, nothing before them has to be drawn. The raw
-    # words, since numpy keeps those the same from version to version and promises no such thing for `integers`.
+    # Counter-based: (seed, step, micro-batch) determines the numbers, without drawing earlier ones.
+    # Raw words, because numpy keeps them the same between versions, but not those of `integers`.
     philox = np.random.Philox(key=seed, counter=[0, micro_batch, step, 0])
     return philox.random_raw(count)

@@ -1,8 +1,8 @@
-"""Records: finds out that a file is no running text, but samples of a dataset, before a model
-learns their braces or their bytes.
+"""Records: detects files that are a dataset's samples, not running text, so that no model is
+trained on their syntax or raw bytes.
 
 record     a JSON object that is one sample: a conversation, a prompt with its completion
-container  a file of a dataset that is no text: Parquet, Arrow, compressed text
+container  a binary file of a dataset: Parquet, Arrow, compressed text
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SNIFF_NBYTES = 8192  # read to tell text from binary
-LINE_NCHARS = 1 << 20  # of the first lines
-WHOLE_NBYTES = 1 << 24  # a JSON document of so many bytes is read to see what is in it
+SNIFF_NBYTES = 8192  # read to distinguish text from binary
+LINE_NCHARS = 1 << 20  # read of each of the first lines
+WHOLE_NBYTES = 1 << 24  # the largest JSON document that is parsed
 MAGIC = {
     b"PAR1": "a Parquet file", b"PARE": "an encrypted Parquet file", b"ARROW1": "an Arrow file", b"\xff\xff\xff\xff": "an Arrow stream",
     b"\x93NUMPY": "a NumPy array", b"\x89HDF": "an HDF5 file", b"SQLite format 3": "an SQLite database", b"Obj\x01": "an Avro file",
@@ -43,8 +43,8 @@ TRAIN = (
 
 @dataclass(frozen=True)
 class NotText:
-    """Why a file is no text: ``what`` it is or holds. ``of_dataset``: it holds what somebody wants
-    to be learned."""
+    """Why a file is no running text. ``what``: what it is or holds. ``way``: the remedy.
+    ``of_dataset``: it holds training data, so it is an error rather than skipped."""
 
     what: str
     way: str
@@ -52,8 +52,8 @@ class NotText:
 
 
 def look_at(path: Path) -> NotText | None:
-    """Tells what a regular file is, by what is in it and by its name; None for running text, and
-    for an empty file."""
+    """Classifies a regular file by its content and name. Returns None for running text or an empty
+    file."""
     with open(path, "rb") as file:
         head = file.read(SNIFF_NBYTES)
     if not head:
@@ -76,12 +76,13 @@ def _is_utf8(head: bytes) -> bool:
     try:
         head.decode()
     except UnicodeDecodeError as error:
-        return len(head) == SNIFF_NBYTES and error.start > len(head) - 4  # a last character, cut by the sniffing
+        # The last character may be cut off at SNIFF_NBYTES.
+        return len(head) == SNIFF_NBYTES and error.start > len(head) - 4
     return True
 
 
 def _records_in(path: Path, head: bytes) -> str | None:
-    """What records a text file has; None where it has none."""
+    """Describes the records of a text file; None if it has none."""
     begin = head.decode("utf-8-sig", errors="replace").lstrip()
     if (separator := TABLES.get(path.suffix.lower())) is not None:
         columns = next(csv.reader([begin.partition("\n")[0]], delimiter=separator), [])
@@ -99,7 +100,7 @@ def _records_in(path: Path, head: bytes) -> str | None:
         value = _parsed(path.read_text(encoding="utf-8-sig", errors="replace"))
     found = _sample_of(value)
     if found is None and value is None and begin[:1] in ("{", "[") and KEYS.search(begin):
-        return "holds records in JSON"  # too long, or not whole
+        return "holds records in JSON"  # too long to parse, or cut off
     return None if found is None else _described("holds records in JSON", found)
 
 
@@ -119,8 +120,8 @@ def _parsed(text: str) -> Any:
 
 
 def _sample_of(value: Any) -> dict[str, Any] | None:
-    """The first record in a JSON document: the document itself, one of its list, or one of a list
-    in it."""
+    """Finds the first record in a JSON document: the document itself, an item of it, or an item of
+    a list in it."""
     if isinstance(value, dict):
         if _is_record(value):
             return value
