@@ -1,6 +1,6 @@
-"""Has other libraries' training loops train models at home: one small file for each library.
+"""Integrations: train wrapped models with other libraries' training loops, one file per library.
 
-Nothing here is imported by ``import infinity``, and no library is asked for before its class is.
+``import infinity`` imports nothing from here. A library is imported when its class is first used.
 """
 
 from __future__ import annotations

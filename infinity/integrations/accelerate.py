@@ -1,9 +1,11 @@
-"""InfinityAccelerator: an Accelerator whose models and optimizers live at home.
+"""InfinityAccelerator: an Accelerator that wraps models and their optimizers.
 
-    accelerator = InfinityAccelerator(infinity={"params": "nvme", "optimizer": "nvme", "nvme_paths": ["."]})
+    home = {"params": "nvme", "optimizer": "nvme", "nvme_paths": ["."]}
+    accelerator = InfinityAccelerator(infinity=home)
 
-``prepare`` wraps; ``backward``, ``clip_grad_norm_``, ``accumulate`` and the rest are Accelerator's own. Ranks are averaged by the
-engine, so no model is put into DistributedDataParallel, and none is moved to a device whole.
+``prepare`` wraps; ``backward``, ``accumulate`` and the rest are Accelerator's own. The engine
+averages gradients over ranks, so no model is put into DistributedDataParallel. None is moved to a
+device whole.
 """
 
 from __future__ import annotations
@@ -33,20 +35,22 @@ from .versions import require
 accelerate = require("accelerate")
 
 Given = Config | Mapping[str, Any] | str | os.PathLike | None
-AT_HOME = "infinity"  # the folder beside accelerate's own files that has what is at home
+AT_HOME = "infinity"  # the folder for state at home, beside accelerate's own files
 
 
 class InfinityAccelerator(accelerate.Accelerator):
     """Prepares models and their optimizers by :func:`infinity.wrap_model`.
 
     infinity
-        What wrap_model takes as its configuration, for a model that is prepared with its optimizer. Without a ``device`` the model
-        computes on the accelerator's.
+        The configuration, as wrap_model takes it, for models that are prepared with an optimizer.
+        Without a ``device`` the model computes on the accelerator's.
     infinity_reference
-        The same for a model that is prepared without one (a reference, a teacher), whose weights stream. None: as ``infinity``; budgets
-        are each model's own, so that two models may take twice as much.
+        The same for models that are prepared without an optimizer (a reference, a teacher), whose
+        weights stream. None: as ``infinity``. Budgets are per model, so two models may take twice
+        as much.
 
-    The other arguments are Accelerator's. Raises ConfigError with DeepSpeed, FSDP or Megatron, which manage parameters themselves.
+    The other arguments are Accelerator's. Raises ConfigError with DeepSpeed, FSDP or Megatron,
+    which manage parameters themselves.
     """
 
     def __init__(self, *args: Any, infinity: Given = None, infinity_reference: Given = None, **kwargs: Any):
@@ -57,7 +61,7 @@ class InfinityAccelerator(accelerate.Accelerator):
 
     @classmethod
     def adopt(cls, accelerator: accelerate.Accelerator, config: Config, reference: Config) -> None:
-        """Makes an Accelerator that somebody else has built one of ours."""
+        """Changes the class of an existing Accelerator to this one, with its configurations."""
         accelerator.__class__ = cls
         accelerator._live_at(config, reference)
 
@@ -75,16 +79,18 @@ class InfinityAccelerator(accelerate.Accelerator):
     # --- preparing ---
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Wraps the models among ``args``, each with its optimizer, and prepares all of them as Accelerator does.
+        """Wraps the models among ``args``, each with its optimizer, and prepares all of ``args`` as
+        Accelerator does.
 
-        A model that was prepared without an optimizer before is wrapped anew with it.
+        A model that was prepared without an optimizer before is unwrapped and wrapped with it.
+        Raises ConfigError for a model with several optimizers, or an optimizer without its model.
         """
         managed = self._wrap_all([arg for arg in args if isinstance(arg, nn.Module)], args)
         args = tuple(managed.get(id(arg), arg) for arg in args)
         return super().prepare(*args, device_placement=device_placement)
 
     def _wrap_all(self, models: list[nn.Module], args: tuple) -> dict[int, torch.optim.Optimizer]:
-        """Returns what is to stand for each plain optimizer, by its id."""
+        """Wraps ``models``. Returns the wrapped optimizer for each plain one, by its id."""
         plain = [arg for arg in args if isinstance(arg, torch.optim.Optimizer) and self._is_plain(arg)]
         managed: dict[int, torch.optim.Optimizer] = {}
         for model in models:
@@ -112,20 +118,24 @@ class InfinityAccelerator(accelerate.Accelerator):
         return not isinstance(getattr(optimizer, "optimizer", optimizer), InfinityOptimizer)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
-        """Prepares a model that is at home, or wraps it without an optimizer first. It stays where it is, and out of
-        DistributedDataParallel; mixed precision and compilation are Accelerator's."""
+        """Prepares a wrapped model; wraps it without an optimizer first if it is not.
+
+        Neither moves it nor puts it into DistributedDataParallel. Mixed precision and compilation
+        are Accelerator's.
+        """
         if not is_wrapped(inner := self.unwrap_model(model, keep_torch_compile=False)):
             wrap_model(inner, None, self._reference)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> torch.optim.Optimizer:
-        """Prepares an optimizer whose state stays where it is."""
+        """Prepares an optimizer without moving its state."""
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     # --- the step ---
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clips as Accelerator does; where tensors or stages are cut over ranks, by the norm over all of them."""
+        """Clips as Accelerator does. If tensors or pipeline stages are split over ranks, clips by
+        the norm over all of them; then every rank calls this."""
         cut = [pair for pair in self._pairs() if pair[1] is not None and wrapped(pair[0]).engine.collectives.ranks.is_cut]
         if not cut:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
@@ -135,7 +145,8 @@ class InfinityAccelerator(accelerate.Accelerator):
     # --- checkpoints ---
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """Saves as Accelerator does; what is at home goes, streamed, to checkpoints in the folder ``infinity`` beside its files."""
+        """Saves as Accelerator does, and streams the state of wrapped models to checkpoints in the
+        folder ``infinity`` beside its files. Every rank calls this."""
         with self._without_pairs() as pairs:
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         for number, (model, optimizer) in enumerate(pairs):
@@ -143,7 +154,8 @@ class InfinityAccelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **kwargs: Any) -> None:
-        """Loads what :meth:`save_state` saved, or what a plain Accelerator saved."""
+        """Loads a folder that :meth:`save_state` or a plain Accelerator saved. Every rank calls
+        this."""
         found: list[Path] = []
         handle = self.register_load_state_pre_hook(lambda models, folder: found.append(Path(folder)))
         try:
@@ -158,7 +170,8 @@ class InfinityAccelerator(accelerate.Accelerator):
             load_checkpoint(found[0] / AT_HOME / str(number), model, optimizer)
 
     def save_model(self, model: nn.Module, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """Writes a model as safetensors; one that is at home a few parameters at a time, whatever the shard size that is asked for."""
+        """Writes a model as safetensors. A wrapped one is written a few parameters at a time, and
+        ignores the shard size that is passed."""
         if is_wrapped(inner := self.unwrap_model(model, keep_torch_compile=False)):
             save_pretrained(inner, save_directory, overwrite=True)  # as Accelerate does
         else:
@@ -170,7 +183,8 @@ class InfinityAccelerator(accelerate.Accelerator):
 
     @contextmanager
     def _without_pairs(self) -> Iterator[list[tuple[nn.Module, InfinityOptimizer | None]]]:
-        """Hides from Accelerator what is at home: it would read whole state dicts into memory."""
+        """Hides wrapped models and optimizers from Accelerator, which would read whole state dicts
+        into memory."""
         pairs, before = self._pairs(), (self._models, self._optimizers)
         homes = [model for model, _ in pairs]
         self._models = [model for model in self._models if self.unwrap_model(model, keep_torch_compile=False) not in homes]

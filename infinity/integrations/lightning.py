@@ -1,9 +1,11 @@
 """InfinityStrategy: Lightning's Trainer over a model at home.
 
-    trainer = lightning.Trainer(strategy=InfinityStrategy({"params": "nvme", "optimizer": "nvme", "nvme_paths": ["."]}), ...)
+    home = {"params": "nvme", "optimizer": "nvme", "nvme_paths": ["."]}
+    trainer = lightning.Trainer(strategy=InfinityStrategy(home), ...)
 
-A checkpoint is a folder: Lightning's own state without weights, and beside it, in ``infinity``, everything that is at home, streamed.
-``load_from_checkpoint`` reads such folders, too, once this module is imported.
+A checkpoint is a folder. It has Lightning's own state without weights and, streamed to the folder
+``infinity`` in it, all state at home. Once this module is imported, ``load_from_checkpoint`` reads
+such folders too.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
 OWN = "lightning.ckpt"  # Lightning's part of a checkpoint
-HOME_OF = "_infinity_folder"  # a loaded checkpoint's entry: where its other part is
-TIED = "_infinity_tied"  # a saved checkpoint's entry: further names of tied parameters -> the first one
+HOME_OF = "_infinity_folder"  # entry of a loaded checkpoint: its folder
+TIED = "_infinity_tied"  # entry of a saved checkpoint: other names of tied parameters -> the first
 
-# Lightning's callbacks that read or change weights outside of a step -> what does it instead.
+# Lightning's callbacks that read or change weights outside of a step -> the replacement.
 CALLBACKS = {
     "StochasticWeightAveraging": "average = infinity.swa(module) in on_train_start, and average.update() at the end of each epoch that counts",
     "WeightAveraging": "average = infinity.ema(module, decay) in on_train_start, and average.update() in on_train_batch_end",
@@ -52,7 +54,8 @@ plain_load = saving.pl_load
 
 
 def load_folder(path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """Reads a checkpoint as Lightning's ``load_from_checkpoint`` does; of a folder that InfinityStrategy wrote, with the weights beside it."""
+    """Reads a checkpoint as Lightning's ``load_from_checkpoint`` does. Of a folder that
+    InfinityStrategy wrote, reads the weights in it too."""
     folder = Path(path) if isinstance(path, (str, os.PathLike)) else None
     if folder is None or not (folder / OWN).is_file():
         return plain_load(path, map_location=map_location, weights_only=weights_only)
@@ -63,7 +66,8 @@ def load_folder(path: Any, map_location: Any = None, weights_only: bool | None =
         files = WeightFiles(folder)
         state = {name: files.read(name) for name in files.tensors}
     tied = checkpoint.pop(TIED, {})
-    state |= {first: state[name] for name, first in tied.items() if name in state}  # a file has any one of them
+    # A file has one of the tied names, not necessarily the first.
+    state |= {first: state[name] for name, first in tied.items() if name in state}
     return checkpoint | {"state_dict": state | {name: state[first] for name, first in tied.items()}}
 
 
@@ -71,7 +75,7 @@ saving.pl_load = load_folder
 
 
 def refuse_callbacks(callbacks: list[Any]) -> None:
-    """Raises ConfigError for a callback of Lightning's that would need weights that are at home."""
+    """Raises ConfigError for a Lightning callback that reads or changes weights between steps."""
     for callback in callbacks:
         for kind in type(callback).__mro__:
             if kind.__module__.startswith(("lightning.", "pytorch_lightning.")) and (instead := CALLBACKS.get(kind.__name__)):
@@ -84,10 +88,12 @@ class InfinityStrategy(ParallelStrategy):
     """Trains a LightningModule whose weights and optimizer state are at home.
 
     config
-        What :func:`infinity.wrap_model` takes. Without a ``device`` the model computes on the Trainer's.
+        The configuration, as :func:`infinity.wrap_model` takes it. Without a ``device`` the model
+        computes on the Trainer's.
 
-    With several devices Lightning starts the processes and the engine averages their gradients. Raises ConfigError for a module with
-    several optimizers. A second ``fit`` begins with a new optimizer, as in Lightning: the model is unwrapped and wrapped again.
+    With several devices Lightning starts the processes and the engine averages their gradients.
+    ``setup`` raises ConfigError for a module with several optimizers. A second ``fit`` begins with
+    a new optimizer, as in Lightning: the model is unwrapped and wrapped again.
     """
 
     strategy_name = "infinity"
@@ -100,22 +106,22 @@ class InfinityStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several processes, each of which reads its own part of the data."""
+        """Whether there are several processes, each reading its own part of the data."""
         return self.num_nodes * self.num_processes > 1
 
     @property
     def num_processes(self) -> int:
-        """Processes on this machine."""
+        """The number of processes on this machine."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     def root_device(self) -> torch.device:
-        """What computes."""
+        """The compute device of this process."""
         return self.parallel_devices[self.local_rank]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part of the data is this process's."""
+        """The arguments of a distributed sampler: number of processes, and this one's rank."""
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def _configure_launcher(self) -> None:
@@ -123,14 +129,14 @@ class InfinityStrategy(ParallelStrategy):
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
-        """Tells the environment which process this is."""
+        """Sets this process's rank and the world size in the cluster environment."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
             lightning.pytorch.utilities.rank_zero_only.rank = self.global_rank
 
     def setup_environment(self) -> None:
-        """Joins the process group, where there are several processes."""
+        """Creates the process group, if there are several processes. Every process calls this."""
         super().setup_environment()
         self.set_world_ranks()
         if self.is_distributed:
@@ -138,16 +144,17 @@ class InfinityStrategy(ParallelStrategy):
             distributed._init_dist_connection(self.cluster_environment, backend)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor over the processes."""
+        """Reduces a tensor over the processes; every process calls this. Returns other values as
+        they are."""
         return distributed._sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if torch.is_tensor(tensor) else tensor
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits for all processes."""
+        """Waits for all processes (a barrier)."""
         if self.is_distributed:
             torch.distributed.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Gives every process what process ``src`` has."""
+        """Returns the object of process ``src`` on every process. Every process calls this."""
         if not self.is_distributed:
             return obj
         held = [obj]
@@ -157,10 +164,13 @@ class InfinityStrategy(ParallelStrategy):
     # --- the model ---
 
     def model_to_device(self) -> None:
-        """Leaves the model where it is: its units go to the device when they are used."""
+        """Does nothing: units are copied to the device when they are used."""
 
     def setup(self, trainer: Any) -> None:
-        """Wraps the model, with its optimizer where it is to be trained."""
+        """Wraps the model; for ``fit``, with its optimizer. Every process calls this.
+
+        Raises ConfigError for several optimizers, or a callback that needs weights between steps.
+        """
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
         module = self.lightning_module
@@ -182,7 +192,8 @@ class InfinityStrategy(ParallelStrategy):
         self.setup_precision_plugin()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's training_step as one forward of the whole module; one that optimizes by hand calls that itself."""
+        """Runs the module's training_step as one forward of the whole module. With manual
+        optimization, runs it as Lightning does."""
         if not self.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)
         return self._as_forward("training_step", self.precision_plugin.train_step_context, args, kwargs)
@@ -200,12 +211,13 @@ class InfinityStrategy(ParallelStrategy):
         return self._as_forward("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
 
     def _as_forward(self, name: str, context: Any, args: tuple, kwargs: dict) -> Any:
-        """What the module computes outside its submodules needs its own parameters too: its hooks are run around all of the step."""
+        """Runs the module's forward hooks around the whole step, which may use the module's own
+        parameters outside its submodules."""
         with context():
             return self._forward_redirection(self.lightning_module, self.lightning_module, name, *args, **kwargs)
 
     def teardown(self) -> None:
-        """Ends a run. The model stays wrapped: what was trained is at home."""
+        """Ends a run. The model stays wrapped, with its trained weights at home."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -215,7 +227,7 @@ class InfinityStrategy(ParallelStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """A checkpoint is read when the model is wrapped."""
+        """True: a checkpoint is read after the model is wrapped."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -227,7 +239,8 @@ class InfinityStrategy(ParallelStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Writes the folder ``filepath``. Only with optimizer states does it resume; else it has the weights as safetensors."""
+        """Writes the folder ``filepath``. With optimizer states it has all state, to resume from;
+        without them, only the weights as safetensors. Every process calls this."""
         folder, module = Path(filepath), self.lightning_module
         if self.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
@@ -235,21 +248,21 @@ class InfinityStrategy(ParallelStrategy):
         if "optimizer_states" in checkpoint:
             save_checkpoint(folder / AT_HOME, module, wrapped(module).optimizer, overwrite=True)
         else:
-            save_pretrained(module, folder, overwrite=True)  # Lightning has chosen the name
+            save_pretrained(module, folder, overwrite=True)  # Lightning chose the folder
         if self.is_global_zero:
             names = parameter_names(module).values()
             checkpoint = checkpoint | {TIED: {name: its[0] for its in names for name in its[1:]}}
             self.checkpoint_io.save_checkpoint(checkpoint, folder / OWN, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads Lightning's part of a folder, or a plain checkpoint's file."""
+        """Reads Lightning's part of a checkpoint folder, or a plain checkpoint file."""
         folder = Path(checkpoint_path)
         if not folder.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
         return super().load_checkpoint(folder / OWN, weights_only) | {HOME_OF: str(folder)}
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
-        """Sends a checkpoint's values home, the optimizer's with them."""
+        """Loads a checkpoint's weights home; if the folder has all state, the optimizer's too."""
         if HOME_OF not in checkpoint:
             super().load_model_state_dict(checkpoint, strict)
         elif (home := Path(checkpoint[HOME_OF]) / AT_HOME).is_dir():
@@ -258,7 +271,8 @@ class InfinityStrategy(ParallelStrategy):
             load_weights(self.lightning_module, checkpoint[HOME_OF])
 
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
-        """Loads a plain checkpoint's optimizer states; ours came with the weights."""
+        """Loads the optimizer states of a plain checkpoint. Those of a folder were loaded with the
+        weights."""
         if HOME_OF not in checkpoint:
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
                 optimizer.load_state_dict(state)

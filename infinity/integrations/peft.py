@@ -1,10 +1,13 @@
-"""PEFT's adapters over a model at home: merged in place, or into files, one layer in memory at a time.
+"""PEFT's adapters over a model at home: merged in place or into files, one layer in memory at a
+time.
 
-LoRA, DoRA and PEFT's other adapters train in a wrapped model as they are; saving them is ``infinity.save_pretrained(model, folder)``.
+LoRA, DoRA and PEFT's other adapters train in a wrapped model unchanged.
+``infinity.save_pretrained(model, folder)`` saves them.
 
-hollow    of a parameter: one element, expanded to its shape, so that it has no memory but a device that PEFT can put adapters on
-twin      the same model, hollow, with the adapters' own values: PEFT merges its layers, one at a time
-target    a module that PEFT has put in the place of one of the base model's
+hollow    of a parameter: one element, expanded to its shape. It takes no memory, but has a device
+          on which PEFT can create adapters
+twin      the same model, hollow, with the adapters' own values; PEFT merges its layers one by one
+target    a module that PEFT has put in place of one of the base model's
 source    how to read one tensor of the merged model (see :mod:`infinity.checkpoint.source`)
 """
 
@@ -31,22 +34,24 @@ peft = require("peft")
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # noqa: E402 - once the library is known to be there
 from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: E402
 
-PREFIX = "base_model.model."  # of PEFT's names of what is the base model's
+PREFIX = "base_model.model."  # PEFT's prefix for names of the base model
 
 
 # --- in place ---
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Merges the active adapters of a wrapped PEFT model into its weights at home, as PEFT's ``merge_adapter`` does.
+    """Merges the active adapters of a wrapped PEFT model into its weights at home, as PEFT's
+    ``merge_adapter`` does.
 
-    Raises UsageError for a model that is not PEFT's, or not wrapped.
+    Raises UsageError if the model is not PEFT's, or not wrapped.
     """
     _for_each_layer(model, lambda layer: layer.merge())
 
 
 def unmerge_adapters(model: nn.Module) -> None:
-    """Takes merged adapters out of a wrapped PEFT model's weights again, as PEFT's ``unmerge_adapter`` does: but for rounding."""
+    """Removes merged adapters from a wrapped PEFT model's weights, up to rounding, as PEFT's
+    ``unmerge_adapter`` does. Raises UsageError as :func:`merge_adapters` does."""
     _for_each_layer(model, lambda layer: layer.unmerge())
 
 
@@ -65,11 +70,12 @@ def _for_each_layer(model: nn.Module, change: Callable[[BaseTunerLayer], None]) 
 
 
 def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool = False) -> None:
-    """Writes a wrapped PEFT model with its active adapters merged as a folder that ``from_pretrained`` loads. The model stays as it is.
+    """Writes a wrapped PEFT model with its active adapters merged, as a folder that
+    ``from_pretrained`` loads. The model is unchanged. Every rank calls this.
 
-    Equal to ``model.merge_and_unload().save_pretrained(folder)``. Raises UsageError for a base
-    model that is not transformers'. Where another model is in ``folder`` and ``overwrite`` is not
-    said, it writes to a new folder beside that one, and raises ConfigError, which names it.
+    Equal to ``model.merge_and_unload().save_pretrained(folder)``. Raises UsageError if the base
+    model is not transformers'. If ``folder`` has another model and ``overwrite`` is false, writes
+    to a new folder beside it and raises ConfigError, which names that folder.
     """
     engine = engine_of(model)
     if not is_adapted(model) or not hasattr(base := model.get_base_model(), "config"):
@@ -94,7 +100,8 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool 
 
 
 def _twin_of(model: nn.Module, hollow: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Puts the active adapters of ``model``, whose values are ``tensors``, into a hollow model, in their dtypes: PEFT merges in these."""
+    """Puts the active adapters of ``model`` into a hollow model, with values and dtypes of
+    ``tensors``: PEFT merges in these dtypes. Raises UsageError if none is active."""
     active = model.base_model.active_adapters if isinstance(model.base_model, BaseTuner) else [model.active_adapter]
     twin: nn.Module | None = None
     for name in active:
@@ -115,12 +122,13 @@ def _twin_of(model: nn.Module, hollow: nn.Module, tensors: Mapping[str, torch.Te
 
 
 def _plain_name(name: str) -> str:
-    """The base model's own name of what is in a PEFT model under ``name``."""
+    """Returns the base model's own name of the tensor that is ``name`` in a PEFT model."""
     return ".".join(part for part in name.removeprefix(PREFIX).split(".") if part not in ("base_layer", "original_module"))
 
 
 def _hollow(build: Callable[[], nn.Module]) -> nn.Module:
-    """Builds a model. Its parameters are fp32, and so are the adapters that PEFT puts around them, as around those of any 16-bit model."""
+    """Builds a hollow model. Its parameters are fp32, so that PEFT creates fp32 adapters, as for
+    any 16-bit model."""
     with torch.device("meta"):
         model = build()
     for module in model.modules():
@@ -136,9 +144,10 @@ def _is_hollow(param: torch.Tensor) -> bool:
 
 
 def adapted_twin(model: Path, adapter: Path) -> nn.Module:
-    """Makes the hollow twin of the model that ``model``'s config.json describes, with the adapter in the folder ``adapter``.
+    """Makes the hollow twin of the model in the folder ``model`` (from its config.json), with the
+    adapter in the folder ``adapter``.
 
-    Raises ConfigError where either folder is not such a one, and where the adapter is of another model.
+    Raises ConfigError if a folder has no model or adapter, or the adapter is of another model.
     """
     transformers = require("transformers")
     try:
@@ -154,7 +163,7 @@ def adapted_twin(model: Path, adapter: Path) -> nn.Module:
         raise ConfigError(f"{adapter} is not an adapter of peft for the model in {model}: {error}") from error
     for name in [name for name in left if _plain_name(name) in names and name in weights]:
         _put(twin.get_base_model(), name.removeprefix(PREFIX), nn.Parameter(weights[name], requires_grad=False))
-        left.remove(name)  # an embedding of the base, which the adapter brings along
+        left.remove(name)  # the adapter's folder may include an embedding of the base model
     if left:
         raise ConfigError(
             f"{adapter} is the adapter of another model than {model}: {len(left)} of its tensors do not fit ({left[0]}, ...)"
@@ -163,20 +172,23 @@ def adapted_twin(model: Path, adapter: Path) -> nn.Module:
 
 
 def _adapt(twin: nn.Module, adapter: str, weights: Mapping[str, torch.Tensor]) -> list[str]:
-    """Gives an adapter of a hollow model the values ``weights``. Returns the names that only one of both has."""
+    """Sets an adapter of a hollow model to ``weights``. Returns the names that only one of the two
+    has."""
     own = peft.get_peft_model_state_dict(twin, adapter_name=adapter, save_embedding_layers=False)
     saved = f".modules_to_save.{adapter}."
     for name, param in list(twin.named_parameters()):
-        if _is_hollow(param) and (value := weights.get(name.replace(saved, "."))) is not None:  # a trained bias, say
+        # Parameters of the base model that the adapter trains too, such as a bias.
+        if _is_hollow(param) and (value := weights.get(name.replace(saved, "."))) is not None:
             _put(twin, name, nn.Parameter(torch.empty_like(value), requires_grad=False))
     peft.set_peft_model_state_dict(twin, {name: value for name, value in weights.items() if name in own}, adapter_name=adapter)
     return sorted(own.keys() ^ weights.keys())
 
 
 def merged(sources: Mapping[str, Source], twin: nn.Module) -> dict[str, Source]:
-    """Returns the sources of the merged model: of the base model's ``sources``, those under a target are merged when they are read.
+    """Returns the sources of the merged model. Those under a target are merged when they are read.
 
-    Raises ConfigError where a target's weight is not among ``sources``, and for adapters that have nothing to merge.
+    Raises ConfigError if a target's weight is not among ``sources``, the base model's tensors, or
+    the adapters have nothing to merge.
     """
     targets = _targets(twin)
     if not targets:
@@ -186,7 +198,8 @@ def merged(sources: Mapping[str, Source], twin: nn.Module) -> dict[str, Source]:
         )
     found = dict(sources)
     for name, param in twin.get_base_model().named_parameters():
-        if name in sources and not _is_hollow(param):  # an embedding of another size, say, which the adapter brings along
+        # The adapter may include a parameter of the base model, such as a resized embedding.
+        if name in sources and not _is_hollow(param):
             found[name] = Source.of(param)
     for key, target in targets.items():
         for name, param in _base_of(target).named_parameters():
@@ -197,14 +210,14 @@ def merged(sources: Mapping[str, Source], twin: nn.Module) -> dict[str, Source]:
                 )
             read = _merging(target, key, name, sources)
             if not isinstance(target, BaseTunerLayer):
-                param = read()  # a module that is trained whole has a dtype of its own
+                param = read()  # a module trained whole has its own dtype
             known = sources[f"{key}.{name}"] if _is_hollow(param) else param
             found[f"{key}.{name}"] = Source(known.shape, known.dtype, read)
     return found
 
 
 def _targets(twin: nn.Module) -> dict[str, nn.Module]:
-    """The outermost modules that PEFT has put into the model, by the names of what they stand for."""
+    """Returns the outermost modules that PEFT put into the model, by the names they replace."""
     found: dict[str, nn.Module] = {}
     for name, module in twin.get_base_model().named_modules():
         inside = any(name.startswith(key + ".") for key in found)
@@ -214,7 +227,7 @@ def _targets(twin: nn.Module) -> dict[str, nn.Module]:
 
 
 def _base_of(target: nn.Module) -> nn.Module:
-    """What was there before ``target``."""
+    """Returns the base model's module that ``target`` replaced."""
     if isinstance(target, BaseTunerLayer):
         return target.get_base_layer()
     return target.token_adapter.get_base_layer() if hasattr(target, "token_adapter") else target.original_module

@@ -1,10 +1,12 @@
 """InfinityTrainer: transformers' Trainer over a model at home.
 
-    trainer = InfinityTrainer(model=model, args=args, train_dataset=data, infinity={"params": "nvme", ...})
+    home = {"params": "nvme", ...}
+    trainer = InfinityTrainer(model=model, args=args, train_dataset=data, infinity=home)
 
-The model is wrapped when the Trainer prepares it, with the optimizer that it makes or was given; before that it is never moved to a
-device whole, so that it may be on ``meta``. Checkpoints hold weights that ``from_pretrained`` loads, and beside them, in a folder
-``infinity``, everything that resumes bit for bit. Both are streamed.
+The model is wrapped when the Trainer prepares it, with the Trainer's optimizer. It is never moved
+to a device whole before that, so it may be on ``meta``. Checkpoints hold weights that
+``from_pretrained`` loads and, in a folder ``infinity``, all state to resume bit for bit. Both are
+streamed.
 """
 
 from __future__ import annotations
@@ -29,16 +31,19 @@ from .weights import load_weights
 
 transformers = require("transformers")
 
-SCHEDULER = "scheduler.pt"  # the Trainer's name of it
+SCHEDULER = "scheduler.pt"  # the Trainer's file name
 
 
 class InfinityMixin:
-    """Makes any subclass of transformers' Trainer train at home: ``class MyTrainer(InfinityMixin, SFTTrainer): ...``.
+    """Makes any subclass of transformers' Trainer wrap its model: ``class MyTrainer(InfinityMixin,
+    SFTTrainer): ...``.
 
     infinity, infinity_reference
-        As of :class:`InfinityAccelerator`: the model that is trained, and others that the Trainer evaluates beside it.
+        As for :class:`InfinityAccelerator`: the configurations of the trained model, and of others
+        that the Trainer evaluates beside it.
 
-    Raises ConfigError for what moves or casts the model itself: FSDP, DeepSpeed, ``fp16_full_eval`` and ``bf16_full_eval``.
+    Raises ConfigError for options that move or cast the model: FSDP, DeepSpeed,
+    ``fp16_full_eval`` and ``bf16_full_eval``.
     """
 
     def __init__(self, *args: Any, infinity: Given = None, infinity_reference: Given = None, **kwargs: Any):
@@ -53,22 +58,24 @@ class InfinityMixin:
     # --- preparing ---
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Makes the Trainer's accelerator one that wraps."""
+        """Replaces the Trainer's accelerator by one that wraps models."""
         super().create_accelerator_and_postprocess()
         for option in ("fp16_full_eval", "bf16_full_eval"):
             if getattr(self.args, option):
                 raise ConfigError(f"{option} casts the model after it is wrapped: leave it out, and give Config(param_dtype=...)")
-        self.args._n_gpu = min(self.args.n_gpu, 1)  # several would be DataParallel's: the engine has one process for each
+        # With several, Trainer would use DataParallel. The engine needs one process per GPU.
+        self.args._n_gpu = min(self.args.n_gpu, 1)
         InfinityAccelerator.adopt(self.accelerator, *self._homes)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leaves the model where it is: its units go to the device when they are used."""
+        """Does nothing: units are copied to the device when they are used."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return model
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates. A model that is still to be trained is wrapped with its optimizer, so that it need not be again."""
+        """Runs an evaluation. Before training, wraps the model with its optimizer first, so that
+        training need not wrap it again."""
         if not self._is_home and self.train_dataset is not None:
             self.create_optimizer()
             self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
@@ -86,7 +93,7 @@ class InfinityMixin:
             super()._save(output_dir, adapters)
             return
         folder = output_dir if output_dir is not None else self.args.output_dir
-        super()._save(folder, {})  # all but the weights, and an empty file of these, which is replaced
+        super()._save(folder, {})  # writes an empty file of weights, which is replaced next
         save_pretrained(self.model, folder, overwrite=True)  # as transformers does
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -98,7 +105,8 @@ class InfinityMixin:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Reads the weights. Where the rest of a checkpoint of ours has them too, that is read once the model is wrapped."""
+        """Reads the weights. Skips them if the folder ``infinity`` has them too: that is read once
+        the model is wrapped."""
         if (Path(resume_from_checkpoint) / AT_HOME).is_dir():
             return
         if not self._load_streamed(resume_from_checkpoint):
@@ -118,10 +126,11 @@ class InfinityMixin:
         if checkpoint is None or not (Path(checkpoint) / AT_HOME).is_dir():
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        with keep_random_state():  # the Trainer restores it itself, later
+        with keep_random_state():  # the Trainer restores the random state later
             load_checkpoint(Path(checkpoint) / AT_HOME, self.model, wrapped(self.model).optimizer)
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
 
 
 class InfinityTrainer(InfinityMixin, transformers.Trainer):
-    """Trains a model at home as transformers' Trainer does, with the keyword ``infinity``: a Config, a dict, or a path."""
+    """Trains a model at home as transformers' Trainer does. ``infinity``: a Config, a dict, or a
+    path."""

@@ -1,8 +1,9 @@
-"""TRL's SFTTrainer and DPOTrainer over models at home; DPO's reference model streams beside the policy.
+"""TRL's SFTTrainer and DPOTrainer over models at home; DPO's reference model streams.
 
-    trainer = InfinityDPOTrainer(model=model, ref_model=reference, args=args, ..., infinity={"params": "nvme", ...})
+    home = {"params": "nvme", ...}
+    trainer = InfinityDPOTrainer(model=model, ref_model=reference, args=args, ..., infinity=home)
 
-Others of TRL's trainers: ``class MyTrainer(InfinityMixin, trl.RewardTrainer): ...``.
+For other trainers of TRL: ``class MyTrainer(InfinityMixin, trl.RewardTrainer): ...``.
 """
 
 from __future__ import annotations
@@ -18,5 +19,5 @@ class InfinitySFTTrainer(InfinityMixin, trl.SFTTrainer):
 
 
 class InfinityDPOTrainer(InfinityMixin, trl.DPOTrainer):
-    """Prefers as TRL's DPOTrainer does. ``infinity_reference`` is the reference model's configuration, whose weights stream; its budgets
-    are its own."""
+    """Trains a model at home as TRL's DPOTrainer does. ``infinity_reference`` configures the
+    reference model, whose weights stream; it has its own budgets."""

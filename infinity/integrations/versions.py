@@ -1,4 +1,4 @@
-"""Versions: names which versions of other libraries the integrations are tested with, and imports those libraries."""
+"""Versions: the versions of other libraries that the integrations are tested with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 logger = logging.getLogger(__name__)
 
-# The one place: the tests run against these, and docs/integrations.md is compared with them.
+# Defined only here: tests run against these, and docs/integrations.md is compared with them.
 TESTED = {
     "transformers": "5.23", "accelerate": "1.15", "peft": "0.21", "trl": "1.16", "lightning": "2.6", "datasets": "5.2",
 }  # fmt: skip
@@ -18,7 +18,8 @@ _told: set[str] = set()  # libraries whose version was warned about in this proc
 
 
 def require(name: str) -> ModuleType:
-    """Imports the library ``name``. Warns once for a version that is not tested. Raises ImportError, with the remedy, without it."""
+    """Imports the library ``name``. Warns once if its version is not tested. Raises ImportError
+    with the remedy if it is not installed."""
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""load_weights: sends the tensors of safetensors files home, one after the other."""
+"""load_weights: copies the tensors of safetensors files to a model, one after the other."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from ..errors import UsageError
 
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str | os.PathLike) -> None:
-    """Sets the parameters and buffers of ``model`` (wrapped or not) to those of a safetensors file or folder: as load_state_dict with
-    strict=False does, but with one tensor in memory at a time, or those that transformers converts together.
+    """Sets the parameters and buffers of ``model``, wrapped or not, from a safetensors file or
+    folder, as load_state_dict with strict=False does.
 
-    Raises UsageError, before anything is changed, where a tensor has another shape.
+    Only one tensor is in memory at a time, or those that transformers converts together. Raises
+    UsageError, before anything is changed, if a tensor has another shape.
     """
     files = WeightFiles(folder)
     tensors = {
