@@ -3,12 +3,12 @@
 Each subcommand is one module of this package with two functions:
 
   add_parser(subparsers)  registers the subcommand and its options
-  run(args) -> int        does the work; the result is the exit status
+  run(args) -> int        runs it and returns the exit status
 
-A module imports torch and transformers inside `run` only, so that `--help` answers at once.
+A module imports torch and transformers inside `run` only, so that `--help` is fast.
 
-Exit status: 0 done; 2 bad input or a world that refused (one message on stderr, no traceback);
-130 and 143 interrupted by SIGINT and SIGTERM. INFINITY_TRACEBACK=1 shows the traceback instead.
+Exit status: 0 done; 1 a defect; 2 bad input, or an error of the system (one message on stderr, no
+traceback); 130 and 143 interrupted by SIGINT and SIGTERM. INFINITY_TRACEBACK=1 shows the traceback.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def _module(name: str) -> ModuleType:
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes options by their whole names only: an abbreviation that is completed becomes another
-    option when one is added."""
+    """Accepts options by their full names only: the meaning of an abbreviation changes when an
+    option is added."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **(kwargs | {"allow_abbrev": False}))
 
     def parse_args(self, args=None, namespace=None):
-        """Parses all of ``args``; what is no option ends in a message that names the nearest
-        one."""
+        """Parses all of ``args``. Exits with a message that names the nearest option if one is
+        unknown."""
         found, left = self.parse_known_args(args, namespace)
         if left:
             command = command_of(self, found.subcommand) if hasattr(found, "subcommand") else self
@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and returns its exit status; never raises for what the user can mend."""
+    """Runs one subcommand and returns its exit status. Never raises errors that users can fix."""
     try:
         args = build_parser().parse_args(presets.expanded(sys.argv[1:] if argv is None else argv))
     except SystemExit as stop:  # argparse has printed help (0) or its message (2)
@@ -89,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def answer(command: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Runs ``command`` and returns its exit status. An error that a user can mend is one message."""
+    """Runs ``command`` and returns its exit status. Prints errors that users can fix as one
+    message, and reports them to the other ranks."""
     try:
         return run(args)
     except (InfinityError, OSError, ImportError) as error:
@@ -106,7 +107,7 @@ def answer(command: str, run: Callable[[argparse.Namespace], int], args: argpars
 
 
 def _missing(error: ImportError) -> str:
-    """What is not installed, and how to get it."""
+    """Returns the message for a missing package, with the command that installs it."""
     name = (error.name or "").partition(".")[0]
     if name in ("transformers", "rich"):
         return f"{name} is needed for this and is not installed: pip install transformers rich"

@@ -1,7 +1,7 @@
-"""`infinity bench`: the user's machine, by loops of the engine beside what the hardware allows.
+"""`infinity bench`: measures this machine with the engine's loops, against hardware ceilings.
 
-The benchmarks of the engine, and those beside other systems, run from a checkout: `python -m bench`.
-That command has its options and its measuring from here.
+Benchmarks of the whole engine, and comparisons with other systems, run from a checkout: `python -m
+bench`. That command shares the options and the measuring code here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IN_CHECKOUT = (
 
 
 class _Choices(tuple):
-    """The themes that are here. It accepts those of a checkout too, which `run` refuses by name."""
+    """The installed themes. Accepts those of a checkout too, which `run` refuses by name."""
 
     def __contains__(self, theme: object) -> bool:
         return super().__contains__(theme) or theme in IN_CHECKOUT
@@ -42,13 +42,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("theme", choices=_Choices((*THEMES, "all")), help="what to measure")
     add_options(parser)
     parser.add_argument("--no-rivals", action="store_true", help="has no effect here: `python -m bench` measures rivals")
-    for option in ("--results", "--out", "--svg"):  # of the report, which a checkout has
+    for option in ("--results", "--out", "--svg"):  # of the report, which only a checkout has
         parser.add_argument(option, help=argparse.SUPPRESS)
     return parser
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Registers the options of every theme, here and in a checkout."""
+    """Adds the options of every theme, here and in a checkout."""
     parser.add_argument("--json", metavar="PATH", help="the result as one JSON object: a file, a folder, or - for stdout")
     parser.add_argument("--folder", default=".", metavar="DIR", help="on the disk to measure (default: here)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of which the median is given (default 5)")
@@ -58,7 +58,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints a table, and writes what `--json` asks for."""
+    """Runs the benchmarks, prints tables, and writes the file of `--json`. Raises UsageError for a
+    theme that needs a checkout."""
     if args.theme in IN_CHECKOUT:
         raise UsageError(
             f"{args.theme} is one of the engine's own benchmarks, which are not installed. Run `python -m bench {args.theme}` "
@@ -68,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequence[str]) -> int:
-    """Measures the ``chosen`` ones of ``themes``, prints a table and writes `--json`.
+    """Measures the ``chosen`` themes, prints a table for each and writes `--json`.
 
-    A theme is a name with a module, or with module:function.
+    ``themes``: name -> module, or module:function.
     """
     from infinity.bench import results
 
@@ -106,7 +107,7 @@ def _check_output(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _stdout_for(target: str | None) -> Iterator[None]:
-    """Keeps standard output for the object of `--json -`. All else goes to standard error."""
+    """Reserves stdout for the object of `--json -`: redirects all other output to stderr."""
     if target != "-":
         yield
         return

@@ -1,7 +1,8 @@
-"""`infinity clean`: lists what killed jobs have left that is provably ours, and removes it where that is asked for.
+"""`infinity clean`: lists files that killed jobs left, and removes them with ``--yes``.
 
-There is little: swap files have no name and go with their process. What there can be is data of a checkpoint whose save was cut
-short, runs that are over, and a disk's probe. Nothing is taken for ours by its name alone.
+There are few: swap files have no name, so the kernel frees them with their process. Left over can
+be data of an interrupted checkpoint save, folders of ended runs, and disk probes. A name alone is
+not enough to count as a leftover.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from ..errors import ConfigError
 
 PROBE = re.compile(r"infinity-probe-[a-z0-9_]{8}")
 DATA_FILES = re.compile(r"(unit-\d{5}(-rank-\d{5})?(-\d+)?\.safetensors|other\.safetensors|manifest\.json)")
-PROBE_SECONDS = 3600  # a probe takes two
+PROBE_SECONDS = 3600  # a probe takes two seconds
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """A folder that is nobody's any more. ``why`` it is ours."""
+    """A folder that no process uses. ``why``: the evidence that an Infinity job left it."""
 
     path: str
     nbytes: int
@@ -46,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what is found, and removes it with ``--yes``."""
+    """Prints the leftovers, and removes them with ``--yes``."""
     from ..machine.sizes import format_nbytes
 
     for folder in args.folder:
@@ -85,7 +86,8 @@ def find(folders: list[Path]) -> Iterator[Leftover]:
 
 
 def remove(folders: list[Path]) -> None:
-    """Removes the leftovers, each looked at once more; a checkpoint's under its lock, and not while it is read."""
+    """Removes the leftovers after a second check of each. A checkpoint's data is removed under its
+    lock, and not while it is being read."""
     from ..checkpoint.folder import remove_unread, writing
 
     for folder in folders:
@@ -102,7 +104,7 @@ def remove(folders: list[Path]) -> None:
 def _probes(folder: Path) -> list[Path]:
     found = []
     for path in folder.iterdir() if os.access(folder, os.R_OK) else ():
-        with contextlib.suppress(OSError):  # removed just now
+        with contextlib.suppress(OSError):  # it may be removed meanwhile
             if PROBE.fullmatch(path.name) and stat.S_ISDIR((status := path.lstat()).st_mode) and status.st_uid == os.geteuid():
                 old = time.time() - status.st_mtime > PROBE_SECONDS
                 if old and [entry.name for entry in path.iterdir()] in ([], ["probe"]):
@@ -111,12 +113,13 @@ def _probes(folder: Path) -> list[Path]:
 
 
 def _data(root: Path) -> list[Path]:
-    """Data folders of a checkpoint that nobody needs, while nobody saves."""
+    """Lists the unneeded data folders of a checkpoint; empty while a save is running."""
     return [] if _is_being_written(root) else _unneeded(root)
 
 
 def _unneeded(root: Path) -> list[Path]:
-    """Data folders that the manifest does not name, and that have files of a save only."""
+    """Lists the data folders that the manifest does not name, and that contain only files of a
+    save."""
     from ..checkpoint.folder import DATA_NAME
 
     named = _named(root)
@@ -128,7 +131,8 @@ def _unneeded(root: Path) -> list[Path]:
 
 
 def _named(root: Path) -> str:
-    """The data folder that the manifest names; a manifest that cannot be read raises, for then nothing is known."""
+    """Returns the data folder that the manifest names, or "" without a manifest. Raises if it
+    cannot be read: then no folder is known to be unneeded."""
     from ..checkpoint.manifest import MANIFEST, read_manifest
 
     return read_manifest(root)["data"] if (root / MANIFEST).exists() else ""

@@ -1,4 +1,4 @@
-"""`infinity completion`: a script with which a shell completes subcommands, options and their choices by the tab key."""
+"""`infinity completion`: a script for shell completion of subcommands, options and choices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the script."""
+    """Prints the script, or its words as JSON."""
     from . import build_parser
 
     found = words(build_parser())
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def words(parser: argparse.ArgumentParser) -> dict[str, dict[str, list[str]]]:
-    """Lists of every subcommand its options, each with its choices."""
+    """Lists the options of every subcommand, each with its choices."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return {
         name: {
@@ -38,7 +38,8 @@ def words(parser: argparse.ArgumentParser) -> dict[str, dict[str, list[str]]]:
 
 
 def script(found: dict[str, dict[str, list[str]]], shell: str) -> str:
-    """Writes the script: a choice after an option that has some, else options after a dash, else files."""
+    """Writes the script. It completes choices after an option that has some, else options after a
+    dash, else files."""
     lines = ["autoload -U +X bashcompinit && bashcompinit"] if shell == "zsh" else []
     lines += ["_infinity() {", "  local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words="]
     lines += [

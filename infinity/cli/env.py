@@ -1,4 +1,4 @@
-"""``infinity env``: what was found and chosen on this machine, and what to do where it is worse than it could be."""
+"""``infinity env``: reports what was found and chosen on this machine, with remedies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..errors import InfinityError
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``remedy`` is empty where nothing could be better."""
+    """One line of the report. ``remedy`` is empty if nothing could be better."""
 
     name: str
     value: str
@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find(folders: list[str]) -> list[Finding]:
-    """Looks at the processor, the kernel, the memory, the GPU and ``folders``."""
+    """Examines the CPU, the kernel, the memory, the GPU and the disks of ``folders``. Writes a
+    probe file to each folder."""
     import torch
 
     findings = [
@@ -92,7 +93,7 @@ def _io() -> Finding:
 
 
 def _memlock() -> Finding:
-    """Registers a buffer of 64 MiB, which an ordinary memlock limit does not allow."""
+    """Registers a buffer of 64 MiB, which the usual memlock limit does not allow."""
     from infinity import native
 
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -118,7 +119,8 @@ def _huge_pages() -> Finding:
 
 
 def _shared_huge_pages() -> Finding:
-    """Whether memory that ranks share gets huge pages, for which it has a setting of its own and, since Linux 6.1, a call."""
+    """Reports whether memory shared by ranks gets huge pages. It has its own setting for them and,
+    since Linux 6.1, a system call."""
     from infinity import native
 
     name = "huge pages, shared"
@@ -143,7 +145,7 @@ def _cuda(torch) -> Finding:
 
 
 def _driver() -> Finding:
-    """Whether host memory can be registered for the GPU's own copies."""
+    """Reports whether host memory can be registered for DMA by the GPU."""
     from infinity import native
 
     version, refusal = native.cuda_driver()
@@ -166,7 +168,8 @@ def _kernels() -> Finding:
 
 
 def _direct_storage(folders: list[str]) -> list[Finding]:
-    """GPUDirect Storage: disk to GPU without the host's memory between. What is missing is told where there is a GPU."""
+    """Reports on GPUDirect Storage: disk to GPU, bypassing host memory. If there is a GPU, lists
+    the missing parts."""
     from ..machine import direct_storage
 
     name = "gpudirect storage"

@@ -1,5 +1,5 @@
-"""`infinity export`: a checkpoint's weights, with an adapter merged or without, as a folder that transformers loads. Needs no GPU and no
-other ranks, and little memory."""
+"""`infinity export`: writes a checkpoint's weights as a folder that transformers loads, optionally
+with an adapter merged. Needs no GPU, no other ranks, and little memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the folder and says how much that was."""
+    """Writes the folder and prints the number of parameters and bytes."""
     from ..checkpoint.export import export
     from ..config.choices import DTYPES
     from ..machine.outputs import MODEL_NAMES, Output, check_outputs
@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _merging(model: Path | None, adapter: Path) -> Callable:
-    """Returns what merges ``adapter`` into the tensors of the model whose configuration is in ``model``."""
+    """Returns a function that merges ``adapter`` into a model's tensors. ``model``: the folder of
+    the model's config.json. Raises ConfigError without it."""
     from functools import partial
 
     from ..errors import ConfigError

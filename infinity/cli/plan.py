@@ -1,6 +1,6 @@
-"""`infinity plan`: where a model's state would live on a machine, and how long a step would take, before anything runs.
+"""`infinity plan`: plans a model's homes on a machine and predicts its step time. Runs no training.
 
-The model may be a config alone: it is built on meta, and the budgets may be another machine's.
+A config is enough: the model is built on meta. The budgets may be another machine's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from . import svg
 from .training.options import HOMES
 from .training.settings import AUTO, engine_config, engine_settings
 
-USABLE = 0.9  # of a machine's memory and disks: the rest is the system's, and the libraries'
+USABLE = 0.9  # share of a machine's memory and disks; the system and libraries use the rest
 BAR = 48  # characters of the memory map
 STATE = {"weights": "weight", "optimizer": "exp_avg", "gradients": "grad"}
 
@@ -56,7 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table, the map and the prediction."""
+    """Prints the table, the memory map and the prediction."""
     if args.svg is not None:
         machine = Path(args.machine) if args.machine is not None else None
         read = {"--model": args.model, "--config": args.config, "--deepspeed": args.deepspeed, "--machine": machine}
@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make(args: argparse.Namespace) -> dict[str, Any]:
-    """Makes the plan as plain data. Raises CapacityError, with the numbers, when nothing fits."""
+    """Makes the plan as plain data; without ``--machine``, measures this machine's rates. Raises
+    CapacityError, with the numbers, if nothing fits."""
     import torch
     from transformers.utils import logging
 
@@ -128,7 +129,7 @@ def _check_at_least(options: Iterable[tuple[str, int, int]]) -> None:
 
 
 def _build(args: argparse.Namespace, model_config: Any, dtype: Any) -> Any:
-    """The model of a config, on ``meta``."""
+    """Builds the model of a config on ``meta``. Raises ConfigError if transformers cannot."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -140,7 +141,7 @@ def _build(args: argparse.Namespace, model_config: Any, dtype: Any) -> Any:
 
 
 def _deepspeed(model, config) -> dict[str, Any]:
-    """What DeepSpeed would keep and move with the same homes."""
+    """Counts the bytes that DeepSpeed would keep and move with the same homes."""
     from ..planning.deepspeed_bytes import deepspeed_bytes
 
     sizes = [param.numel() for param in model.parameters()]
@@ -165,7 +166,7 @@ def _plan_cluster(
     config: Any,
     length: int,
 ) -> dict[str, Any]:
-    """Plans one rank of ``args.nodes`` machines; nothing of this one is measured."""
+    """Plans one rank of ``args.nodes`` machines. Measures nothing on this machine."""
     from ..api.lay_out import lay_out
     from ..distributed.data_ranks import DataRanks
     from ..planning.cluster import predict_cluster
@@ -196,7 +197,7 @@ def _plan_cluster(
 def _settings(args: argparse.Namespace, machine: Any | None) -> dict[str, Any]:
     from ..machine import scratch
 
-    if machine is not None:  # each rank's part of its node
+    if machine is not None:  # each rank's share of its node
         each = {"device_memory": machine.device_memory, "host_memory": machine.host_memory // machine.devices}
         each["nvme_capacity"] = machine.disks * machine.disk_capacity // machine.devices
         for name, nbytes in each.items():
@@ -204,7 +205,7 @@ def _settings(args: argparse.Namespace, machine: Any | None) -> dict[str, Any]:
                 setattr(args, name, str(int(USABLE * nbytes)))
     args.micro_batch = args.trace = args.max_grad_norm = None
     if args.nvme_capacity is not None and not args.nvme_path and args.config is None:
-        args.nvme_path = [Path(".")]  # of another machine's disk only the size is known
+        args.nvme_path = [Path(".")]  # stands for another machine's disk: only its size matters
     settings = engine_settings(args)
     if args.deepspeed is not None:
         settings = {**_translated(args.deepspeed), **{name: value for name, value in settings.items() if value != AUTO}}
@@ -218,8 +219,9 @@ def _settings(args: argparse.Namespace, machine: Any | None) -> dict[str, Any]:
 
 
 def _translated(path: Path) -> dict[str, Any]:
-    """The settings of a DeepSpeed JSON; what became of its keys goes to stderr. Its disk need not be here, only its size counts."""
-    config = infinity.Config.from_deepspeed(path, strict=False)  # of bytes only
+    """Returns the settings of a DeepSpeed JSON; logs the result for each key. Its disk folder need
+    not exist here: only its size counts."""
+    config = infinity.Config.from_deepspeed(path, strict=False)  # only bytes are planned
     given = {
         name: getattr(config, name)
         for name in ("params", "optimizer", "max_grad_norm", "grad_dtype", "master", "moments", "weights_on_host")
@@ -231,7 +233,7 @@ def _translated(path: Path) -> dict[str, Any]:
 
 
 def _units(plan, units) -> Iterator[dict[str, Any]]:
-    """One entry per run of units that are alike: their homes and sizes."""
+    """Yields an entry per run of units with the same homes and sizes."""
 
     def entry(index: int) -> tuple:
         unit, tiers, kept = units[index], plan.tiers_of(index), plan.kept_of(index)
@@ -286,7 +288,8 @@ OTHER_COLOUR = "#2a8c4a"
 
 
 def draw(tiers: dict[str, dict]) -> str:
-    """Draws the memory map as an SVG picture: a bar per tier, all on one scale, each part with its name where it fits."""
+    """Draws the memory map as an SVG picture: a bar per tier, all on one scale. Parts have their
+    names if they fit."""
     largest = max(of_tier["nbytes"] for of_tier in tiers.values()) or 1
     marks = []
     for number, (tier, of_tier) in enumerate(tiers.items()):

@@ -1,7 +1,7 @@
-"""Presets and files of options: words that stand before the command line's own, which go over them.
+"""Presets and option files: words inserted before the command line's own, which override them.
 
 preset  options of `infinity train` under one name
-file    TOML or JSON: the engine's fields, and in the table ``train`` the options of `infinity train` by their names
+file    TOML or JSON: the fields of Config and, in the table ``train``, options of `infinity train`
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ PRESETS = {
 
 
 def expanded(argv: Sequence[str]) -> list[str]:
-    """Returns the words of a command with those of its preset and its file before its own. Raises ConfigError for a file that is none."""
+    """Returns the words of a command, with those of its preset and its file before its own. Raises
+    ConfigError for an invalid file."""
     words = list(argv)
     if words[:1] != ["train"]:
         return words
@@ -37,7 +38,7 @@ def expanded(argv: Sequence[str]) -> list[str]:
 
 
 def value_of(option: str, words: Sequence[str]) -> str | None:
-    """Returns the last value that ``words`` give an option."""
+    """Returns the last value of ``option`` in ``words``, or None."""
     found = None
     for number, word in enumerate(words):
         if word == option and number + 1 < len(words):
@@ -48,11 +49,11 @@ def value_of(option: str, words: Sequence[str]) -> str | None:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Reads a TOML or JSON file of options. Raises ConfigError where it is none."""
+    """Reads a TOML or JSON file of options. Raises ConfigError if it is invalid or no table."""
     try:
         text = read_text(path)
         settings = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
-    except (OSError, ValueError, RecursionError) as error:  # both parsers' errors, and text that is not UTF-8
+    except (OSError, ValueError, RecursionError) as error:  # of both parsers, or text not in UTF-8
         raise ConfigError(f"{path} is neither valid TOML (*.toml) nor JSON: {error}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f'{path} holds no table of options. Give names and values, as {{"params": "nvme"}}.')
@@ -60,9 +61,9 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def _words(path: Path, given: Sequence[str]) -> list[str]:
-    """The words that the table ``train`` of a file stands for. Lists are options that may be
-    repeated: the command line's go instead. Raises ConfigError, by the file's own key, for one that
-    is no option, and for a value that its option does not take."""
+    """Returns the words for the table ``train`` of a file. Lists are repeatable options: values on
+    the command line replace them. Raises ConfigError, with the file's key, for an unknown option or
+    an invalid value."""
     from . import build_parser, command_of
 
     table = read_table(path).get(TABLE, {})
@@ -78,7 +79,7 @@ def _words(path: Path, given: Sequence[str]) -> list[str]:
 
 
 def _words_of(key: str, name: str, value: Any, options: argparse.ArgumentParser) -> list[str]:
-    """The words that one key stands for. ``key``: how it is told."""
+    """Returns the words for one key. ``key``: its name in error messages."""
     known = {option: action for action in options._actions for option in action.option_strings if option.startswith("--")}
     option = f"--{name.replace('_', '-')}"
     if option not in known or option in ("--help", "--config"):

@@ -1,6 +1,7 @@
-"""`infinity report`: a run as one HTML file: its memory map, its loss, what moved over every edge, and its timeline where one was kept.
+"""`infinity report`: a run as one HTML page: memory map, loss, traffic per edge, and the timeline
+if one was recorded.
 
-The page needs nothing but a browser: its pictures are in it, and it loads nothing.
+The page is self-contained: its pictures are inline, and it loads nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from . import svg
 
 WIDTH, HEIGHT, MARGIN = 860, 240, 84
 CURVE_COLOUR = "#1f6fb2"
-WORDS = {"tier", "part", "edge"}  # columns that are not of numbers
+WORDS = {"tier", "part", "edge"}  # columns that are not numbers
 HEAD = "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
 VIEWPORT = "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-# The rules for `svg` go over what the pictures say of themselves, which are light ones: here they are as dark as the page.
+# The rules for `svg` override the pictures' own light colours, so that they follow a dark page.
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #222; --soft: #555; --line: #bbb; --curve: #1f6fb2; }
 @media (prefers-color-scheme: dark) { :root { --paper: #16181c; --ink: #e4e4e4; --soft: #b0b4ba; --line: #4a4e55; --curve: #6cb2eb; } }
@@ -51,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the page and prints where."""
+    """Writes the page and prints its path."""
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps}: give 1 or more")
     found = collect(args.run)
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect(folder: Path | None) -> dict[str, Any]:
-    """Reads what a run has told. Raises ConfigError where there is none."""
+    """Reads the files of a run (None: the newest run). Raises ConfigError if there is none."""
     from ..machine import disk_profile, run_files
 
     root = disk_profile.cache_folder() / "runs"
@@ -90,11 +91,11 @@ def _timeline(path: Path, steps: int, *, given: bool) -> str | None:
     except ConfigError:
         if given:
             raise
-        return None  # of another folder by now, or not of this run any more
+        return None  # the file is gone, or is another run's by now
 
 
 def page(found: dict[str, Any], timeline: str | None) -> str:
-    """Makes the page. Raises ConfigError where the files are not of a run."""
+    """Makes the page. Raises ConfigError if the files are not of a run."""
     from .plan import draw
 
     try:
@@ -174,7 +175,8 @@ def _table(header: tuple, rows: list[tuple]) -> str:
 
 
 def _wide(content: str) -> str:
-    """Puts ``content`` where it can be scrolled sideways: on a narrow screen a picture stays readable, and the page still."""
+    """Makes ``content`` scroll sideways by itself: on a narrow screen a picture stays readable, and
+    the page does not move."""
     return f"<div class='wide'>{content}</div>"
 
 

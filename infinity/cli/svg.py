@@ -1,10 +1,10 @@
-"""svg: draws every picture: the memory map, a timeline, a loss, and the plots of the benchmarks.
+"""svg: draws the pictures: memory map, timeline, loss curve, and plots of the benchmarks.
 
-mark      one element of a picture, as text; places are in pixels from the upper left corner
+mark      one element of a picture, as text; positions are in pixels from the upper left corner
 chart     axes with marks by value: x evenly by position, y from 0 to the top
 
-A caller gives names as they are: all text is escaped here. Classes (paper, part, axis, curve) are
-for a page's own style.
+Callers pass unescaped text: all text is escaped here. A page can style the classes paper, part,
+axis and curve.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ..machine.outputs import PICTURE
 
-COLOURS = ("#1f6fb2", "#c4511d", "#2a8c4a", "#7a4fb0", "#8a6d1b")  # one line of a chart after the other
+COLOURS = ("#1f6fb2", "#c4511d", "#2a8c4a", "#7a4fb0", "#8a6d1b")  # of a chart's lines, in order
 STYLE = "<style>text { font: 12px system-ui, sans-serif; fill: #444; }</style>"
 PAPER = "<rect class='paper' width='100%' height='100%' fill='#fff'/>"
 EDGED = "class='part' stroke='#fff' "
@@ -32,7 +32,7 @@ def picture(width: int, height: int, marks: Iterable[str]) -> str:
 
 
 def text(x: float, y: float, content: str, *, anchor: str = "", colour: str = "", bold: bool = False) -> str:
-    """Draws text from ``x`` on, or so that its middle or its end is there by ``anchor``."""
+    """Draws text that starts at ``x``, or has its middle or end there, by ``anchor``."""
     more = (
         (f" text-anchor='{anchor}'" if anchor else "")
         + (f" style='fill:{colour}'" if colour else "")
@@ -52,10 +52,8 @@ def bar(
     edged: bool = False,
     opacity: float = 1.0,
 ) -> str:
-    """Draws a rectangle. A browser shows its ``title`` under the pointer.
-
-    An edge sets it apart from its neighbours.
-    """
+    """Draws a rectangle. ``title``: its tooltip. ``edged``: draws an edge, to separate it from its
+    neighbours."""
     more = f" fill-opacity='{opacity:g}'" if opacity < 1.0 else ""
     inside = f"<title>{_escaped(title)}</title>" if title else ""
     place = f"x='{_short(x)}' y='{_short(y)}' width='{_short(width)}' height='{_short(height)}'"
@@ -79,7 +77,7 @@ def axes(left: float, top: float, right: float, bottom: float) -> str:
 
 @dataclass(frozen=True)
 class Chart:
-    """Places values on a picture: x evenly by position in ``ticks``, y from 0 to ``top``."""
+    """Maps values to positions in a picture: x evenly by tick, y from 0 to ``top``."""
 
     title: str
     x_name: str
@@ -90,11 +88,11 @@ class Chart:
     width, height, margin = 560, 300, 56
 
     def x(self, position: float) -> float:
-        """Returns the place of a position among the ticks."""
+        """Returns the x coordinate of a position among the ticks."""
         return self.margin + (self.width - 2 * self.margin) * (position + 0.5) / len(self.ticks)
 
     def y(self, value: float) -> float:
-        """Returns the place of a value."""
+        """Returns the y coordinate of a value."""
         return self.height - self.margin - (self.height - 2 * self.margin) * value / self.top
 
     def draw(self, marks: Iterable[str]) -> str:
@@ -113,7 +111,7 @@ class Chart:
         return picture(self.width, self.height, [*parts, *marks])
 
     def line(self, values: Sequence[float], name: str, order: int, *, dashed: bool = False) -> str:
-        """Draws a line through ``values`` and its name in the corner, in the colour of ``order``."""
+        """Draws a line through ``values``, with its name in the corner, in colour ``order``."""
         colour = COLOURS[order % len(COLOURS)]
         points = [(self.x(position), self.y(value)) for position, value in enumerate(values)]
         name = text(self.width - self.margin, self.margin + 16 * order, name, anchor="end", colour=colour)
@@ -125,5 +123,5 @@ def _escaped(content: str) -> str:
 
 
 def _short(place: float) -> str:
-    """A number of pixels with one digit behind the point, and none if it is whole."""
+    """Formats pixels with one decimal, or none if it is 0."""
     return f"{place:.1f}".removesuffix(".0")

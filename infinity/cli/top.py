@@ -1,5 +1,5 @@
-"""`infinity top`: what the jobs of this machine do now: tiers filling, every edge's rate against its measured limit, the unit that is
-computed, loss, speed, the time that remains; for each rank."""
+"""`infinity top`: shows the jobs of this machine, for each rank: tiers, every edge's rate against
+its measured limit, the unit that computes, loss, speed, and the remaining time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import ConfigError
 
 BAR = 24  # characters
-STALE_SECONDS = 30  # without a word from a process that is there: it computes one long unit, or waits
+STALE_SECONDS = 30  # without an update: the process computes one long unit, or waits
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the jobs, once or until it is interrupted."""
+    """Prints the jobs, once or until interrupted."""
     if not 0.05 <= args.interval <= 3600:
         raise ConfigError(f"--interval {args.interval}: give 0.05 to 3600 seconds")
     if args.json:
@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def look(folder: Path | None) -> list[dict[str, Any]]:
-    """Reads what the ranks of the jobs tell: those that run, or the one of ``folder`` whether it runs or not."""
+    """Reads the status of every rank of the running jobs, or of the job in ``folder``, running or
+    not. Raises ConfigError if ``folder`` has none."""
     from ..machine import disk_profile, run_files
 
     if folder is not None and next(run_files.read(folder, run_files.STATUS), None) is None:
@@ -63,18 +64,19 @@ def _live(args: argparse.Namespace) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    look(args.run)  # what is wrong with it is told before the screen is taken
+    look(args.run)  # raises errors before the screen is taken over
     try:
         with Live(console=Console(), screen=True, auto_refresh=False) as live:
             while True:
                 live.update(Text("\n".join(lines(look(args.run)))), refresh=True)
                 time.sleep(args.interval)
     except KeyboardInterrupt:
-        return  # how one leaves it
+        return  # Ctrl-C is the way to quit
 
 
 def lines(jobs: list[dict[str, Any]]) -> Iterator[str]:
-    """Yields the lines of a screen. What a file holds is shown as text, and where it is of another kind as a dash."""
+    """Yields the lines of a screen. Text from files is made printable. Values of a wrong type are
+    shown as a dash, or left out."""
     if not jobs:
         yield "No job tells of itself here: `infinity train` does, and a loop with infinity.Watch(model)."
     for job in jobs:
@@ -111,7 +113,8 @@ def _rank(status: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_number(value: Any) -> bool:
-    """Tells whether a value can be reckoned with: no text, nothing infinite, and no integer that is too long for a float."""
+    """Whether a value is a finite number below 1e18: no bool or text, no integer too long for a
+    float."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e18 < value < 1e18
 
 
@@ -121,13 +124,13 @@ def _tables(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def bar(share: float) -> str:
-    """Draws a share of 1 as a bar; more than all is all."""
+    """Draws a share, clamped to 0 to 1, as a bar."""
     filled = round(BAR * min(1.0, max(0.0, share)))
     return "#" * filled + "." * (BAR - filled)
 
 
 def remaining(seconds: Any) -> str:
-    """Writes seconds as hours and minutes."""
+    """Writes seconds as hours and minutes, or minutes and seconds; "-" if unknown."""
     if not _is_number(seconds) or not 0 <= seconds < 1e9:
         return "-"
     minutes, rest = divmod(int(seconds), 60)

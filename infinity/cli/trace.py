@@ -1,7 +1,7 @@
-"""`infinity trace`: what a timeline (``Config(trace=...)``) says: how busy each lane was, what ran under the compute, and
-which units were waited for.
+"""`infinity trace`: summarises a timeline (``Config(trace=...)``): how busy each lane was, how much
+overlapped with compute, and which units stalled it.
 
-span      from the start of the first step that is looked at to the end of the last
+span      from the start of the first event looked at to the end of the last
 under     the share of a lane's busy time in which a forward or a backward was running
 """
 
@@ -39,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the summary."""
+    """Prints the summary, and draws the picture of ``--svg``."""
     if args.steps < 0:
         raise ConfigError(f"--steps {args.steps}: give 0 (all) or more")
     if args.svg is not None:
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Reads the pieces of work in a timeline, also in one whose job was killed. Raises ConfigError."""
+    """Reads the events of a timeline, times in seconds. The last line may be cut off, if the job
+    was killed. Raises ConfigError if the file is no timeline."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
@@ -77,7 +78,7 @@ def read(path: Path) -> list[dict[str, Any]]:
                 events.append({"lane": lane, "name": name, "start": start, "end": start + seconds})
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             if number == len(lines) - 1:
-                break  # the line that was being written when the job was killed
+                break  # the job was killed while it wrote this line
             raise ConfigError(f"{path}, line {number + 1}, is not of a timeline: {printable(repr(error))[:300]}") from error
     if not events:
         raise ConfigError(f"{path} holds no event: it is not a timeline, or no step was taken")
@@ -95,7 +96,8 @@ def last_steps(events: list[dict], count: int) -> list[dict]:
 
 
 def summary(events: list[dict]) -> dict[str, Any]:
-    """Sums up each lane: busy seconds, share of the span, share under compute; and lists the units that were waited for most."""
+    """Summarises each lane: busy seconds, share of the span, share under compute. Lists the five
+    units with the most stall time."""
     begin, end = min(event["start"] for event in events), max(event["end"] for event in events)
     by_lane: dict[str, list[Interval]] = defaultdict(list)
     for event in events:
@@ -132,7 +134,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common(first: list[Interval], second: list[Interval]) -> list[Interval]:
-    """Finds the time that is in both lists; each is ascending and disjoint."""
+    """Returns the intersection of two lists of ascending, disjoint intervals."""
     found, i, j = [], 0, 0
     while i < len(first) and j < len(second):
         begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
@@ -161,7 +163,7 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def draw(events: list[dict]) -> str:
-    """Draws one lane under the other, time from left to right, as an SVG picture."""
+    """Draws the lanes below each other, time from left to right, as an SVG picture."""
     from ..machine.timeline import LANES
 
     begin, end = min(event["start"] for event in events), max(event["end"] for event in events)
@@ -176,7 +178,7 @@ def draw(events: list[dict]) -> str:
             if event["lane"] == lane:
                 x, seconds = MARGIN + scale * (event["start"] - begin), event["end"] - event["start"]
                 title = f"{event['name']}, {1e3 * seconds:.1f} ms"
-                edged = lane == "step"  # else the steps would be one bar: each begins where one ends
+                edged = lane == "step"  # steps are contiguous: edges separate them
                 size = max(0.4, scale * seconds), LANE_HEIGHT - 6
                 marks.append(svg.bar(x, y, *size, colour, title=title, edged=edged, opacity=0.6))
     height = 10 + len(lanes) * LANE_HEIGHT + 24

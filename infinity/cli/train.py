@@ -1,13 +1,13 @@
-"""`infinity train`: trains a `transformers` causal language model whose state may exceed the memory it is given.
+"""`infinity train`: trains a `transformers` causal language model whose state may exceed memory.
 
-Here is the order of things; each noun has its file. Every module imports only those above it:
+The modules of `training/`. Each imports only modules above it:
 
-  places                      where results go
-  text, options, interrupt    what is learned from; what the command line takes; a signal, until a step is complete
+  places                      checks of the output files and folders
+  options, interrupt          the command line's options; signals, deferred to the end of a step
   ranks                       the processes that torchrun started
-  settings, model             the engine's options; the model as transformers has it
+  settings, model, compute    the engine's options; the transformers model; its compute time
   job                         the loop and its checkpoints
-  progress, report, sample    what is shown: during the job, of its numbers, of its result
+  progress, report, sample    output: during the job, its numbers, a sample of its result
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the whole job; returns the exit status. Bad input raises before the model is built."""
+    """Runs the whole job and returns the exit status. Bad input raises before the model is built.
+    Under torchrun, every rank calls this."""
     check_options(args)
     ranks = Ranks(args.timeout)
     try:
@@ -88,7 +89,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     if files.skipped:
         names = ", ".join(files.skipped[:3]) + (", ..." if len(files.skipped) > 3 else "")
         console.print(f"{files.source}: {len(files.skipped)} files are not UTF-8 text and are left out: {names}")
-    engine_config(settings)  # a wrong engine option is refused here already
+    engine_config(settings)  # raises for a wrong engine option before the model is built
     _choose_dtype(args, console)
     scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
 
@@ -113,7 +114,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         job = make_job(args, model, batches, config, ranks)
         predicted = predict_step(job, compute.seconds * args.accumulate)
         console.print(f"predicted: {format_seconds(predicted)} per step ({compute.how} on this machine)")
-        del model  # from here on the job holds the only reference, so that it can let go of it
+        del model  # the job holds the only reference, so that it can free the model
         _begin(args, job, console)
         watch = infinity.Watch(job.model, steps=job.steps, first_step=job.first_step)
         with Interrupt() as interrupt, make_progress(console, job) as progress, watch:
@@ -140,7 +141,7 @@ def _make_model(args: argparse.Namespace, model_config: Any, console: Console) -
 
 
 def _end(args: argparse.Namespace, ranks: Ranks, job: Job, tokenizer: Any, console: Console, report: dict[str, Any]) -> int:
-    """Saves what was trained, and prints the report where that is asked for."""
+    """Saves the trained model to ``--out``, and prints the report with ``--json``."""
     if args.out is not None:
         report.update(_save_and_sample(args, job, tokenizer, console))
     else:
@@ -163,7 +164,8 @@ def _watchers(
 
 
 def _prepare(args: argparse.Namespace, ranks: Ranks) -> Console:
-    """Imports what is heavy, silences what would draw into the progress bar; returns where to print: the first rank does."""
+    """Imports the heavy libraries and silences transformers. Returns the console, which only prints
+    on the first rank."""
     try:
         import torch
         import transformers
@@ -179,7 +181,7 @@ def _prepare(args: argparse.Namespace, ranks: Ranks) -> Console:
 
 
 def _choose_dtype(args: argparse.Namespace, console: Console) -> None:
-    """Makes ``--dtype auto`` one of the others, and says where the one that was given is slow."""
+    """Replaces ``--dtype auto`` by a dtype, and warns if the given one is slow."""
     fast = multiplies_bf16(args.device)
     if args.dtype == "auto":
         args.dtype = "bf16" if fast else "fp32"
@@ -195,7 +197,7 @@ def _make_batches(args: argparse.Namespace, files: TextFiles, sequence_length: i
 
 
 def _check_room(args: argparse.Namespace, model: Any, config: infinity.Config) -> None:
-    """Raises CapacityError where what the job will save does not fit."""
+    """Raises CapacityError if what the job will save does not fit."""
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     if args.out is not None:
         check_room("--out", args.out, weights, "the trained model")
@@ -206,7 +208,8 @@ def _check_room(args: argparse.Namespace, model: Any, config: infinity.Config) -
 
 
 def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
-    """Says what will run, and puts the job at its first step: the checkpoint's, or step 0 with its held-out loss."""
+    """Prints the job's size, and sets its first step: the checkpoint's, or step 0 with its held-out
+    loss."""
     corpus, options = job.batches.corpus, job.fixed_values
     console.print(
         f"{options['parameters']:,} parameters in {options['dtype']}, {job.tokens_per_step:,} tokens per step\n"
@@ -233,7 +236,7 @@ def _end_interrupted(args: argparse.Namespace, job: Job, console: Console, signu
 
 
 def _save_and_sample(args: argparse.Namespace, job: Job, tokenizer: Any, console: Console) -> dict[str, str]:
-    infinity.save_pretrained(job.model, args.out, overwrite=True)  # looked at before the first step
+    infinity.save_pretrained(job.model, args.out, overwrite=True)  # checked before the first step
     if tokenizer is not None and job.ranks.is_first:
         with replacing(args.out) as made:
             tokenizer.save_pretrained(made)

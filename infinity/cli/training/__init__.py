@@ -1,1 +1,1 @@
-"""Runs the training job of ``infinity train``: model, loop, progress, report."""
+"""The training job of ``infinity train``: model, loop, progress, report."""

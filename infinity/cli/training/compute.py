@@ -1,8 +1,8 @@
-"""How long a model computes on this machine, measured on a few of its blocks.
+"""Compute: a model's compute time on this machine, measured on a few of its blocks.
 
-A model of one block and one of three, of the same kind, run forward and backward on a batch of the real size: the
-difference is two blocks, the rest what stands around them. A block too large for that is estimated from its
-multiplications and the rate of one large product.
+A model of one block and one of three blocks run forward and backward on a batch of the real size.
+The difference is the time of two blocks; the rest is outside of blocks. A model too large for that
+is estimated from its operations and the rate of one matrix product.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ROUNDS = 3
 
 
 def multiplies_bf16(device: str | None) -> bool:
-    """Tells whether products of bf16 matrices are fast where the model computes. A processor without AVX-512 has torch's plain loop
-    for them, which takes some fifty times as long as fp32."""
+    """Returns whether bf16 matrix products are fast on ``device``. On a CPU without AVX-512 torch
+    uses a plain loop, about fifty times slower than fp32."""
     import torch
 
     if device is not None and not device.startswith("cpu"):
@@ -43,7 +43,8 @@ class Compute:
 
 
 def compute_time(model: nn.Module, config: Any, *, batch: int, length: int, dtype: torch.dtype, checkpointing: bool) -> Compute:
-    """Measures or estimates the compute time of a step of ``model``, which may be on meta, with ``config`` (transformers')."""
+    """Measures or estimates the seconds of forward and backward of one batch. ``model`` may be on
+    meta; ``config`` is its transformers configuration. Runs small models on the CPU."""
     layers = _layer_count(config)
     flops = step_flops(model, config, batch=batch, length=length, checkpointing=checkpointing)
     try:
@@ -56,13 +57,14 @@ def compute_time(model: nn.Module, config: Any, *, batch: int, length: int, dtyp
 
 
 def step_flops(model: nn.Module, config: Any, *, batch: int, length: int, checkpointing: bool) -> float:
-    """Counts the multiplications and additions of a forward and backward, and of the forward once more with ``checkpointing``."""
+    """Counts the multiplications and additions of a forward and backward; with ``checkpointing``,
+    of a second forward too."""
     params = sum(param.numel() for param in model.parameters())
     return _flops(config, params, batch * length, length) * (4 / 3 if checkpointing else 1)
 
 
 def _with_layers(config: Any, layers: int) -> Any:
-    """A copy of ``config`` with so many layers, of the same kinds in turn."""
+    """Returns a copy of ``config`` with ``layers`` layers, which repeats its layer types."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     text.num_hidden_layers = layers
@@ -73,7 +75,8 @@ def _with_layers(config: Any, layers: int) -> Any:
 
 
 def _is_small(config: Any, tokens: int, length: int, dtype: torch.dtype) -> bool:
-    """Whether a model of ``config`` can be built and run in passing: with gradients, and logits of a batch."""
+    """Whether a model of ``config``, with gradients and a batch's logits, is small enough to build
+    and run as a probe."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -90,7 +93,8 @@ def _layer_count(config: Any) -> int | None:
 
 
 def _flops(config: Any, params: int, tokens: int, length: int) -> float:
-    """Multiplications and additions of forward and backward: 6 per parameter and token, and attention's products."""
+    """Counts multiplications and additions of forward and backward: 6 per parameter and token, plus
+    attention's products."""
     text = config.get_text_config()
     width = getattr(text, "hidden_size", 0) or 0
     return 6.0 * params * tokens + 12.0 * (_layer_count(config) or 0) * width * length * tokens / 2
@@ -116,7 +120,7 @@ def _measure(config: Any, layers: int, batch: int, length: int, dtype: torch.dty
 
 
 def _product_rate(dtype: torch.dtype) -> float:
-    """Multiplications and additions per second of a large matrix product."""
+    """Measures the multiplications and additions per second of a matrix product of size 1024."""
     import torch
 
     size = 1024

@@ -1,4 +1,4 @@
-"""The interrupt of `infinity train`: a signal that asks the loop to end, noted until a step is complete."""
+"""Interrupt: a signal that ends the loop of `infinity train` once the running step is complete."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import threading
 
 
 class Interrupt:
-    """Context: the first SIGINT or SIGTERM is noted and the loop ends after its step; a second one acts at once."""
+    """Context: notes the first SIGINT or SIGTERM, so that the loop ends after its step. A second
+    one acts at once."""
 
     def __init__(self):
         self.signum = None
         self._previous = {}
 
     def __enter__(self):
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+        # Python allows signal handlers in the main thread only.
+        if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, signal.SIGTERM):
                 self._previous[signum] = signal.signal(signum, self._note)
         return self

@@ -1,10 +1,10 @@
-"""The job of `infinity train`: the plain loop of the contract (forward, backward, clip, step, schedule, zero_grad)
-around a model and an optimizer that went through `infinity.wrap_model`.
+"""The job of `infinity train`: a plain loop (forward, backward, clip, step, schedule, zero_grad)
+over a model and an optimizer from `infinity.wrap_model`.
 
-  job            what the loop works on (model, optimizer, schedule, batches), and what it has measured
-  counts         what moved between the tiers from one moment to another
-  held-out loss  the mean over the batches that training never sees
-  fixed values   options that decide the arithmetic: a resumed job must have those of its checkpoint
+  job            the loop's inputs (model, optimizer, schedule, batches) and its measurements
+  counts         bytes and seconds of every edge between two points in time
+  held-out loss  the mean over batches that training never reads
+  fixed values   options that change the arithmetic: a resumed job must have its checkpoint's
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-FINAL_LR_SHARE = 0.1  # of the learning rate, where the cosine ends
+FINAL_LR_SHARE = 0.1  # of the peak learning rate, at the end of the cosine
 
 
 @dataclass(kw_only=True)
 class Job:
-    """What the loop works on, and what it has measured."""
+    """The loop's inputs and measurements."""
 
     model: Any
     optimizer: Any
@@ -108,7 +108,8 @@ def make_job(args: argparse.Namespace, model: nn.Module, batches: Batches, confi
             "moments": config.moments,
             "batch_size": args.batch_size,
             "sequence_length": batches.sequence_length,
-            "accumulate": args.accumulate * ranks.count,  # fewer ranks go on with more micro-batches each
+            # A job can resume on fewer ranks with more micro-batches each.
+            "accumulate": args.accumulate * ranks.count,
             "lr": args.lr,
             "weight_decay": args.weight_decay,
             "warmup_steps": args.warmup_steps,
@@ -119,7 +120,7 @@ def make_job(args: argparse.Namespace, model: nn.Module, batches: Batches, confi
 
 
 def make_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """Makes an AdamW that decays matrices only; a bias or a norm's scale has no reason to be small."""
+    """Makes an AdamW that decays matrices only, not biases and norm scales."""
     import torch
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -131,7 +132,8 @@ def make_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch
 
 
 def lr_share(step: int, *, steps: int, warmup_steps: int) -> float:
-    """Computes the learning rate's share: linear over the warm-up, so that step 0 is not lost to a zero one; then half a cosine."""
+    """Returns the factor of the learning rate at ``step``: linear warm-up, not 0 at step 0, then
+    half a cosine."""
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     passed = (step - warmup_steps) / max(1, steps - warmup_steps)
@@ -139,7 +141,8 @@ def lr_share(step: int, *, steps: int, warmup_steps: int) -> float:
 
 
 def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], None]) -> EdgeCounts:
-    """Steps until done or interrupted; an interrupted job saves a checkpoint after the step it was in."""
+    """Steps until done or interrupted; then saves a checkpoint if the job has a folder for it.
+    Every rank calls this."""
     job.model.train()
     start = EdgeCounts.of(job.model)
     while job.next_step < job.steps and not _interrupted(job, interrupt):
@@ -150,23 +153,24 @@ def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], N
         show(job, EdgeCounts.of(job.model).since(start))
         if job.next_step % job.checkpoint_every == 0 and job.next_step < job.steps:
             save_checkpoint(job)
-    if job.losses or job.next_step == 0:  # else the checkpoint this job came from is still the newest
+    if job.losses or job.next_step == 0:  # otherwise the checkpoint it resumed from is current
         save_checkpoint(job)
     return EdgeCounts.of(job.model).since(start)
 
 
 def _interrupted(job: Job, interrupt: Interrupt) -> bool:
-    """Whether any rank got a signal: all of them stop after the same step."""
+    """Whether any rank got a signal, so that all stop after the same step. A collective."""
     signum = job.ranks.largest(interrupt.signum or 0)
     interrupt.signum = signum or None
     return bool(signum)
 
 
 def train_step(job: Job, step: int) -> float:
-    """Takes one optimizer step; returns its loss. A loss that is not finite raises before the weights are touched."""
+    """Takes one optimizer step and returns the mean loss over ranks. Raises InfinityError for a
+    loss that is not finite, before the weights change. Every rank calls this."""
     import torch
 
-    # Dropout too follows from (seed, step, rank) alone, as the batches do.
+    # Dropout depends on (seed, step, rank) alone, so a resumed job repeats it.
     torch.manual_seed((job.seed * 1_000_003 + step + 7_919 * job.ranks.rank) % 2**63)
     device = next(job.model.parameters()).device
     loss_sum = 0.0
@@ -175,7 +179,7 @@ def train_step(job: Job, step: int) -> float:
         tokens = job.batches.train(step, turn).to(device)
         loss = job.model(input_ids=tokens, labels=tokens).loss / job.accumulate
         loss_sum += loss.item()
-        if not math.isfinite(loss_sum):  # the other ranks are told by their next collective
+        if not math.isfinite(loss_sum):  # the other ranks' next collective raises too
             raise InfinityError(f"The loss is {loss_sum} at step {step}. Lower --lr, or lengthen --warmup-steps.")
         loss.backward()
     if job.max_grad_norm is not None:
@@ -187,7 +191,7 @@ def train_step(job: Job, step: int) -> float:
 
 
 def held_out_loss(model: nn.Module, batches: list[torch.Tensor]) -> float:
-    """Computes the mean loss of a predicted token in nats; a last batch with fewer windows counts for fewer."""
+    """Computes the mean loss per predicted token in nats; batches are weighted by their windows."""
     import torch
 
     device = next(model.parameters()).device
@@ -204,7 +208,7 @@ def held_out_loss(model: nn.Module, batches: list[torch.Tensor]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeCounts:
-    """What `infinity.stats` had counted at one moment, taken out of it, so that two moments can be subtracted."""
+    """A copy of the counters of `infinity.stats` at one time, to subtract from a later one."""
 
     at_seconds: float
     edges: dict  # edge or collective -> {"nbytes", "busy_seconds", "stall_seconds"}
@@ -223,12 +227,12 @@ class EdgeCounts:
 
     @property
     def stall_share(self) -> float:
-        """Of the time since the start, how much the loop stood still for a transfer."""
+        """The share of the time since the start in which the loop waited for transfers."""
         return sum(moved["stall_seconds"] for moved in self.edges.values()) / max(self.at_seconds, 1e-9)
 
     @property
     def slowest_edge(self) -> str | None:
-        """The edge that the loop stood still for longest; None where it did for none."""
+        """The edge that the loop waited for longest; None if it never waited."""
         edge = max(self.edges, key=lambda edge: self.edges[edge]["stall_seconds"])
         return edge if self.edges[edge]["stall_seconds"] > 0 else None
 
@@ -241,13 +245,14 @@ def save_checkpoint(job: Job) -> None:
         "scheduler": job.scheduler.state_dict(),
         "loss_before": job.loss_before,
         "fixed_values": job.fixed_values,
-        "out": job.out and os.path.realpath(job.out),  # which the job may replace when it is restarted
+        "out": job.out and os.path.realpath(job.out),  # a restarted job may replace it
     }
     infinity.save_checkpoint(job.checkpoint, job.model, job.optimizer, extra=extra, overwrite=True)
 
 
 def resume(job: Job) -> None:
-    """Puts the job where its checkpoint was; raises `UsageError` where the options would continue another job."""
+    """Restores the job from its checkpoint. Raises `UsageError` if the options do not match it, or
+    it is past the last step. Every rank calls this."""
     extra = infinity.load_checkpoint(job.checkpoint, job.model, job.optimizer)
     _check_fixed_values(job, extra.get("fixed_values") or {})
     if extra["step"] > job.steps:
@@ -256,7 +261,8 @@ def resume(job: Job) -> None:
             f"Give --steps {extra['step']} or more, or leave out --resume to start fresh."
         )
     job.scheduler.load_state_dict(extra["scheduler"])
-    # From the step, not the checkpoint's last rate: the same bits, unless --steps has grown and the curve with it.
+    # Computed from the step, not read from the checkpoint: if --steps has changed, so has the
+    # curve. Otherwise the bits are the same.
     for group, base_lr, share in zip(job.optimizer.param_groups, job.scheduler.base_lrs, job.scheduler.lr_lambdas, strict=True):
         group["lr"] = base_lr * share(extra["step"])
     job.first_step = job.next_step = extra["step"]

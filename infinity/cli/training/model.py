@@ -1,7 +1,7 @@
-"""The model of `infinity train`, as transformers has it: configuration, tokenizer, weights. The engine comes later.
+"""The model of `infinity train` before it is wrapped: configuration, tokenizer, weights.
 
-positions        the tokens that one sequence may have
-byte-level text  what a model without a tokenizer reads: a token is a byte
+positions        the most tokens of one sequence
+byte-level text  the input of a model without a tokenizer: a token is a byte
 cache            keys and values of past tokens, which only generation uses
 """
 
@@ -25,8 +25,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def read_model_config(path: Path | None, *, trust: bool = False) -> Any:
-    """Reads the `transformers` configuration of a folder, of a config.json, or the built-in one. Code that lies there runs with
-    ``trust`` only: nobody is asked."""
+    """Reads the `transformers` configuration of a folder or a config.json; None: the built-in one.
+    Runs Python code in the folder only with ``trust``, without a prompt. Raises ConfigError."""
     import transformers
 
     from ...checkpoint.described import check_sizes
@@ -44,13 +44,14 @@ def read_model_config(path: Path | None, *, trust: bool = False) -> Any:
 
 
 def is_trusted(model_config: Any) -> bool:
-    """Tells whether the configuration came of code in the model's folder, which was allowed then."""
+    """Returns whether the configuration's class is code from the model's folder, which was then
+    trusted."""
     return type(model_config).__module__.partition(".")[0] == "transformers_modules"
 
 
 def built_in_model_config() -> Any:
-    """Makes the configuration of a GPT-2 of 50.8 M parameters. The fused form of GELU: the one GPT-2 was written with takes a sixth
-    longer per step."""
+    """Makes the configuration of a GPT-2 of 50.8 M parameters. Uses the fused GELU: GPT-2's
+    original form takes a sixth longer per step."""
     from transformers import GPT2Config
 
     return GPT2Config(
@@ -69,7 +70,7 @@ def built_in_model_config() -> Any:
 
 
 def max_positions(model_config: Any) -> int:
-    """Returns the longest sequence the model takes; one without positions takes any."""
+    """Returns the longest sequence that the model accepts; `sys.maxsize` if it has no positions."""
     return getattr(model_config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
@@ -83,7 +84,8 @@ def choose_sequence_length(wanted: int | None, model_config: Any) -> int:
 
 
 def read_tokenizer(path: Path | None, *, trust: bool = False) -> Any:
-    """Reads the folder's tokenizer, or returns `None`: then a token is a byte."""
+    """Reads the folder's tokenizer; None if it has none: then a token is a byte. Raises
+    ConfigError."""
     import transformers
 
     if path is None or not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -114,11 +116,12 @@ def build_model(
     trust: bool = False,
     whole: bool = False,
 ) -> nn.Module:
-    """Builds the model with the folder's weights, or with fresh ones from the seed. A weight that the folder lacks comes from the
-    seed too.
+    """Builds the model with the folder's weights. Weights that are not there are initialised from
+    the seed. Raises ConfigError if transformers cannot build it.
 
-    Where the folder has every weight under the model's own names the model stays on meta: the engine then takes them
-    from the folder (:func:`is_streamed`), and they are never all in memory. ``whole``: it gets its weights here, because it will change.
+    If the folder has every weight under the model's own names, the model stays on meta. The engine
+    then streams them (:func:`is_streamed`), so they are never all in memory. ``whole``: loads them
+    here, because the model will be changed.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -146,7 +149,7 @@ def build_model(
 
 
 def is_streamed(model: nn.Module, path: Path | None) -> bool:
-    """Tells whether ``model`` is on meta and the safetensors in ``path`` have all of it."""
+    """Returns whether ``model`` is on meta and the safetensors in ``path`` have all its tensors."""
     from ...checkpoint.module_names import Incoming, may_lack
     from ...checkpoint.weight_files import WeightFiles
 
@@ -164,7 +167,8 @@ def is_streamed(model: nn.Module, path: Path | None) -> bool:
 
 
 def keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
-    """Has a model on meta, built in ``dtype``, keep in fp32 what ``from_pretrained`` keeps so."""
+    """Converts the tensors of a model on meta, built in ``dtype``, that ``from_pretrained`` would
+    keep in fp32."""
     import torch
 
     from ...state.kept_dtypes import keeps_fp32
@@ -176,7 +180,8 @@ def keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def add_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """Adds low-rank adapters (Hu et al. 2021) to the linear layers, and freezes all else. Raises ConfigError without peft."""
+    """Adds low-rank adapters (Hu et al. 2021) to the linear layers, and freezes all else. Raises
+    ConfigError if peft is not installed."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
@@ -187,14 +192,15 @@ def add_adapters(model: nn.Module, rank: int) -> nn.Module:
 def checkpoint_activations(model: nn.Module) -> None:
     if not model.supports_gradient_checkpointing:
         raise ConfigError(f"{type(model).__name__} has no gradient checkpointing. Leave out --gradient-checkpointing.")
-    # transformers renamed it on the way to version 6
+    # transformers renames it for version 6.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 @contextlib.contextmanager
 def no_cache(model: nn.Module) -> Iterator[None]:
-    """Turns off the cache of keys and values inside the block: it serves generation, and in training it would only hold memory."""
+    """Turns off the key-value cache inside the block: training does not use it, and it takes
+    memory."""
     config, used = model.config, getattr(model.config, "use_cache", None)
     if used is not None:
         config.use_cache = False

@@ -1,6 +1,6 @@
-"""The options of `infinity train`: what the command line takes, and what of it can be refused at once.
+"""The options of `infinity train`: definitions, and the checks that need no data or model.
 
-fresh weights  those of a model that is built from its configuration alone; the seed decides them
+fresh weights  weights of a model built from its configuration alone, initialised from the seed
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def _zero_or_more(text: str) -> float:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuses what can be refused without reading the data or building the model."""
+    """Raises ConfigError for options that can be checked without reading the data or building the
+    model."""
     if args.model is not None:
         _check_model_path(args.model)
     if args.lora_rank is not None and (args.model is None or args.model.is_file()):

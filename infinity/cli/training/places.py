@@ -1,4 +1,4 @@
-"""Where a job writes its results: looked at before it begins, not found out after hours."""
+"""Places: checks the files and folders that a job writes before it begins, not after hours."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ CHECKPOINT_NAMES = re.compile(r"manifest\.json")
 
 
 def has_checkpoint(folder: Path | None) -> bool:
-    """Tells whether a save was ever completed there; one that was killed leaves data but no
-    manifest."""
+    """Returns whether a save was ever completed in ``folder``: a killed one leaves no manifest."""
     return folder is not None and (folder / "manifest.json").is_file()
 
 
 def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
-    """Refuses, before anything is done, a place that the job reads, or that holds what is not to be
+    """Raises ConfigError if an output is also an input of the job, or has content that must not be
     replaced."""
     outputs = {
         "out": args.out and Output("--out", args.out, replaces=MODEL_NAMES),
@@ -47,18 +46,18 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
         if output is outputs["checkpoint"] and args.resume:
             continue
         if output is outputs["out"] and args.resume and _out_of(args.checkpoint) == os.path.realpath(output.path):
-            continue  # this job's own, which was restarted after its end
+            continue  # written by this job, which ended and was restarted
         check_free(output)
 
 
 def make_way(args: argparse.Namespace) -> None:
-    """Removes what --overwrite gives to the timeline, which replaces only timelines by itself."""
+    """Removes the file at --trace if --overwrite is given; only timelines are replaced without."""
     for path in Output("--trace", args.trace, made=BEGIN).taken() if args.overwrite and args.trace else ():
         path.unlink()
 
 
 def _out_of(checkpoint: Path | None) -> str | None:
-    """The --out of the job that saved a checkpoint; None where that is not known."""
+    """Returns the --out of the job that saved a checkpoint; None if unknown."""
     from ...checkpoint.manifest import read_manifest
     from ...checkpoint.values import decode_value
 
@@ -67,11 +66,11 @@ def _out_of(checkpoint: Path | None) -> str | None:
     try:
         return decode_value(read_manifest(checkpoint)["extra"], {}).get("out")
     except (InfinityError, LookupError, TypeError, AttributeError, ValueError):
-        return None  # damaged, or not of `infinity train`: loading it says so
+        return None  # damaged, or not of `infinity train`: loading it raises
 
 
 def check_room(option: str, folder: Path, nbytes: int, what: str) -> None:
-    """Raises CapacityError where ``nbytes`` do not fit beside what is on the disk of ``folder``."""
+    """Raises CapacityError if the disk of ``folder`` has less than ``nbytes`` free."""
     free = shutil.disk_usage(existing(folder)).free
     if nbytes > free:
         raise CapacityError(

@@ -1,4 +1,4 @@
-"""The progress of `infinity train`: a bar on a terminal, lines in a log file. Both say the same of a job."""
+"""The progress of `infinity train`: a bar on a terminal, lines in a log file, or TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def make_progress(console: Console, job: Job) -> ProgressBar | ProgressLines:
 
 
 class ProgressBar:
-    """One line that is redrawn."""
+    """One line on a terminal, redrawn after every step."""
 
     def __init__(self, console: Console, job: Job):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        # 20 wide, so that the whole line fits a terminal of 80
+        # 20 wide, so that the whole line fits 80 columns.
         bar, text = BarColumn(bar_width=20), TextColumn("{task.fields[text]}")
         self._progress = Progress(bar, MofNCompleteColumn(), text, TimeRemainingColumn(), console=console)
         self._task = self._progress.add_task("train", total=job.steps, completed=job.first_step, text="")
@@ -41,7 +41,7 @@ class ProgressBar:
 
 
 class ProgressLines:
-    """A line every so many steps, and after the last."""
+    """About 20 lines per run, at regular steps and after the last."""
 
     def __init__(self, console: Console, job: Job):
         self._console = console
@@ -66,7 +66,7 @@ def progress_text(job: Job, counts: EdgeCounts) -> str:
 
 
 class Scalars:
-    """TensorBoard's view of a job: loss, speed, stalls, and what moved over every edge."""
+    """TensorBoard scalars of a job: loss, speed, stalls, and bytes moved over every edge."""
 
     def __init__(self, folder: Path):
         try:

@@ -1,7 +1,7 @@
-"""Ranks of `infinity train` under torchrun: who says what, and what they have to agree on.
+"""Ranks of `infinity train` under torchrun.
 
-rank    this process among those that torchrun started; alone there is one
-first   the rank that prints, samples and writes what there is one of
+rank    this process among those that torchrun started; 0 without torchrun
+first   rank 0, which prints, samples and writes the files that exist once
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from ...errors import ConfigError
 
 
 class Ranks:
-    """The process group of the job. Alone, nothing is started and nothing is said."""
+    """The process group of the job. With one process, no group is created."""
 
     def __init__(self, timeout_seconds: float | None = None) -> None:
-        """Joins the others where torchrun says there are some. ``timeout_seconds``: how long one waits for the others (None: torch's
-        half an hour). Raises ConfigError where they do not come together."""
+        """Joins the process group if torchrun started several ranks; blocks until all have joined.
+
+        ``timeout_seconds``: of waiting for other ranks (None: torch's half an hour). Raises
+        ConfigError if they do not join.
+        """
         self.count = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
         self.rank = int(os.environ["RANK"]) if self.count > 1 else 0
         if self.count > 1:
@@ -34,11 +37,11 @@ class Ranks:
         return self.rank == 0
 
     def mean(self, value: float) -> float:
-        """Averages every rank's ``value``."""
+        """Averages every rank's ``value``. Every rank calls this."""
         return self._reduce(value, "SUM") / self.count
 
     def largest(self, value: int) -> int:
-        """Returns the largest of every rank's ``value``: a signal that any of them got, say."""
+        """Returns the largest of every rank's ``value``. Every rank calls this."""
         return int(self._reduce(value, "MAX"))
 
     def _reduce(self, value: float, how: str) -> float:

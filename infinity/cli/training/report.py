@@ -1,7 +1,7 @@
-"""The report of `infinity train`: what came of the job, the same numbers as tables and as JSON.
+"""The report of `infinity train`: the job's results, the same numbers as tables and as JSON.
 
 edge      from one tier to the next, as nvme->host
-counts    of every edge over the training: what moved, for how long, and how long the loop stood still for it
+counts    of every edge over the training: bytes, busy seconds, and seconds the loop waited for it
 measured  a disk's rates in a short probe, before the training
 achieved  its rates in the training, while transfers were in flight
 """
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 def measure_disks(config: infinity.Config) -> dict[str, float] | None:
-    """Returns the disks' rates in bytes per second, summed over the folders that are striped; `None` when nothing lives there."""
+    """Returns the disks' rates in bytes per second, summed over the striped folders; None unless
+    the parameters' or the optimizer's home is "nvme". May probe the disks."""
     from ...machine.disk_profile import rates
 
     if "nvme" not in (config.params, config.optimizer):
@@ -34,7 +35,8 @@ def measure_disks(config: infinity.Config) -> dict[str, float] | None:
 
 
 def predict_step(job: Job, compute_seconds: float) -> float:
-    """Predicts the seconds of a step, from the plan and the machine's rates; ``compute_seconds`` are of its whole batch."""
+    """Predicts the seconds of a step from the plan and the machine's rates. ``compute_seconds``: of
+    the step's whole batch."""
     from ...machine.rates import Rates
     from ...planning.predict import predict
     from ...runtime.registry import wrapped
@@ -91,10 +93,10 @@ def make_report(
 
 
 def _disk_report(measured: dict[str, float] | None, counts: EdgeCounts) -> dict[str, Any] | None:
-    """The achieved rates against the measured ones.
+    """Compares the achieved rates with the measured ones.
 
-    `share`: of the time the training took, how much the disk would need for the same bytes at its measured rates;
-    it is 1 when nothing but the disk decides the speed, and less when compute does.
+    `share`: the time the disk needs for the same bytes at its measured rates, divided by the
+    training time. It is 1 if only the disk limits the speed, and less if compute does.
     """
     if measured is None:
         return None

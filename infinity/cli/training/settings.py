@@ -1,7 +1,7 @@
 """The settings of `infinity train`: the engine's options by name, before they become a `Config`.
 
-settings  from --config and, over it, the command line; the names are those of `Config`'s fields
-share     a host budget in percent, as a part of 1; it needs the model to become bytes
+settings  from --config, overridden by the command line; named as `Config`'s fields
+share     a host budget in percent, as a fraction; only with the model does it become bytes
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..presets import TABLE, read_table
 if TYPE_CHECKING:
     from torch import nn
 
-AUTO = "auto"  # as Config understands it, which brings torch with it
+AUTO = "auto"  # copied from the config room, whose import would load torch
 PLACES = ("params", "optimizer", "activations", "nvme_paths", "device_memory", "host_memory", "nvme_capacity")
 MOMENTS_NBYTES = {"fp32": 8, "bf16": 4, "int8": 2}  # both moments of one parameter
-MASTER_NBYTES = {"split": 2, "fp32": 4, "none": 0}  # what it keeps beside a weight of 16 bits
+MASTER_NBYTES = {"split": 2, "fp32": 4, "none": 0}  # in addition to a 16-bit weight
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Collects the engine's options by `Config` field name; what the command line says goes over what --config says. Where neither says
-    anything of places, a scratch folder is found where one is needed."""
+    """Collects the engine's options by `Config` field name; the command line overrides --config. If
+    neither sets a home, folder or budget, nvme_paths is "auto". Raises ConfigError."""
     settings = _read_config_file(args.config) if args.config else {}
     given = {
         "params": args.params,
@@ -38,7 +38,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         "host_memory": args.host_memory,
         "device_memory": args.device_memory,
         "activations": args.activations,
-        "shard": getattr(args, "shard", None),  # `infinity plan` is for one process
+        "shard": getattr(args, "shard", None),  # `infinity plan` has no such option
         "micro_batch": args.micro_batch,
         "device": getattr(args, "device", None),
         "trace": args.trace and str(args.trace),
@@ -49,9 +49,9 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     if not any(name in settings for name in PLACES):
         settings["nvme_paths"] = AUTO
     if args.max_grad_norm is not None:
-        settings.pop("max_grad_norm", None)  # the loop clips to what the command line says
+        settings.pop("max_grad_norm", None)  # the loop clips to the command line's value
     _check_nvme_paths(settings)
-    _memory_share(settings)  # refuses what is none, before anything heavy is imported
+    _memory_share(settings)  # raises for an invalid share before heavy imports
     return settings
 
 
@@ -59,7 +59,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"No such configuration: {path}. Give --config a TOML or JSON file.")
     settings = read_table(path)
-    settings.pop(TABLE, None)  # options, which are on the command line by now
+    settings.pop(TABLE, None)  # these options were added to the command line already
     names = [field.name for field in dataclasses.fields(infinity.Config)]
     for key in settings:
         if key not in names:
@@ -81,7 +81,8 @@ def _check_nvme_paths(settings: dict[str, Any]) -> None:
 
 
 def _memory_share(settings: dict[str, Any]) -> float | None:
-    """The share that a host budget in percent stands for; `None` for a budget in bytes, which the engine reads."""
+    """Returns a host budget in percent as a fraction; None for a budget in bytes, which the engine
+    parses."""
     budget = settings.get("host_memory")
     if not isinstance(budget, str) or not budget.strip().endswith("%"):
         return None
@@ -95,7 +96,8 @@ def _memory_share(settings: dict[str, Any]) -> float | None:
 
 
 def engine_config(settings: dict[str, Any], model: nn.Module | None = None) -> infinity.Config:
-    """Makes the engine's `Config`. A host budget in percent needs the model; without one it is left open."""
+    """Makes the engine's `Config`. A host budget in percent needs the model; without one it is left
+    as None."""
     share = _memory_share(settings)
     if share is None:
         return infinity.Config.make(settings)
@@ -106,7 +108,8 @@ def engine_config(settings: dict[str, Any], model: nn.Module | None = None) -> i
 
 
 def training_state_nbytes(model: nn.Module, config: infinity.Config) -> int:
-    """Counts the bytes of weights, what the master keeps beside them, and moments. Frozen parameters have only their weights."""
+    """Counts the bytes of weights, masters and moments, without scales and gradients. Frozen
+    parameters have only their weights."""
     total = 0
     for parameter in model.parameters():
         per_element = parameter.element_size()
