@@ -1,7 +1,7 @@
-"""Benchmarks of a user's own machine: its disk (io), its Adam (adam) and its copies (copy).
+"""Benchmarks of a user's machine: its disk (io), its Adam (adam) and its copies (copy).
 
 theme     one loop of the engine; each has a module here with ``measure(settings) -> Measured``
-ceiling   what the hardware allowed in the same run: memory that is only moved, a disk that is only read
+ceiling   the hardware's limit, measured in the same run: bytes only moved, a disk only read
 
-The benchmarks of the engine itself, and those beside other systems, are in `bench/` of a checkout.
+Benchmarks of the whole engine, and comparisons with other systems, are in `bench/` of a checkout.
 """

@@ -1,7 +1,7 @@
-"""adam: the optimizer kernels over memory, beside a loop that only moves their bytes.
+"""adam: the optimizer kernels on state in memory, against a loop that only moves their bytes.
 
-whole job   bf16 gradients in, unscaled and clipped, an fp32 master stepped, bf16 weights out. Our
-            kernel takes one pass. Rivals take passes of their own for the casts and the scaling
+whole job   bf16 gradients are unscaled and clipped, an fp32 master is stepped, bf16 weights come
+            out. Our kernel does it in one pass. Rivals need extra passes for casts and scaling
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .rounds import alternate, paired
 from .settings import Settings
 
 PARAMETERS = 100 * 1000 * 1000
-GRAD_FACTOR = 0.37  # of the unscaling and the clipping together
+GRAD_FACTOR = 0.37  # of unscaling and clipping combined
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One layout that users choose."""
+    """One layout of optimizer state that users can choose."""
 
     name: str
     layout: dict
@@ -46,7 +46,7 @@ VARIANTS = (
 
 
 class Ours:
-    """One variant's arrays in memory, stepped as the engine steps them, or only moved."""
+    """One variant's arrays in memory, stepped by the engine's kernels, or only moved."""
 
     def __init__(self, variant: Variant, count: int, threads: int):
         self.variant, self.count, self.threads = variant, count, threads
@@ -64,11 +64,11 @@ class Ours:
         self.steps = 0
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Returns one of the arrays, as a flat tensor."""
+        """Returns one of the arrays as a flat tensor."""
         return native.tensor_at(self.regions[name], self.regions[name].address, self.count, dtype)
 
     def master(self) -> torch.Tensor:
-        """Joins the fp32 masters, where they are split."""
+        """Joins the fp32 masters of a variant with split masters."""
         return native.join_master(self.tensor("weight", torch.bfloat16), self.tensor("master", torch.int16))
 
     def step(self) -> None:
@@ -84,7 +84,7 @@ class Ours:
         self.updater.submit(update).wait()
 
     def move(self) -> None:
-        """Moves the bytes of a step in a step's pattern, and does nothing else: they are written back as they were."""
+        """Reads and writes back the bytes of a step, unchanged, in a step's access pattern."""
         sizes = self.variant.nbytes.items()
         streams = [(self.regions[name].address, size, True, name != "grad") for name, size in sizes]
         native.move_streams(streams, self.count, self.threads)
@@ -99,9 +99,9 @@ def measure(
     """Measures rows adam.split, adam.int8, adam.fp32, on all threads and on one.
 
     rivals
-        Other optimizers, of which each has a NAME and `find`. A note names each that is absent.
+        Other optimizers. Each has a NAME and `find`. A note names each absent one.
     limit_threads
-        Surrounds the rounds, and limits the threads of the rivals.
+        A context for the rounds that limits the threads of the rivals.
     """
     count = settings.scaled(PARAMETERS, 64 * 1024)
     found = Measured([])
@@ -113,7 +113,7 @@ def measure(
 
 
 def _by_threads(count: int, settings: Settings) -> list[dict]:
-    """The split kernel and the loop that only moves, at one thread, two, four ... and all."""
+    """Measures the split kernel and the moving loop at 1, 2, 4 ... and all threads."""
     points = []
     for threads in sorted({min(2**power, settings.threads) for power in range(10)}):
         ours = Ours(VARIANTS[0], count, threads)

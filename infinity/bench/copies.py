@@ -1,4 +1,4 @@
-"""copy: memory to memory as the engine gathers weights, beside a loop that reads one array and writes the other."""
+"""copy: memory to memory as the engine gathers weights, against a loop that only moves bytes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ NBYTES = 256 * MIB
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows copy.host_to_device (without a GPU: to the CPU's own device buffer) and copy.device_to_host, in GB/s."""
+    """Measures rows copy.host_to_device and copy.device_to_host, in GB/s. The device is the CPU,
+    even on a machine with a GPU."""
     count = settings.scaled(NBYTES, 4 * MIB) // 2
     home = native.Region(2 * count, True, settings.threads)
     host = native.tensor_at(home, home.address, count, torch.bfloat16)
     host.zero_()
-    device = torch.zeros(count, dtype=torch.bfloat16)  # the engine computes on the CPU, whatever else is here
+    device = torch.zeros(count, dtype=torch.bfloat16)  # of the CPU, even if there is a GPU
     other = native.Region(2 * count, True, settings.threads)
     streams = [(home.address, 2, True, False), (other.address, 2, False, True)]
     jobs = {

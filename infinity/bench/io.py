@@ -1,7 +1,7 @@
 """io: reading, writing and both at once, on one file, O_DIRECT.
 
-The disk alone is the ceiling: a few threads that only call preadv and pwritev, or fio if it is a
-rival and is faster. Every job moves the same file, so that all meet the same part of the disk.
+The ceiling is the raw disk: a few threads that only call preadv and pwritev, or fio if it is a
+rival and is faster. Every job moves the same file, so that all use the same part of the disk.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ DIRECTIONS = ("read", "write", "mixed")
 
 @dataclass
 class TestFile:
-    """The file that everybody moves."""
+    """The file that every job reads or writes."""
 
     path: str
     nbytes: int
 
 
 class Ours:
-    """Our engine: large requests, some of them ahead, into registered memory."""
+    """Our I/O engine: large requests, several in flight, with registered memory."""
 
     def __init__(self, file: TestFile, kind: str, *, block_nbytes: int, depth: int):
         self.file = file
@@ -55,7 +55,7 @@ class Ours:
         self.engine.register([(self.memory.address, self.memory.nbytes)])
 
     def run(self, direction: str) -> None:
-        """Moves the file once: in one direction, or one half in each."""
+        """Reads or writes the file once; "mixed" reads one half and writes the other."""
         self._run(list(self._requests(direction)))
 
     def _requests(self, direction: str) -> Iterator[tuple[Callable, int]]:
@@ -70,7 +70,7 @@ class Ours:
                 yield (self._read if direction == "read" else self._write), offset
 
     def _read(self, extent, offset: int, address: int, nbytes: int) -> native.Ticket:
-        return self.engine.read(extent, offset, address, nbytes, checksum=False)  # rivals take none
+        return self.engine.read(extent, offset, address, nbytes, checksum=False)  # as rivals do
 
     def _write(self, extent, offset: int, address: int, nbytes: int) -> native.Ticket:
         return self.engine.write(extent, offset, address, nbytes, checksum=False)
@@ -89,7 +89,7 @@ class Ours:
 
 
 class Raw:
-    """The disk and nothing else: a few threads, one system call per block."""
+    """The raw disk: a few threads, one system call per block."""
 
     def __init__(self, file: TestFile):
         self.file = file
@@ -116,7 +116,9 @@ def measure(settings: Settings, *, rivals: Sequence[Any] = ()) -> Measured:
     """Measures rows io.read, io.write, io.mixed, io.read.cpu, io.threads.read.
 
     rivals
-        Other systems that move the file. Each has a NAME and `find`. A note names each absent one.
+        Other I/O systems. Each has a NAME and `find`. A note names each absent one.
+
+    Creates its file in ``settings.folder`` and removes it.
     """
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder, ExitStack() as stack:
         file = _make_file(folder, settings.scaled(FILE_NBYTES, RAW_THREADS * RAW_BLOCK))
@@ -140,13 +142,13 @@ def measure(settings: Settings, *, rivals: Sequence[Any] = ()) -> Measured:
 
 
 def _as_used(file: TestFile, kind: str, folder: str) -> Ours:
-    """With the block size and depth that the product has measured for this disk."""
+    """Makes our engine with the block size and depth of this disk's profile."""
     profile = disk_profile(folder, kind)
     return Ours(file, kind, block_nbytes=profile.block_nbytes, depth=profile.depth)
 
 
 def _sweep(file: TestFile) -> list[dict]:
-    """Reading at every block size and depth, once each."""
+    """Measures reads at every block size and depth, once each."""
     points = []
     for block_nbytes in SWEPT_BLOCKS:
         for depth in SWEPT_DEPTHS:
@@ -159,7 +161,7 @@ def _sweep(file: TestFile) -> list[dict]:
 
 
 def _make_file(folder: str, nbytes: int) -> TestFile:
-    """Written once, so that its blocks exist and hold something."""
+    """Creates the file and fills it with random bytes, so that its blocks are allocated."""
     engine = native.make_io_engine()
     path = os.path.join(folder, "file")
     extent = native.Extent.in_file(engine.create_file(path, nbytes), 0, nbytes)

@@ -1,7 +1,7 @@
-"""Results: rows, their table, and result files, one per theme, machine and day, in ``bench/results``.
+"""Results: rows, their table, and result files, one per theme, machine and day.
 
-row       one figure: median of several runs with the lowest and highest, its ceiling, and its ratios to rivals
-ceiling   what the hardware allowed in the same run
+row       one figure: median of several rounds, lowest, highest, ceiling, and ratios to rivals
+ceiling   the hardware's limit, measured in the same run
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def row(
     ceiling: tuple[str, Sequence[float]] | None = None,
     ratios: dict[str, float] | None = None,
 ) -> Row:
-    """Makes a row from the rounds' values. A ceiling has a value for every round; the share is the median of the pairs'."""
+    """Makes a row from the rounds' values. ``ceiling``: its name, and a value for every round. The
+    share of the ceiling is the median over rounds."""
     made = Row(name, unit, statistics.median(values), min(values), max(values), ratios=ratios or {})
     if ceiling is not None:
         what, limits = ceiling
@@ -52,21 +53,22 @@ def row(
 
 @dataclass
 class Measured:
-    """What a theme found. ``notes`` name what was absent, and why; ``series`` are points for the report's plots."""
+    """The results of a theme. ``notes``: absent rivals, with the reason. ``series``: points for the
+    report's plots."""
 
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
     series: dict[str, list[dict]] = field(default_factory=dict)
 
     def add(self, other: Measured) -> None:
-        """Takes over what another theme found."""
+        """Adds the results of another theme."""
         self.rows += other.rows
         self.notes += [note for note in other.notes if note not in self.notes]
         self.series |= other.series
 
 
 def hardware() -> str:
-    """Names this machine, fit for a file name: the processor and the number of cores."""
+    """Returns a name of this machine for file names: its CPU model and number of logical CPUs."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists() and (match := re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())):
@@ -77,7 +79,7 @@ def hardware() -> str:
 
 
 def result(theme: str, measured: Measured) -> dict:
-    """Makes what a result file holds."""
+    """Returns the content of a result file: results, hardware, date and commit."""
     query = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=7"]
     try:
         commit = subprocess.run(query, capture_output=True, text=True).stdout.strip()
@@ -93,14 +95,15 @@ def result(theme: str, measured: Measured) -> dict:
 
 
 def save(found: dict, folder: Path) -> Path:
-    """Writes ``<theme>_<hardware>_<date>.json`` into ``folder``; one that is there is replaced."""
+    """Writes ``<theme>_<hardware>_<date>.json`` into ``folder``, and replaces an existing one.
+    Returns its path."""
     path = folder / f"{found['theme']}_{found['hardware']}_{found['date']}.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
     return path
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Writes the rows as text: median, spread, share of the ceiling, ratio to each rival."""
+    """Formats the rows as text: median, spread, share of the ceiling, ratio to each rival."""
     lines = [f"{'':<24}{'median':>10}  {'low - high':^19}  unit"]
     for entry in rows:
         share = f"   {100 * entry.share_of_ceiling:.0f} % of {entry.ceiling['name']}" if entry.ceiling else ""

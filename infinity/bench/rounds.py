@@ -1,4 +1,4 @@
-"""Rounds: jobs take turns, so that a machine that changes speed changes all of them, and ratios are of pairs."""
+"""Rounds: jobs take turns, so that a change of the machine's speed affects all of them alike."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Times:
-    """Of one job: wall and processor seconds of every round."""
+    """Wall and CPU seconds of one job in every round."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
 
 
 def alternate(jobs: Mapping[str, Callable[[], object]], rounds: int, *, warm_up: int = 1) -> dict[str, Times]:
-    """Runs every job once a round, in turn. A job may return a Times of one round itself, when it knows better."""
+    """Runs every job once per round, in turn, after ``warm_up`` rounds that are not recorded. A job
+    may return a Times of one round, which is used instead of the measured one."""
     times = {name: Times() for name in jobs}
     for turn in range(warm_up + rounds):
         tell(f"round {turn + 1} of {warm_up + rounds}, {len(jobs)} jobs in turn")
         for name, job in jobs.items():
-            cpu, start = time.process_time(), time.perf_counter()  # with its threads and the kernel's work for them
+            # CPU time includes the job's threads and the kernel's work for them.
+            cpu, start = time.process_time(), time.perf_counter()
             known = job()
             wall, cpu = time.perf_counter() - start, time.process_time() - cpu
             if isinstance(known, Times):
@@ -35,10 +37,10 @@ def alternate(jobs: Mapping[str, Callable[[], object]], rounds: int, *, warm_up:
 
 
 def tell(what: str) -> None:
-    """Says on standard error what is being measured: it may take minutes."""
+    """Prints progress on stderr: a measurement may take minutes."""
     print(what, file=sys.stderr, flush=True)
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Computes how many times better ours is, where less is better: the median over the rounds."""
+    """Returns how many times smaller ours is than theirs: the median ratio over the rounds."""
     return statistics.median(their / our for our, their in zip(ours, theirs))
