@@ -36,15 +36,12 @@ def make_plan(
     reuses: bool = False,
     buffers_nbytes: int = 0,
 ) -> MemoryPlan:
-    """Makes the fastest plan within the budgets.
+    """Makes the fastest plan within the budgets. ``held_nbytes``: the most weight bytes held at
+    once. ``free``: bytes of a tier without a budget (None: measured now). ``device``: the compute
+    device (None: the CPU). ``reuses``: a pass uses the same weights for several micro-batches, as
+    pipeline stages do. ``buffers_nbytes``: of the model's buffers, which stay on the device.
 
-    ``held_nbytes``: the most weight bytes held at once. ``free``: bytes of a tier without a budget
-    (None: measured now). ``device``: the compute device (None: the CPU). ``reuses``: a pass uses
-    the same weights for several micro-batches, as pipeline stages do. ``buffers_nbytes``: of the
-    model's buffers, which stay on the compute device.
-
-    Raises CapacityError with the least workable budget. Raises ConfigError if a home has no folder,
-    the device allows no homes, or ``speculate`` meets ``shard="optimizer"``.
+    Raises CapacityError with the least workable budget, ConfigError if a home has no folder.
     """
     check_folders(config)
     if config.speculate and any(shard.whole_grad for unit in units for shard in unit.shards):
