@@ -51,8 +51,8 @@ def refusal(folders: Sequence[str]) -> str:
     """Returns why bytes on disks of ``folders`` do not come into a GPU's memory past the host's; empty where they can."""
     if not chosen():
         return "INFINITY_DIRECT=off"
-    if native.modelled_disks():
-        return "disks are modelled (INFINITY_MODEL_DISKS)"
+    if any(native.disks.modelled(folder) for folder in folders):
+        return "disks are modelled"
     if found := missing(folders):
         return "; ".join(each.what for each in found)
     configure()

@@ -79,7 +79,7 @@ def disk_profile(folder: str, kind: str | None = None) -> DiskProfile:
 
 def identity(folder: str) -> str:
     """Names the device under ``folder``: the kernel's name, its serial number where it has one, and its size."""
-    if (modelled := native.modelled_disk(folder)) is not None:
+    if (modelled := native.disks.modelled(folder)) is not None:
         return f"model {modelled}"
     device = _block_device(folder)
     if device is None:
@@ -90,7 +90,7 @@ def identity(folder: str) -> str:
 
 def file_system_identity(folder: str) -> str:
     """Names the file system that ``folder`` is on: what two folders with the same free space have in common."""
-    if (modelled := native.modelled_disk(folder)) is not None:
+    if (modelled := native.disks.modelled(folder)) is not None:
         return f"model {modelled}"
     device = os.stat(folder).st_dev
     return f"{os.major(device)}:{os.minor(device)}"
@@ -98,7 +98,7 @@ def file_system_identity(folder: str) -> str:
 
 def device_identity(folder: str) -> str:
     """Names the disks under ``folder``: partitions of one disk, and logical volumes on it, have the same."""
-    device = _block_device(folder) if native.modelled_disk(folder) is None else None
+    device = _block_device(folder) if native.disks.modelled(folder) is None else None
     return identity(folder) if device is None else " ".join(sorted(_disks_below(device)))
 
 

@@ -13,7 +13,7 @@ from ..config.choices import SAMPLED
 from ..config.config import Config
 from ..distributed.collectives import Collectives
 from ..distributed.data_ranks import DataRanks
-from ..errors import CapacityError, UsageError
+from ..errors import CapacityError
 from ..machine import processors
 from ..machine.device import Device
 from ..machine.ledger import Ledger
@@ -45,7 +45,7 @@ def make_store(
         service_nbytes=plan.service_nbytes,
         checksums=bool(config.checksums),
         sampled=config.checksums == SAMPLED,
-        faults=_faults_from_environment(),
+        layer=native.disks.state_layer(),
         device=device,
         rank=ranks.world_rank % ranks.local_size,
         ranks=ranks.local_size,
@@ -155,21 +155,3 @@ def trace_path(path: str | os.PathLike, ranks: DataRanks) -> str:
     """Names every rank's own timeline: ``trace.json`` becomes ``trace-rank1.json``."""
     stem, suffix = os.path.splitext(os.fspath(path))
     return os.fspath(path) if ranks.alone else f"{stem}-rank{ranks.world_rank}{suffix}"
-
-
-def _faults_from_environment() -> native.FaultPlan | None:
-    """``INFINITY_FAULTS="seed=1,short_transfer=0.5"``: seeded faults under the I/O engine, for tests."""
-    text = os.environ.get("INFINITY_FAULTS")
-    if not text:
-        return None
-    plan = native.FaultPlan()
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        if not hasattr(plan, name):
-            raise UsageError(f"INFINITY_FAULTS: no fault {name!r}")
-        kind = type(getattr(plan, name))
-        try:
-            setattr(plan, name, kind(value))
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"INFINITY_FAULTS: {part!r} is not {name}=<{kind.__name__}>") from error
-    return plan
