@@ -78,26 +78,23 @@ def wrap_model(
     *,
     mesh: Any = None,
 ) -> tuple[nn.Module | list[nn.Module], torch.optim.Optimizer | None]:
-    """Moves ``model``'s parameters and ``optimizer``'s state to their homes, and returns both,
-    ready for a usual loop.
+    """Moves ``model``'s parameters and ``optimizer``'s state to their homes, and returns both.
 
     model
         Any module, its parameters on one device or on ``meta``. It computes there unless
-        ``Config(device=...)`` names another device. The same object is returned, hooked. Or a
-        list of modules, this rank's pipeline stages: they share one engine, and are returned
-        as a list.
+        ``Config(device=...)`` names another. The same object is returned, hooked. Or a list of
+        modules, this rank's pipeline stages, which share one engine: returned as a list.
     optimizer
         ``torch.optim`` AdamW, Adam, SGD, or a Lion; its groups, hyperparameters and state are
         kept. None: the weights stream and nothing is updated.
     config
-        A :class:`Config`, a dict of its fields, or the path of a TOML or JSON file. None: the homes
-        follow from the machine. A scratch folder is chosen if one is needed, and one log line gives
-        the choice and its reason.
+        A :class:`Config`, a dict of its fields, or the path of a TOML or JSON file. None: the
+        homes, and a scratch folder if needed, follow from the machine; a log line gives the reason.
     mesh
-        A ``torch.distributed.device_mesh.DeviceMesh`` of the whole job. Its axes: ``dp``, or
-        ``dp_replicate`` and ``dp_shard`` (or ``fsdp``); ``cp`` or ``sp``; ``tp``, over which the
-        parameters are DTensors (Shard or Replicate); ``pp``, over which ranks have other stages (see
-        :func:`infinity.parallel.attach`). None: that of its DTensors, else the default process group.
+        A ``DeviceMesh`` of the whole job with axes ``dp``, or ``dp_replicate`` and ``dp_shard`` (or
+        ``fsdp``), ``cp`` or ``sp``, ``tp`` (parameters are DTensors over it, Shard or Replicate)
+        and ``pp`` (see :func:`infinity.parallel.attach`). None: that of its DTensors, else the
+        default process group, if there is one.
 
     Every rank calls this, with the same model and configuration; the first data rank's values are
     used. Raises ConfigError, CapacityError, StorageError or UsageError with model and optimizer

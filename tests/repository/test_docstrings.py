@@ -23,15 +23,16 @@ PROPERTIES = {"property", "cached_property", "setter", "getter", "deleter"}
 
 # A new verb is added here, in its place in the alphabet; a noun or a clause is not.
 SORTED_VERBS = """
-Accumulates Adds Allocates Applies Arranges Asks Assembles Attaches Averages Begins Blocks Borrows Brings Builds Calls Changes
-Charges Checks Chooses Clips Closes Collects Comes Compares Completes Computes Connects Converts Copies Counts Creates Cuts
-Decodes Describes Detects Discards Discovers Divides Does Draws Drops Encodes Ends Enters Estimates Evaluates Exchanges Fetches
-Fills Finds Forgets Frees Gathers Gives Goes Guards Has Holds Hooks Imports Initialises Installs Joins Keeps Lands Lays Leaves
-Lets Lists Loads Looks Makes Maps Marks Measures Meets Merges Moves Multiplies Names Notes Opens Overwrites Parses Plans
-Predicts Prepares Prints Puts Queues Raises Reads Recognises Records Redistributes Reduces Refers Refuses Registers Releases
-Removes Replaces Reports Resets Restores Returns Rounds Runs Saves Says Scales Sends Sets Shards Sorts Spends Splits Starts
-Steps Streams Strikes Sums Surrounds Swaps Takes Tells Ties Times Translates Turns Verifies Waits Warns Watches Wraps Writes
-Yields
+Accumulates Adds Allocates Appends Applies Arranges Asks Assembles Attaches Averages Begins Blocks Borrows Brings Broadcasts
+Builds Caches Calls Changes Charges Checks Chooses Clips Closes Collects Comes Compares Completes Compresses Computes
+Concatenates Connects Converts Copies Counts Creates Cuts Decodes Describes Detects Discards Discovers Divides Does Draws Drops
+Encodes Ends Ensures Enters Estimates Evaluates Evicts Exchanges Exposes Fetches Fills Finds Forgets Frees Gathers Gives Goes
+Guards Has Holds Hooks Imports Initialises Installs Joins Keeps Lands Lays Leaves Lets Lists Loads Locks Looks Makes Maps Marks
+Matches Measures Meets Merges Moves Multiplies Names Notes Opens Overwrites Parses Passes Plans Predicts Prepares Prints Puts
+Queues Raises Reads Rebinds Receives Recognises Records Redistributes Reduces Refers Refuses Registers Releases Removes Replaces
+Reports Reserves Resets Restarts Restores Returns Rounds Runs Saves Says Scales Selects Sends Sets Shards Sorts Spends Splits
+Starts Steps Streams Strikes Submits Sums Surrounds Swaps Synchronises Takes Tells Ties Times Traces Translates Turns Verifies
+Waits Warns Watches Wraps Writes Yields
 """.split()
 VERBS = frozenset(SORTED_VERBS)
 
