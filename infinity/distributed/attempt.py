@@ -91,7 +91,7 @@ class Attempt:
 
     def arrive(self, station: str) -> None:
         """Blocks until every rank has reached ``station``. Raises PeerError if one does not within
-        the process group's timeout, or has refused."""
+        the process group's timeout, or has failed; ConfigError if one refused its inputs."""
         if self._store.add(self._key(f"{station}/count"), 1) == self._world:
             self._store.set(self._key(f"{station}/all"), "")
         try:

@@ -245,7 +245,8 @@ class Channel:
                 error = error or PeerError(f"rank {peer} {theirs}")
         for peer, theirs in zip(self.ranks, texts):
             if theirs != _cut(what):
-                whole = max(len(what.encode()), len(theirs.encode())) < SAID_NBYTES  # the origin is at the end of what is said
+                # A truncated text lacks the origin, which is at the end.
+                whole = max(len(what.encode()), len(theirs.encode())) < SAID_NBYTES
                 apart = whole and ORIGIN.findall(theirs) != ORIGIN.findall(what)
                 error = error or UsageError(
                     f"rank {dist.get_rank()} is at '{what}' while rank {peer} is at '{theirs}': all ranks must run the same "
@@ -259,7 +260,7 @@ class Channel:
         return error
 
     def lost(self, what: str, error: RuntimeError) -> PeerError:
-        """Makes the error for a failed transport, and closes the channel."""
+        """Makes the error for a failed transport, and marks the channel as ended."""
         self._ended = True
         return ranks_lost(what, error)
 

@@ -61,7 +61,8 @@ def data_ranks(mesh: Any, *, divides_experts: bool = False) -> DataRanks:
         return DataRanks()
     own_groups: list[dist.ProcessGroup] = []
     try:
-        rows, wrap, divides_experts = _agree_on_rows(mesh, divides_experts)  # [stages, parts, replicas, slices]
+        # Rows: [stages, parts, replicas, slices]
+        rows, wrap, divides_experts = _agree_on_rows(mesh, divides_experts)
         farewell.join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
         return _join(mesh, rows, wrap, divides_experts, own_groups)
     except BaseException as error:

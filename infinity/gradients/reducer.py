@@ -83,7 +83,7 @@ class Reducer:
         self._whole.add(handle, grad)
 
     def ready(self, unit: ParamUnit) -> None:
-        """Marks all of ``unit``'s gradients as complete on this rank."""
+        """Marks ``unit``'s gradients as complete on this rank, and starts due reductions."""
         if self._ranks.keeps_gradients or self.waits_for_more or unit in self._ready:
             return
         self._ready.append(unit)
@@ -271,8 +271,8 @@ class Reducer:
         decided: bool = False,
         flags: Sequence[bool] = (),
     ) -> None:
-        """Starts averaging the gradients ``wanted``, of which this rank has the indices ``got``. Every
-        rank of the group calls this. ``decided``: each exists on some rank. ``flags``: per gradient
+        """Starts averaging the gradients ``wanted``. This rank has the indices ``got``. Every rank
+        of the group calls this. ``decided``: each exists on some rank. ``flags``: per gradient
         whether this rank has it, then whether more may come; others' arrive with the average."""
         if not wanted:
             return

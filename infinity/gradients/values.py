@@ -38,8 +38,8 @@ class GradValues:
         self._handles.append(handle)
 
     def average(self) -> None:
-        """Averages gradients that wait for it over the ranks. Overridden where there are several
-        ranks."""
+        """Averages gradients that wait for it over the ranks. :class:`GradientBank` implements
+        it."""
 
     def refresh(self, handle: ParamHandle) -> None:
         """Averages, after settling the assigned tensor of ``handle``."""

@@ -91,8 +91,8 @@ class Stepper:
         return steps
 
     def carry_out(self, steps: list[ShardStep]) -> None:
-        """Runs the planned ``steps``. After an interrupt it can be called again, and does the
-        rest."""
+        """Runs the planned ``steps``. After an interrupt it can be called again, and does the rest,
+        unless a step was interrupted on the device: that halts the engine."""
         context = self._context
         for step in steps:
             if step.device_step is not None and step.device_update is None:

@@ -197,7 +197,7 @@ class ShardStore(ArrayAllocator):
         array.extent.version = version
 
     def read_block(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> torch.Tensor:
-        """Reads checksum blocks from byte ``offset`` of an array on disk: a tensor over ``lease``."""
+        """Reads checksum blocks from byte ``offset`` of a disk array: a tensor over ``lease``."""
         self.start_read(array, offset, lease, nbytes).wait()
         return bytes_of(self._service, lease, nbytes)
 
