@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(shell find csrc -path csrc/tests -prune -o -name '*.cpp' -print -o -name '*.cu' -print -o -name '*.h' -print) setup.py pyproject.toml
+SOURCES := $(shell find csrc -path 'csrc/tests/*' -not -path 'csrc/tests/doubles*' -prune -o -name '*.cpp' -print -o -name '*.cu' -print -o -name '*.h' -print) setup.py pyproject.toml
 
 export PIP_NO_CACHE_DIR := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -103,4 +103,4 @@ $(VENV)/.lint-ready: $(VENV)/.torch-ready pyproject.toml
 	touch $@
 
 clean:
-	rm -rf build $(VENV) infinity/_C*.so infinity/_cuda*.so *.egg-info .pytest_cache
+	rm -rf build $(VENV) infinity/_C*.so infinity/_cuda*.so tests/support/disks/doubles/_native*.so *.egg-info .pytest_cache

@@ -1,6 +1,9 @@
 """Builds the native core `infinity._C`: C++17, no torch at build time, liburing from the system where there is one; and,
 where nvcc is found, the GPU's kernels as `infinity._cuda`.
 
+In a checkout, builds in place (`build_ext --inplace`, `pip install -e`) also make the doubles of disks that tests and
+benchmarks use (csrc/tests/doubles). Wheels have none, and source distributions do not have their sources.
+
 `LIBURING_ROOT` points at a liburing outside the system's paths. Without liburing the build succeeds with the thread
 engine and says so. Each SIMD unit is compiled with its own flags; which one runs is decided at run time.
 
@@ -42,6 +45,7 @@ CUDA_SOURCES = [
     "csrc/optim/constants.cpp",
 ]
 GPUS = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"]
+DOUBLES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc/tests/doubles").glob("*.cpp"))
 LIGHT = {"bindings.cpp"}  # only converts: optimising it would take half of the build
 
 
@@ -75,6 +79,16 @@ def find_nvcc() -> str | None:
 
 class BuildExtension(build_ext):
     """Compiles with ninja: every core at once, and only what changed."""
+
+    def finalize_options(self) -> None:
+        if not (self.inplace or self.editable_mode):  # a wheel
+            self.distribution.ext_modules = [each for each in self.distribution.ext_modules if each.name != DOUBLES_MODULE]
+        super().finalize_options()
+
+    def run(self) -> None:
+        super().run()
+        # A wheel has all that lies in build_lib: the doubles of an earlier build in place must not stay there.
+        shutil.rmtree(Path(self.build_lib, "tests"), ignore_errors=True)
 
     def build_extension(self, extension: Pybind11Extension) -> None:
         compiler = os.environ.get("CXX", "c++")
@@ -187,7 +201,25 @@ def extension() -> Pybind11Extension:
     return core
 
 
+DOUBLES_MODULE = "tests.support.disks.doubles._native"
+
+
+def doubles_extension() -> Pybind11Extension:
+    """The description of the doubles of disks. They share the core's headers, and none of its objects."""
+    return Pybind11Extension(
+        DOUBLES_MODULE,
+        DOUBLES,
+        include_dirs=[str(ROOT.resolve() / "csrc")],
+        cxx_std=17,
+        extra_compile_args=["-O2", "-Wall", "-Wextra", "-pthread"],
+        extra_link_args=["-pthread"],
+        depends=[str(path) for path in (ROOT / "csrc").glob("**/*.h")],
+    )
+
+
 extensions = [extension()]
+if DOUBLES:
+    extensions.append(doubles_extension())
 if (nvcc := find_nvcc()) is not None:
     extensions.append(cuda_extension(nvcc))
 else:

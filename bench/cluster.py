@@ -34,7 +34,7 @@ from infinity.planning.cluster import ClusterPrediction, Machine, predict_cluste
 from infinity.runtime.registry import wrapped
 
 from .disks import MIB, RATE
-from .launch import launch_delayed, run_as_rank
+from .launch import doubles, launch_delayed, run_as_rank
 
 WIDTHS = {1: 1024, 2: 1024, 8: 2048}  # disks -> of the layers: a layer's array lies on all of them
 LAYERS, ROWS = 8, 16  # few rows, so that arithmetic is nothing
@@ -91,6 +91,7 @@ def _model_disks(folder: Path, count: int, stack: ExitStack) -> list[Path]:
     (folder / "disks.json").write_text(json.dumps({f"model {disk} {kind}": profile for disk in disks for kind in native.IO_KINDS}))
     environment = {"INFINITY_MODEL_DISKS": str(folder / "model.json"), "INFINITY_CACHE": str(folder)}
     stack.enter_context(mock.patch.dict(os.environ, environment))
+    stack.enter_context(mock.patch.object(native, "disks", doubles().DoubledDisks()))
     return disks
 
 

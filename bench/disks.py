@@ -1,10 +1,10 @@
 """disks: eight modelled disks and up to eight ranks, beside the rate of all disks together.
 
-modelled disk   a folder whose files the I/O engine moves at a given rate and no faster (:mod:`csrc/io/modelled`); the ranks share it
+modelled disk   a folder whose files the I/O engine moves at a given rate and no faster (csrc/tests/doubles); the ranks share it
 unit            what one block of a model moves at once, cut into equal slices for the ranks
 lockstep        all ranks read the same unit, and meet before the next
 
-The model is checked by row ``disks.one``: one disk alone gives its rate. A disk of 1 GB/s moves nothing (:mod:`csrc/io/instant`): a drive
+The model is checked by row ``disks.one``: one disk alone gives its rate. A disk of 1 GB/s moves nothing (the instant backend): a drive
 brings its bytes without the processor, and eight of them bring more than two processors can copy. All else is done as it is for real ones: the
 queues, the completions, and a checksum of every byte, which is verified against that of the zeros which are there. The rows with ``.moved``
 are of slower disks whose bytes do move, by the disk that is there.
@@ -34,6 +34,8 @@ from infinity.machine.sizes import round_up
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
 from infinity.storage.store import ShardStore
+
+from .launch import doubles
 
 DISKS, UNITS = 8, 8
 RATE, UNIT_NBYTES = 1e9, 800_000_000  # bytes per second of a disk that moves nothing; of half a layer of a 70 B model in bf16
@@ -95,9 +97,9 @@ class Ranks:
 def serve(end: Connection, folder: str, rank: int, ranks: int, slice_nbytes: int, barrier, moves: bool) -> None:
     """Runs one rank: makes the units, then reads what it is told to and answers with the seconds, until it is told None."""
     os.environ |= {"INFINITY_MODEL_DISKS": os.path.join(folder, "model.json"), "INFINITY_CACHE": folder}
-    disks = list(native.modelled_disks())
-    kind = None if moves else "instant"
-    store = ShardStore(disks, Ledger(), Traffic(), service_nbytes=MIB, io_kind=kind, rank=rank, ranks=ranks)
+    doubles().install()
+    disks, layer = list(doubles().modelled_disks()), doubles().layer(instant=not moves)
+    store = ShardStore(disks, Ledger(), Traffic(), service_nbytes=MIB, layer=layer, rank=rank, ranks=ranks)
     arrays = [store.allocate(Tier.NVME, torch.uint8, slice_nbytes, "a unit") for _ in range(UNITS)]
     memory = store.make_region(slice_nbytes)  # of all units: nobody looks at the bytes
     store.open([memory])
@@ -123,6 +125,7 @@ def serve(end: Connection, folder: str, rank: int, ranks: int, slice_nbytes: int
 def measure(settings: Settings) -> Measured:
     """Measures rows disks.one, disks.unit, disks.units8, disks.ranks2, disks.ranks4, disks.ranks8 and disks.slow_one (GB/s), of disks of
     1 GB/s that move nothing; and disks.moved.one, disks.moved.unit and so on, of slower ones whose bytes move."""
+    doubles()  # before any process starts
     rows: list[Row] = []
     for prefix, rate, unit_nbytes, moves in (("disks", RATE, UNIT_NBYTES, False), ("disks.moved", MOVED_RATE, MOVED_NBYTES, True)):
         nbytes = settings.scaled(unit_nbytes, MIB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -11,13 +12,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from infinity.bench.results import Measured
 from infinity.bench.rounds import tell
 from infinity.bench.settings import Settings
-
-from .delayed_network import DelayedNetwork, why_not
+from infinity.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent  # of the checkout
 RUN_SECONDS = 1800
@@ -28,6 +29,17 @@ def environment(**variables: str) -> dict[str, str]:
     """Returns the environment of a new process that can import `bench`, with ``variables``."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": path} | variables
+
+
+def doubles(name: str = "doubles") -> ModuleType:
+    """Imports the doubles of disks, or of networks, that a checkout has for its tests. Raises UsageError where there is none."""
+    support = str(ROOT / "tests" / "support" / "disks")
+    if support not in sys.path:
+        sys.path.append(support)
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(f"modelled disks and networks need a checkout of the repository, built in place: {error}") from error
 
 
 def launch_each(found: Measured, theme: str, module: str, counts: Sequence[int], settings: Settings) -> Iterator[tuple[int, dict]]:
@@ -61,10 +73,11 @@ def _launch(module: str, ranks: int, folder: str, settings: Settings) -> dict | 
 def launch_delayed(module: str, ranks: int, seconds: float, settings: Settings) -> dict | str:
     """Runs ``module`` as a script in ``ranks`` processes whose messages to each other take ``seconds``. Returns what the first one told, or
     why it told nothing."""
-    if (missing := why_not()) is not None:
+    network_of = doubles("doubles.delayed_network")
+    if (missing := network_of.why_not()) is not None:
         return missing
     tell(f"{module.rpartition('.')[2]}: {ranks} processes, messages of {1e3 * seconds:g} ms, {settings.rounds} rounds")
-    with DelayedNetwork(ranks, seconds) as network, tempfile.TemporaryDirectory(dir=settings.folder) as folder:
+    with network_of.DelayedNetwork(ranks, seconds) as network, tempfile.TemporaryDirectory(dir=settings.folder) as folder:
         shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(ranks)}
         shared |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         command = [sys.executable, "-P", "-m", module, folder, str(settings.rounds), str(settings.scale)]

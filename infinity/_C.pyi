@@ -103,20 +103,7 @@ class PinnedPool:
     @property
     def peak_nbytes(self) -> int: ...
 
-class FaultPlan:
-    seed: int
-    short_transfer: float
-    delay: float
-    delay_seconds: float
-    reorder: float
-    eio: float
-    enospc: float
-    lost_write: float
-    bit_flip: float
-    hang: float
-    read_only: float
-    first_piece: int
-    file: int
+class BackendLayer: ...
 
 class Ticket:
     def __init__(self, parts: int) -> None: ...
@@ -181,11 +168,10 @@ class IoEngine:
         depth: int = 64,
         block_nbytes: int = ...,
         threads: int = 8,
-        faults: FaultPlan | None = None,
         timeout_seconds: float = 120.0,
-        models: Sequence[tuple[str, float]] = ...,
-        clocks: str = "",
         work_threads: int = 1,
+        max_pieces: int = ...,
+        layer: BackendLayer | None = None,
     ) -> None: ...
     @property
     def backend(self) -> str: ...

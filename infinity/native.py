@@ -6,9 +6,7 @@ Everything below runs without the GIL where it waits or computes. The core keeps
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-from pathlib import Path
 
 import torch
 
@@ -43,12 +41,12 @@ def gpu_kernels() -> tuple[object | None, str]:
 
 
 Account = _C.Account
+BackendLayer = _C.BackendLayer
 Charge = _C.Charge
 DType = _C.DType
 DirectReader = _C.DirectReader
 Extent = _C.Extent
 Volume = _C.Volume
-FaultPlan = _C.FaultPlan
 Shadow = _C.Shadow
 SharedRow = _C.SharedRow
 Hyperparameters = _C.Hyperparameters
@@ -101,24 +99,23 @@ def io_kind() -> str:
     return kind
 
 
-def modelled_disks() -> dict[str, float]:
-    """Reads the model of disks that ``INFINITY_MODEL_DISKS`` names, a JSON file: bytes per second of each folder that stands for a disk.
-    For benchmarks and tests of more disks than there are."""
-    path = os.environ.get("INFINITY_MODEL_DISKS")
-    if not path:
-        return {}
-    try:
-        found = {os.path.abspath(folder): float(rate) for folder, rate in json.loads(Path(path).read_text()).items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"INFINITY_MODEL_DISKS={path} is not a JSON file of folders and bytes per second: {error}") from error
-    if not all(0 < rate < 1e15 for rate in found.values()):
-        raise UsageError(f"INFINITY_MODEL_DISKS={path}: rates {list(found.values())} are not all bytes per second above 0")
-    return found
+class Disks:
+    """The disks that I/O engines use: the machine's own. Test doubles put an object of another class in place of :data:`disks`."""
+
+    def layer(self) -> BackendLayer | None:
+        """Returns what chooses the backend of every engine that is made. None: the engine does."""
+        return None
+
+    def state_layer(self) -> BackendLayer | None:
+        """Returns the same for the engine that moves the training state."""
+        return self.layer()
+
+    def modelled(self, folder: str) -> str | None:
+        """Returns the folder of the modelled disk that ``folder`` is on. None: it is on a real disk."""
+        return None
 
 
-def modelled_disk(folder: str) -> str | None:
-    """Returns the folder of the modelled disk that ``folder`` is on; None where it is on a real one."""
-    return next((disk for disk in modelled_disks() if os.path.commonpath([disk, os.path.abspath(folder)]) == disk), None)
+disks = Disks()
 
 
 def io_timeout() -> float:
@@ -134,15 +131,19 @@ def io_timeout() -> float:
 
 
 def make_io_engine(
-    faults: FaultPlan | None = None, *, kind: str | None = None, block_nbytes: int = 1 << 20, depth: int = 64, work_threads: int = 1
+    *,
+    kind: str | None = None,
+    block_nbytes: int = 1 << 20,
+    depth: int = 64,
+    work_threads: int = 1,
+    layer: BackendLayer | None = None,
 ) -> IoEngine:
-    """Makes an I/O engine of ``kind`` (None: the one ``INFINITY_IO`` names; "instant": one that moves nothing, for benchmarks), which takes
-    checksums in at most ``work_threads`` threads. A device that does not answer for ``INFINITY_IO_TIMEOUT`` seconds (120) is an error."""
-    models = modelled_disks()
+    """Makes an I/O engine of ``kind`` (None: the one ``INFINITY_IO`` names), which takes checksums in at most ``work_threads`` threads.
+    ``layer``: of test doubles (None: that of :data:`disks`). A device that does not answer for ``INFINITY_IO_TIMEOUT`` seconds (120) is an
+    error."""
     return IoEngine(
-        kind=kind or io_kind(), block_nbytes=block_nbytes, depth=depth, faults=faults, timeout_seconds=io_timeout(),
-        models=list(models.items()), clocks=f"{os.environ['INFINITY_MODEL_DISKS']}.clocks" if models else "",
-        work_threads=work_threads,
+        kind=kind or io_kind(), block_nbytes=block_nbytes, depth=depth, timeout_seconds=io_timeout(), work_threads=work_threads,
+        layer=layer or disks.layer(),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import pytest
 
 gc.disable()  # until all is imported: collections that find nothing take a quarter of that time
 
+import doubles
 import torch
 from interrupts import forget_ignored_interrupts
 from marks import mark_files, refuse_kept_errors, skip_after_time
@@ -21,6 +22,7 @@ from ranks import StandingRanks
 @pytest.hookimpl(trylast=True)  # after pytest has set its own hook
 def pytest_configure() -> None:
     forget_ignored_interrupts()
+    doubles.install()
 
 
 @pytest.hookimpl(tryfirst=True)

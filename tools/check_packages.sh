@@ -20,6 +20,10 @@ if { tar tzf "$source_archive"; "$environment/bin/python" -m zipfile -l "$place"
 fi
 
 borrowed=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+"$environment/bin/python" "$tools/no_doubles.py" "$source_archive" "$place"/*.whl
+# Built from the checkout itself, where the doubles' sources are, the wheel has none either.
+"$environment/bin/pip" wheel -q --no-deps --no-build-isolation --wheel-dir "$place/direct" .
+"$environment/bin/python" "$tools/no_doubles.py" "$place"/direct/*.whl
 for package in "$source_archive" "$place"/*.whl; do
     rm -rf "$place/clean"
     "$environment/bin/python" -m venv "$place/clean"

@@ -7,19 +7,19 @@
 
 namespace infinity {
 
-WorkQueue::WorkQueue(int thread_count) : most_(static_cast<std::size_t>(thread_count)) {
+WorkQueue::WorkQueue(int thread_count) : max_threads_(static_cast<std::size_t>(thread_count)) {
   INFINITY_REQUIRE(thread_count >= 1, "a work queue needs at least one thread, not ", thread_count);
 }
 
 void WorkQueue::add(Job job, bool awaited) {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     INFINITY_CHECK(!stopping_, "work for a queue that was stopped");
     const std::size_t waiting = awaited_.size() + others_.size() + 1;
-    if (waiting > idle_ && workers_.size() < most_ && !try_spawn(workers_, [this] { worker(); })) most_ = workers_.size();
+    if (waiting > idle_ && workers_.size() < max_threads_ && !try_spawn(workers_, [this] { worker(); })) max_threads_ = workers_.size();
     if (!workers_.empty()) {
       (awaited ? awaited_ : others_).push_back(std::move(job));
-      told_.notify_one();
+      changed_.notify_one();
       return;
     }
   }
@@ -28,19 +28,19 @@ void WorkQueue::add(Job job, bool awaited) {
 
 void WorkQueue::stop() {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     stopping_ = true;
   }
-  told_.notify_all();
+  changed_.notify_all();
   for (auto& thread : workers_) thread.join();
   workers_.clear();
 }
 
 void WorkQueue::worker() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   for (;;) {
     ++idle_;
-    told_.wait(lock, [this] { return stopping_ || !awaited_.empty() || !others_.empty(); });
+    changed_.wait(lock, [this]() INFINITY_REQUIRES(mutex_) { return stopping_ || !awaited_.empty() || !others_.empty(); });
     --idle_;
     std::deque<Job>& jobs = awaited_.empty() ? others_ : awaited_;
     if (jobs.empty()) return;  // stopping

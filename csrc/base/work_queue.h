@@ -1,14 +1,22 @@
-// WorkQueue: jobs that a few threads do in the order in which they came, those that somebody waits for first. Threads start as there is
-// work for them. Where the system has none to give, who brings a job does it.
+// WorkQueue: jobs that a few threads do in the order of submission, awaited ones first. Threads
+// start when there is work for them. If the system refuses the first thread, the caller of `add`
+// does the job.
+//
+// Thread safety: `add` may be called from any thread, also from a job, but not after `stop`. `stop`
+// is called by one thread, which is none of the queue's.
+// Ownership: the queue owns its threads and the jobs; a job is destroyed before the next one
+// starts.
+// `mutex_` guards the members marked so. No job runs with it held: there is no lock order.
 #pragma once
 
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
 #include <functional>
-#include <mutex>
 #include <thread>
 #include <vector>
+
+#include "base/thread_safety.h"
 
 namespace infinity {
 
@@ -21,22 +29,22 @@ class WorkQueue {
   WorkQueue(const WorkQueue&) = delete;
   WorkQueue& operator=(const WorkQueue&) = delete;
 
-  // Has `job` done. `awaited`: somebody waits for it.
+  // Queues `job`, or runs it at once if there is no thread. `awaited`: a thread waits for it.
   void add(Job job, bool awaited);
 
-  // Does what is there, then ends the threads. Nothing is added afterwards.
+  // Finishes the queued jobs, then ends the threads. Nothing may be added afterwards.
   void stop();
 
  private:
   void worker();
 
-  std::size_t most_;  // threads
-  std::vector<std::thread> workers_;
-  std::mutex mutex_;
-  std::condition_variable told_;
-  std::deque<Job> awaited_, others_;
-  std::size_t idle_ = 0;  // workers that wait
-  bool stopping_ = false;
+  Mutex mutex_;
+  std::condition_variable changed_;
+  std::size_t max_threads_ INFINITY_GUARDED_BY(mutex_);
+  std::vector<std::thread> workers_;  // grows under mutex_; `stop` joins them after the last `add`
+  std::deque<Job> awaited_ INFINITY_GUARDED_BY(mutex_), others_ INFINITY_GUARDED_BY(mutex_);
+  std::size_t idle_ INFINITY_GUARDED_BY(mutex_) = 0;  // workers that wait
+  bool stopping_ INFINITY_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace infinity

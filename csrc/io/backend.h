@@ -1,31 +1,25 @@
-// Backend: what moves one piece between memory and a file. The engine above it splits requests into pieces,
-// continues short transfers and reads every result; a backend only starts pieces and hands back their results.
+// Backend: moves one piece between memory and a file. The engine above it splits requests into
+// pieces, continues short transfers and reads every result; a backend starts pieces and returns
+// their results.
+//
+// Thread safety: the engine calls every function with its mutex held, so one at a time, except for
+// `wait`: the engine's completion thread calls it, beside all others. A backend's own mutex is the
+// last in the lock order (io/engine.h).
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "base/span.h"
-#include "io/open_file.h"
 
 namespace infinity {
 
 constexpr unsigned kMaxInFlight = 4096;  // pieces of one engine, over all devices
 
 enum class Op : std::uint8_t { kRead, kWrite };
-
-struct File {
-  int descriptor = -1;  // -1: dropped
-  std::shared_ptr<OpenFile> open;  // null: dropped, or not the engine's yet
-  std::string path;
-  bool direct = false;  // opened with O_DIRECT
-  std::uint64_t nbytes = 0;
-  std::string device;  // the kernel's name for the disk that it lies on
-  int queue = -1;      // of that device, index given by the engine
-  bool hung = false;   // a transfer was given up: no other is started
-};
 
 struct Piece {
   Op op = Op::kRead;
@@ -46,80 +40,58 @@ class Backend {
   virtual ~Backend() = default;
   virtual const char* name() const = 0;
 
-  // Starts `piece`. Calls come one at a time (the engine holds its lock) and never block on the transfer. `piece`
-  // stays at its address until its result was returned by `wait`.
+  // Starts `piece`, without blocking on the transfer. `piece` stays at its address until `wait` has
+  // returned its result.
   virtual void start(std::uint32_t id, const Piece& piece, int descriptor) = 0;
 
-  // A device whose pieces will say `queue`: queues are numbered from 0 in the order of these calls. What serves one is not to wait
-  // for another.
+  // Adds the queue of a device. Queues are numbered from 0 in the order of these calls; pieces name
+  // theirs. The pieces of one queue must not wait for those of another.
   virtual void add_queue(const std::string& /*device*/) {}
 
-  // Hands what `start` queued to the kernel.
+  // Submits the started pieces to the kernel.
   virtual void flush() {}
 
-  // Blocks until there is a result, `wake` was called or `seconds` have passed; appends what there is. Called by one
-  // thread only.
+  // Blocks until there is a result, `wake` was called or `seconds` have passed. Appends the
+  // results.
   virtual void wait(std::vector<PieceResult>& results, double seconds) = 0;
   virtual void wake() = 0;
 
-  // Started pieces that nothing has handed to the kernel yet: their device cannot be blamed.
+  // The started pieces that the kernel does not have yet: their device cannot be late.
   virtual std::vector<std::uint32_t> queued() { return {}; }
 
-  // Forgets a queued piece: it will have no result. False when it reached the kernel after all.
+  // Cancels a queued piece, which then has no result. Returns false if the kernel has it already.
   virtual bool take_back(std::uint32_t) { return false; }
 
-  // The engine gave a piece up: what was serving it is not to be waited for by others.
+  // Gives a late piece up: other pieces must not wait for the thread that serves it.
   virtual void give_up(std::uint32_t) {}
 
-  // Forgets what has not reached the kernel: the device is hung, and its descriptors and memory are no longer to be
-  // used. The backend is not used after this, and never destroyed: its threads may wait for the device for ever.
+  // Cancels the pieces that the kernel does not have: the device is hung. The backend is not used
+  // after this, and never destroyed, because its threads may wait for the device for ever.
   virtual void abandon() {}
 
-  // Told once the set of files or staging buffers is known. Returns why not, or an empty string.
+  // Registers the files or the staging buffers. Returns why it could not, or an empty string.
   virtual std::string register_files(const std::vector<int>&) { return "this engine has no file table"; }
   virtual std::string register_buffers(const std::vector<Span>&) { return "this engine has no buffer table"; }
 
-  // Has the table of files let go of one that nothing more is started of, but for the rest of what has been.
+  // Unregisters the file once its last piece has completed. No new transfers will use it.
   virtual void forget_file(int) {}
 };
 
-// Null where the build or the kernel has no io_uring; then `why` says so.
+// Null if the build or the kernel has no io_uring; `why` is then the reason.
 std::unique_ptr<Backend> make_uring_backend(unsigned depth, std::string& why);
 std::unique_ptr<Backend> make_threads_backend(int thread_count);
 
-// Moves nothing and says that it did: for benchmarks of what comes above disks that are faster than this machine's memory.
-std::unique_ptr<Backend> make_instant_backend();
+// Chooses an engine's backend in place of the engine. Test doubles of disks are made this way
+// (csrc/tests/doubles, which is in no wheel). Calls are thread-safe, and an object does not change.
+class BackendLayer {
+ public:
+  virtual ~BackendLayer() = default;
 
-// Faults, decided by a seed and the piece's number, so that a run can be repeated. Probabilities are per piece.
-struct FaultPlan {
-  std::uint64_t seed = 0;
-  double short_transfer = 0;  // fewer bytes than asked for are moved
-  double delay = 0;           // the result comes `delay_seconds` late
-  double delay_seconds = 0.001;
-  double reorder = 0;         // the result is held back behind the next one
-  double eio = 0;
-  double enospc = 0;          // of writes
-  double read_only = 0;       // of writes: the file system was made so by an error of the disk
-  double lost_write = 0;      // reported as done, never performed
-  double bit_flip = 0;        // one bit of what was read
-  double hang = 0;            // no result ever comes
-  std::int64_t first_piece = 0;  // pieces before this one are left alone
-  std::int64_t file = -1;        // only pieces of this file are counted and harmed; -1: of any
+  // Returns the backend. `real` makes the one that the engine's options name.
+  virtual std::unique_ptr<Backend> make(const std::function<std::unique_ptr<Backend>()>& real) const = 0;
+
+  // Names the device that `path` is on. Empty: the kernel's name counts.
+  virtual std::string device_of(const std::string& path) const = 0;
 };
-
-// A disk that is played on another: files under `folder` are moved as fast as `rate` allows, in bytes per second.
-struct DiskModel {
-  std::string folder;
-  double rate = 0;
-};
-
-// Names the modelled disk that `path` lies on; empty where it lies on none.
-std::string modelled_device(const std::vector<DiskModel>& models, const std::string& path);
-
-// Holds results back until the disks of the model, named by `add_queue`, would have them. `clocks` is a file that all processes which play
-// the same disks have in common: they share their rates.
-std::unique_ptr<Backend> make_modelled_backend(std::unique_ptr<Backend> inner, std::vector<DiskModel> models, const std::string& clocks);
-
-std::unique_ptr<Backend> make_faulty_backend(std::unique_ptr<Backend> inner, FaultPlan plan);
 
 }  // namespace infinity

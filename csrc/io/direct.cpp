@@ -11,6 +11,7 @@
 
 #include "base/check.h"
 #include "base/crc32c.h"
+#include "base/thread_safety.h"
 
 namespace infinity {
 namespace {
@@ -22,7 +23,7 @@ std::string reason(std::int64_t result) {
 
 }  // namespace
 
-// What the threads share. One that is stuck keeps it after the reader has gone.
+// The state that the threads share. A stuck thread keeps it after the reader is gone.
 struct DirectReader::State {
   State(std::shared_ptr<IoEngine> io, std::shared_ptr<Road> to, DeviceCalls made, DirectOptions chosen)
       : engine(std::move(io)), road(std::move(to)), calls(made), options(chosen) {}
@@ -36,29 +37,30 @@ struct DirectReader::State {
   const DeviceCalls calls;
   const DirectOptions options;
 
-  mutable std::mutex mutex;
+  mutable Mutex mutex;
   std::condition_variable work, changed;
-  std::mutex opening;  // of files by the road, which takes its time
-  std::deque<LandingPtr> waiting;  // for a thread; what somebody waits for comes first
-  std::vector<LandingPtr> running;
-  std::map<int, Way> ways;  // by file
-  std::vector<int> descriptors;  // the road's own: what is stuck outlives the engine's
-  std::map<std::string, Refusals> refused;
-  std::map<const Landing*, Stuck> stuck;
-  std::uint64_t nbytes = 0;
-  Clock::time_point returned = Clock::now();  // the road, from the last read
-  std::map<std::pair<const Extent*, std::size_t>, std::size_t> turns;  // by piece: of its next read
-  std::size_t open = 0;  // landings that have not ended
-  int threads = 0;       // that serve
-  bool stopping = false;
+  Mutex opening;  // held while the road opens a file, which takes long
+  std::deque<LandingPtr> waiting INFINITY_GUARDED_BY(mutex);  // for a thread; awaited ones first
+  std::vector<LandingPtr> running INFINITY_GUARDED_BY(mutex);
+  std::map<int, Way> ways INFINITY_GUARDED_BY(mutex);             // by file
+  std::vector<int> descriptors INFINITY_GUARDED_BY(mutex);        // the road's own: stuck reads outlive the engine's
+  std::map<std::string, Refusals> refused INFINITY_GUARDED_BY(mutex);
+  std::map<const Landing*, Stuck> stuck INFINITY_GUARDED_BY(mutex);
+  std::uint64_t nbytes INFINITY_GUARDED_BY(mutex) = 0;
+  Clock::time_point returned INFINITY_GUARDED_BY(mutex) = Clock::now();  // when the road last ended a read
+  // By piece: the turn of its next read.
+  std::map<std::pair<const Extent*, std::size_t>, std::size_t> turns INFINITY_GUARDED_BY(mutex);
+  std::size_t open INFINITY_GUARDED_BY(mutex) = 0;  // landings that have not ended
+  int threads INFINITY_GUARDED_BY(mutex) = 0;       // that serve
+  bool stopping INFINITY_GUARDED_BY(mutex) = false;
 
-  bool start_thread(const std::shared_ptr<State>& state);
-  Way way_to(int file, std::string* said);
-  std::string take_road(const LandingPtr& landing, std::string* said);
-  Span part_to_verify(const Landing& landing);
+  bool start_thread(const std::shared_ptr<State>& state) INFINITY_REQUIRES(mutex);
+  Way way_to(int file, std::string* said) INFINITY_EXCLUDES(mutex, opening);
+  std::string take_road(const LandingPtr& landing, std::string* said) INFINITY_EXCLUDES(mutex);
+  Span part_to_verify(const Landing& landing) INFINITY_EXCLUDES(mutex);
   int take_sums(Span device, std::uint32_t* sums) const;
-  void note(const Landing& landing, const char* word, const std::string& said);
-  const char* why_not(const Landing& landing, std::string* said);
+  void note(const Landing& landing, const char* word, const std::string& said) INFINITY_REQUIRES(mutex);
+  const char* why_not(const Landing& landing, std::string* said) INFINITY_EXCLUDES(mutex);
 };
 
 DirectReader::DirectReader(std::shared_ptr<IoEngine> engine, std::shared_ptr<Road> road, DeviceCalls calls, const DirectOptions& options)
@@ -69,7 +71,7 @@ DirectReader::DirectReader(std::shared_ptr<IoEngine> engine, std::shared_ptr<Roa
   INFINITY_REQUIRE(options.sampled >= 0, "a sample of one in ", options.sampled);
   const bool verifies = state_->calls.checksums || (options.sampled > 0 && state_->calls.copy_out);
   INFINITY_REQUIRE(!state_->road || !options.checksums || verifies, "a road to a device that cannot verify what it brings");
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   try {
     watcher_ = std::thread([state = state_] { watch(state); });
   } catch (const std::system_error& error) {
@@ -82,20 +84,20 @@ DirectReader::~DirectReader() { shut_down(); }
 
 void DirectReader::shut_down() {
   {
-    std::unique_lock lock(state_->mutex);
+    Lock lock(state_->mutex);
     if (state_->stopping) return;
-    state_->changed.wait(lock, [this] { return state_->open == 0; });
+    state_->changed.wait(lock, [this]() INFINITY_REQUIRES(state_->mutex) { return state_->open == 0; });
     state_->stopping = true;
     state_->work.notify_all();
     state_->changed.notify_all();
-    // Those that are stuck go on, and keep what they use.
-    state_->changed.wait(lock, [this] { return state_->threads == static_cast<int>(state_->stuck.size()); });
+    // Stuck threads go on, and keep what they use.
+    state_->changed.wait(lock, [this]() INFINITY_REQUIRES(state_->mutex) { return state_->threads == static_cast<int>(state_->stuck.size()); });
   }
   watcher_.join();
   if (state_->road && stuck() == 0) state_->road->close();
 }
 
-// Serving threads are counted, not joined: one may be stuck. The lock is held.
+// Serving threads are counted, not joined, because one may be stuck.
 bool DirectReader::State::start_thread(const std::shared_ptr<State>& state) {
   try {
     std::thread([state] { serve(state); }).detach();
@@ -120,7 +122,7 @@ LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::
   for (const Request& each : landing->requests_) state_->engine->validate(each);
   landing->ticket_ = std::make_shared<Ticket>(1);
   {
-    const std::lock_guard lock(state_->mutex);
+    const Lock lock(state_->mutex);
     INFINITY_REQUIRE(!state_->stopping, "this direct reader was shut down");
     ++state_->open;
   }
@@ -129,7 +131,7 @@ LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::
     if (before) before->hurry();
     TicketPtr bounced;
     {
-      const std::lock_guard lock(state->mutex);
+      const Lock lock(state->mutex);
       auto& waiting = state->waiting;
       const auto found = std::find_if(waiting.begin(), waiting.end(), [raw](const LandingPtr& each) { return each.get() == raw; });
       if (found != waiting.end()) std::rotate(waiting.begin(), found, found + 1);
@@ -143,20 +145,26 @@ LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::
     landing->ticket_->begin();
     std::string said;
     if (const char* word = state->why_not(*landing, &said)) return bounce(state, landing, word, said);
-    const std::lock_guard lock(state->mutex);
+    const Lock lock(state->mutex);
     landing->stage_ = Landing::Stage::kWaiting;
     landing->since_ = Clock::now();
-    landing->ticket_->hurried() ? state->waiting.push_front(landing) : state->waiting.push_back(landing);
+    if (landing->ticket_->hurried())
+      state->waiting.push_front(landing);
+    else
+      state->waiting.push_back(landing);
     state->work.notify_one();
   };
-  before ? before->on_done(begin) : begin(nullptr);
+  if (before)
+    before->on_done(begin);
+  else
+    begin(nullptr);
   return landing;
 }
 
-// What can be known before the road is taken. Null: nothing speaks against it.
+// Returns the refusal that is known before the road is used; null if there is none.
 const char* DirectReader::State::why_not(const Landing& landing, std::string* said) {
   if (!landing.extent_->written(landing.at_, landing.host_.nbytes)) return "unwritten";
-  const std::lock_guard lock(mutex);
+  const Lock lock(mutex);
   if (!road || threads == 0) return "closed";
   for (const Request& each : landing.requests_) {
     const auto way = ways.find(each.file);
@@ -180,7 +188,7 @@ void DirectReader::cancel(const LandingPtr& landing) {
   TicketPtr bounced;
   bool is_waiting = false;
   {
-    const std::lock_guard lock(state_->mutex);
+    const Lock lock(state_->mutex);
     auto& waiting = state_->waiting;
     const auto found = std::find(waiting.begin(), waiting.end(), landing);
     if ((is_waiting = found != waiting.end())) waiting.erase(found);
@@ -190,23 +198,26 @@ void DirectReader::cancel(const LandingPtr& landing) {
   if (bounced) state_->engine->cancel(bounced);
 }
 
-// The landing is over. Without the lock: what follows its ticket may read again.
+// Ends the landing. Without the mutex: its ticket's callbacks may read again.
 void DirectReader::end(State& state, const LandingPtr& landing, std::exception_ptr error) {
   std::shared_ptr<void> memory;
   {
-    const std::lock_guard lock(state.mutex);
+    const Lock lock(state.mutex);
     landing->stage_ = Landing::Stage::kOver;
     memory.swap(landing->memory_);
   }
   memory.reset();
   const bool cancelled = landing->ticket_->cancelled();
-  error && cancelled ? landing->ticket_->part_cancelled(error) : landing->ticket_->part_done(error);
-  const std::lock_guard lock(state.mutex);
+  if (error && cancelled)
+    landing->ticket_->part_cancelled(error);
+  else
+    landing->ticket_->part_done(error);
+  const Lock lock(state.mutex);
   --state.open;
   state.changed.notify_all();
 }
 
-// Counts a refusal. The lock is held.
+// Counts a refusal.
 void DirectReader::State::note(const Landing& landing, const char* word, const std::string& said) {
   Refusals& counted = refused[word];
   if (counted.count++ != 0) return;
@@ -215,11 +226,11 @@ void DirectReader::State::note(const Landing& landing, const char* word, const s
                          said.empty() ? "" : ": ", said);
 }
 
-// The whole landing, by the I/O engine, into the host's memory.
+// Reads the whole landing by the I/O engine, into host memory.
 void DirectReader::bounce(const std::shared_ptr<State>& state, const LandingPtr& landing, const char* word, const std::string& said) {
   std::shared_ptr<void> memory;
   {
-    const std::lock_guard lock(state->mutex);
+    const Lock lock(state->mutex);
     landing->stage_ = Landing::Stage::kBounced;
     memory = landing->memory_;
     state->note(*landing, word, said);
@@ -227,7 +238,7 @@ void DirectReader::bounce(const std::shared_ptr<State>& state, const LandingPtr&
   try {
     const TicketPtr bounced = landing->extent_->read(*state->engine, landing->at_, landing->host_, nullptr, memory, state->options.checksums);
     {
-      const std::lock_guard lock(state->mutex);
+      const Lock lock(state->mutex);
       landing->bounced_ = bounced;
     }
     if (landing->ticket_->hurried()) bounced->hurry();
@@ -240,9 +251,9 @@ void DirectReader::bounce(const std::shared_ptr<State>& state, const LandingPtr&
 
 void DirectReader::serve(const std::shared_ptr<State>& state) {
   const int refused = state->calls.enter ? state->calls.enter(state->options.device) : 0;
-  std::unique_lock lock(state->mutex);
+  Lock lock(state->mutex);
   for (;;) {
-    state->work.wait(lock, [&] { return state->stopping || !state->waiting.empty(); });
+    state->work.wait(lock, [&]() INFINITY_REQUIRES(state->mutex) { return state->stopping || !state->waiting.empty(); });
     if (state->waiting.empty()) break;
     const LandingPtr landing = state->waiting.front();
     state->waiting.pop_front();
@@ -275,23 +286,27 @@ void DirectReader::serve(const std::shared_ptr<State>& state) {
     }
     lock.unlock();
     memory.reset();
-    word.empty() ? end(*state, landing, nullptr) : bounce(state, landing, word.c_str(), said);
+    if (word.empty())
+      end(*state, landing, nullptr);
+    else
+      bounce(state, landing, word.c_str(), said);
     lock.lock();
   }
   --state->threads;
   state->changed.notify_all();
 }
 
-// The way to a file, which is opened at its first use. It is closed where that was refused, and `said` then says why.
+// The way to a file, which is opened at its first use. If the road refuses, the way is closed, and
+// `said` is the reason.
 DirectReader::Way DirectReader::State::way_to(int file, std::string* said) {
-  const std::lock_guard one_at_a_time(opening);
+  const Lock one_at_a_time(opening);
   Way* way;
   {
-    const std::lock_guard lock(mutex);
+    const Lock lock(mutex);
     way = &ways[file];
     if (way->is_opened) return *way;
   }
-  File own = engine->file(file);
+  File own = engine->file(file);  // a copy, which keeps the descriptor valid here
   own.descriptor = fcntl(own.descriptor, F_DUPFD_CLOEXEC, 0);
   void* handle = nullptr;
   if (own.descriptor < 0) {
@@ -299,7 +314,7 @@ DirectReader::Way DirectReader::State::way_to(int file, std::string* said) {
   } else {
     handle = road->open(own, said);
   }
-  const std::lock_guard lock(mutex);
+  const Lock lock(mutex);
   if (own.descriptor >= 0) descriptors.push_back(own.descriptor);
   way->handle = handle;
   way->is_opened = true;
@@ -307,7 +322,7 @@ DirectReader::Way DirectReader::State::way_to(int file, std::string* said) {
   return *way;
 }
 
-// Reads and verifies by the road. Empty, or the word of the refusal.
+// Reads and verifies by the road. Returns an empty string, or the refusal.
 std::string DirectReader::State::take_road(const LandingPtr& landing, std::string* said) {
   for (const Request& each : landing->requests_) {
     const Way way = way_to(each.file, said);
@@ -323,8 +338,8 @@ std::string DirectReader::State::take_road(const LandingPtr& landing, std::strin
       return "short";
     }
   }
-  {  // one that was given up must not look at an extent that may be written anew
-    const std::lock_guard lock(mutex);
+  {  // a landing that was given up must not use its extent, which may be written again
+    const Lock lock(mutex);
     if (landing->stage_ != Landing::Stage::kRunning) return "late";
   }
   if (!options.checksums) return "";
@@ -335,7 +350,7 @@ std::string DirectReader::State::take_road(const LandingPtr& landing, std::strin
     *said = concat("it cannot be verified (CUDA error ", error, ")");
     return "refused";
   }
-  const std::lock_guard lock(mutex);
+  const Lock lock(mutex);
   if (landing->stage_ != Landing::Stage::kRunning) return "late";
   try {
     landing->extent_->verify_sums(landing->at_ + static_cast<std::size_t>(part.data - landing->device_), sums, *engine);
@@ -346,22 +361,23 @@ std::string DirectReader::State::take_road(const LandingPtr& landing, std::strin
   return "";
 }
 
-// On the device: all of the landing, or the part whose turn it is. Pieces begin at different turns, so that every pass over many of them
-// verifies as many bytes.
+// The part of the landing to verify, on the device: all of it, or the part whose turn it is. Pieces
+// start at different turns, so that every pass over many pieces verifies the same number of bytes.
 Span DirectReader::State::part_to_verify(const Landing& landing) {
   const std::size_t nbytes = landing.host_.nbytes;
   if (calls.checksums) return {landing.device_, nbytes};
   const std::size_t blocks = checksum_count(nbytes), turns_of_all = static_cast<std::size_t>(options.sampled);
   std::size_t turn;
   {
-    const std::lock_guard lock(mutex);
+    const Lock lock(mutex);
     turn = turns.try_emplace({landing.extent_.get(), landing.at_}, turns.size()).first->second++ % turns_of_all;
   }
   const std::size_t begin = blocks * turn / turns_of_all * kChecksumNbytes, end = blocks * (turn + 1) / turns_of_all * kChecksumNbytes;
   return {landing.device_ + begin, std::min(end, nbytes) - std::min(begin, nbytes)};
 }
 
-// 0, or the device's error. Not into the landing's own memory on the host: it may be given up as late, and be read there meanwhile.
+// Computes the checksums. Returns 0, or the device's error. It does not copy into the landing's own
+// host memory: if the landing was given up meanwhile, the bounce reads into that.
 int DirectReader::State::take_sums(Span device, std::uint32_t* sums) const {
   if (calls.checksums) return calls.checksums(device.data, device.nbytes, sums);
   std::vector<std::byte> block(std::min(device.nbytes, kChecksumNbytes));
@@ -373,12 +389,12 @@ int DirectReader::State::take_sums(Span device, std::uint32_t* sums) const {
   return 0;
 }
 
-// Gives up what is late.
+// Gives up late landings.
 void DirectReader::watch(const std::shared_ptr<State>& state) {
   const auto tick = std::chrono::duration<double>(std::min(1.0, state->options.late_seconds / 4));
-  std::unique_lock lock(state->mutex);
+  Lock lock(state->mutex);
   while (!state->stopping) {
-    state->changed.wait_for(lock, tick, [&] { return state->stopping; });
+    state->changed.wait_for(lock, tick, [&]() INFINITY_REQUIRES(state->mutex) { return state->stopping; });
     std::vector<LandingPtr> late;
     const auto limit = Clock::now() - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(state->options.late_seconds));
     for (const LandingPtr& landing : state->running)
@@ -388,8 +404,8 @@ void DirectReader::watch(const std::shared_ptr<State>& state) {
         state->stuck[landing.get()] = {path, Clock::now()};
         state->start_thread(state);
       }
-    // What waits behind others is late only where these do not come either.
-    const auto punctual = std::stable_partition(state->waiting.begin(), state->waiting.end(), [&](const LandingPtr& landing) {
+    // A waiting landing is late only if the road has ended no other read meanwhile.
+    const auto punctual = std::stable_partition(state->waiting.begin(), state->waiting.end(), [&](const LandingPtr& landing) INFINITY_REQUIRES(state->mutex) {
       return std::max(landing->since_, state->returned) >= limit;
     });
     late.insert(late.end(), punctual, state->waiting.end());
@@ -406,22 +422,22 @@ void DirectReader::watch(const std::shared_ptr<State>& state) {
 }
 
 std::uint64_t DirectReader::nbytes() const {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   return state_->nbytes;
 }
 
 std::map<std::string, Refusals> DirectReader::refused() const {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   return state_->refused;
 }
 
 std::size_t DirectReader::stuck() const {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   return state_->stuck.size();
 }
 
 std::string DirectReader::hung() const {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   for (const auto& [landing, stuck] : state_->stuck)
     if (std::chrono::duration<double>(Clock::now() - stuck.since).count() >= state_->options.hung_seconds - state_->options.late_seconds)
       return stuck.path;

@@ -1,18 +1,33 @@
-// DirectReader: brings parts of extents into a device's memory, past the host's where a road leads there.
+// DirectReader: reads parts of extents into a device's memory without a copy in host memory, if a
+// road exists.
 //
-//   road      moves bytes from a file straight into the device's memory, from a thread that waits: cuFile
-//   bounce    the I/O engine's way: into pinned host memory, from where the device copies them. What no road takes goes this way
-//   landing   one read: it ends whole and verified in one of its two places, the device's or the host's, or with an error; never
-//             half here and half there
-//   refusal   why a landing went by bounce: "short", "late", "refused", "misaligned", "unwritten" (its space is reserved, but nothing
-//             was sent there), "changed" (the checksums differ; by bounce they are held against what was written once more) or "closed"
-//   closed    a road to a file that was late once, brought other bytes once, or failed kMostFailures times in a row, is not taken again
-//   turn      of a piece that a device cannot verify, and the host samples: which part of its bytes this read copies out and verifies. After
-//             `sampled` reads of the piece each part had its turn
-//   stuck     a read of a road that was given up as late. It may still write to its place on the device: the landing's memory is held
-//             until it returns
+//   road      moves bytes from a file into the device's memory, on a thread that blocks: cuFile
+//   bounce    the I/O engine's way: into pinned host memory, from which the device copies them.
+//             Every read that no road can do goes by bounce
+//   landing   one read. It ends whole and verified in one of its two places, the device's or the
+//             host's, or with an error; never half in each
+//   refusal   why a landing went by bounce: "short", "late", "refused", "misaligned", "unwritten"
+//             (nothing was written there since the space was reserved), "changed" (the checksums
+//             differ; the bounce verifies the bytes again) or "closed"
+//   closed    a road to a file that was late once, brought other bytes once, or failed
+//             kMostFailures times in a row. It is not used again
+//   turn      which part of a piece this read copies out and verifies, if the host samples because
+//             the device computes no checksums. After `sampled` reads of the piece every part had
+//             its turn
+//   stuck     a read by the road that was given up as late. It may still write to its place on the
+//             device, so its memory is kept until it returns
 //
-// Everything here runs on threads of the reader's own, the checksums too: whoever waits for a landing has nothing left to verify.
+// Everything runs on the reader's own threads, the checksums too: a landing that has ended is
+// verified.
+//
+// Thread safety: every member function of DirectReader may be called from any thread, the
+// destructor only while no other thread uses the reader. `Landing::on_device` is valid after its
+// ticket has finished.
+// `State::mutex` guards the members marked so, and the landings' stage, time, memory and bounce.
+// `State::opening` is held while a file is opened by the road.
+// Lock order: Ticket -> DirectReader -> IoEngine; `opening` before `mutex`.
+// Ownership: the reader and its threads share the State, which keeps the engine and the road. The
+// State of a stuck read outlives the reader.
 #pragma once
 
 #include <chrono>
@@ -21,7 +36,6 @@
 #include <deque>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -41,19 +55,19 @@ class Road {
   virtual ~Road() = default;
   virtual const char* name() const = 0;
 
-  // Opens the road to a file. Null and why not. One thread at a time.
+  // Opens the road to a file. Returns null, and the reason, if it refuses. One thread at a time.
   virtual void* open(const File& file, std::string* refusal) = 0;
-  // Bytes that were read, or -errno; below -kRoadError, minus an error of the road's own. Any thread, any number of them; returns
-  // when the device's memory has the bytes.
+  // Returns the bytes that were read, or -errno, or an error of the road's own below -kRoadError.
+  // Blocks until the device's memory has the bytes. Thread-safe.
   virtual std::int64_t read(void* handle, std::byte* device, std::size_t nbytes, std::uint64_t offset) = 0;
-  // Lets go of the files and of the device's memory, while both are still there. It is not used after this; a second call does nothing.
+  // Releases the files and the device's memory, which have to be valid still. Last use; idempotent.
   virtual void close() {}
 };
 
 class Landing {
  public:
   TicketPtr ticket() const { return ticket_; }
-  // Where the bytes are. Once the ticket has finished without an error.
+  // True if the bytes are on the device. Valid once the ticket has finished without an error.
   bool on_device() const { return on_device_; }
 
  private:
@@ -68,48 +82,51 @@ class Landing {
   std::shared_ptr<void> memory_;
   TicketPtr ticket_, bounced_;
   Stage stage_ = Stage::kBefore;
-  std::chrono::steady_clock::time_point since_;  // it waits for a thread of the road's
+  std::chrono::steady_clock::time_point since_;  // when its stage began
   bool on_device_ = false;
 };
 using LandingPtr = std::shared_ptr<Landing>;
 
 struct DirectOptions {
-  int threads = 8;           // reads of the road at once
-  double late_seconds = 10;  // after which one is given up
-  double hung_seconds = 120; // after which what is stuck will not return
-  int device = 0;            // that the threads enter
-  bool checksums = true;     // are kept: what comes is verified
-  int sampled = 0;           // reads in which each byte is verified once, where the device takes no checksums. 0: it has to
+  int threads = 8;            // concurrent reads by the road
+  double late_seconds = 10;   // after which a read is given up
+  double hung_seconds = 120;  // after which a stuck read counts as hung
+  int device = 0;             // that the threads enter
+  bool checksums = true;      // verify reads
+  // If the device computes no checksums: every byte is verified once in so many reads. 0: the
+  // device has to.
+  int sampled = 0;
 };
 
 struct Refusals {
   std::uint64_t count = 0;
-  std::string first;  // of them: what was read, and what was said
+  std::string first;  // the first one: the read, and the reason
 };
 
 class DirectReader {
  public:
   static constexpr int kMostFailures = 8;
 
-  // `road`: null where there is none. Throws StorageError where the system has no thread to give.
+  // `road`: null if there is none. Throws StorageError if the system refuses a thread.
   DirectReader(std::shared_ptr<IoEngine> engine, std::shared_ptr<Road> road, DeviceCalls calls, const DirectOptions& options);
   ~DirectReader();
   DirectReader(const DirectReader&) = delete;
   DirectReader& operator=(const DirectReader&) = delete;
 
-  // Reads `host.nbytes` of `extent` from byte `at` on, once the writes under way there, and `after`, are over without error. `host` and
-  // `device` are both the landing's until it is over; `memory` is what they lie in. The extent is not written meanwhile.
+  // Reads `host.nbytes` of `extent` from byte `at`, after the writes under way there, and `after`,
+  // have finished without error. `host` and `device` belong to the landing until it ends; `memory`
+  // keeps them valid. The extent must not be written meanwhile.
   LandingPtr read(const std::shared_ptr<const Extent>& extent, std::size_t at, Span host, std::byte* device, const TicketPtr& after,
                   const std::shared_ptr<void>& memory);
 
-  // Takes back what has not started: it fails with ECANCELED. What has started finishes.
+  // Cancels a landing that has not started: it fails with ECANCELED. A started one finishes.
   void cancel(const LandingPtr& landing);
 
-  // Returns when nothing is under way, and ends the threads; but those of stuck reads, which go on. A second call does nothing.
+  // Waits for all landings, and ends the threads, except those of stuck reads. Idempotent.
   void shut_down();
 
   bool is_ours() const { return getpid() == process_; }
-  std::uint64_t nbytes() const;                     // that came by the road
+  std::uint64_t nbytes() const;                     // read by the road
   std::map<std::string, Refusals> refused() const;  // by the word above
   std::size_t stuck() const;
   std::string hung() const;  // the path of a file whose read is stuck for `hung_seconds`, or empty
@@ -126,7 +143,7 @@ class DirectReader {
     std::string path;
     Clock::time_point since;
   };
-  struct State;  // outlives the reader where a read is stuck
+  struct State;  // outlives the reader if a read is stuck
 
   static void serve(const std::shared_ptr<State>& state);
   static void watch(const std::shared_ptr<State>& state);
@@ -139,11 +156,12 @@ class DirectReader {
   std::thread watcher_;
 };
 
-// NVIDIA's library, looked up when it is first needed (dlopen): nothing of it has to be there to build or to load the core. One at a time
-// in a process. Null where it cannot be used: `refusal` says why. `buffer` is the memory on the device that is read into.
+// The road of NVIDIA's cuFile, which is loaded at the first use (dlopen): it is not needed to build
+// or to load the core. One road at a time in a process. Returns null, and the reason, if it cannot
+// be used. `buffer` is the device memory that is read into.
 std::shared_ptr<Road> make_cufile_road(Span buffer, std::string* refusal);
 
-// Its version ("1.14"), or empty and why it cannot be used.
+// The version of cuFile ("1.14"), or an empty string and the reason.
 std::string cufile_version(std::string* refusal);
 
 }  // namespace infinity

@@ -1,23 +1,12 @@
 #include "io/engine.h"
 
-#include <fcntl.h>
-#include <limits.h>
-#include <sys/stat.h>
-#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
-#include <cstdlib>
 #include <iterator>
-#include <random>
 #include <system_error>
-#include <tuple>
 #include <utility>
-
-#include <linux/fs.h>
-#include <sys/ioctl.h>
 
 #include "base/check.h"
 
@@ -26,114 +15,32 @@ namespace {
 
 const char* verb(Op op) { return op == Op::kRead ? "read" : "write"; }
 
-std::unique_ptr<Backend> choose_backend(const IoOptions& options, std::vector<std::string>& notes) {
-  INFINITY_REQUIRE(options.kind == "auto" || options.kind == "uring" || options.kind == "threads" || options.kind == "instant",
-                   "unknown I/O engine '", options.kind, "': use auto, uring or threads");
-  std::unique_ptr<Backend> backend;
-  if (options.kind == "instant") backend = make_instant_backend();
-  if (options.kind == "auto" || options.kind == "uring") {
+std::unique_ptr<Backend> make_real_backend(const IoOptions& options, std::vector<std::string>& notes) {
+  if (options.kind != "threads") {
     std::string why;
-    backend = make_uring_backend(options.depth, why);
-    if (!backend) {
-      INFINITY_REQUIRE(options.kind != "uring", "the uring engine was asked for, but ", why);
-      notes.push_back("threads instead of io_uring: " + why);
-    }
+    if (auto backend = make_uring_backend(options.depth, why)) return backend;
+    INFINITY_REQUIRE(options.kind != "uring", "the uring engine was asked for, but ", why);
+    notes.push_back("threads instead of io_uring: " + why);
   }
-  if (!backend) backend = make_threads_backend(options.threads);
-  if (!options.models.empty()) backend = make_modelled_backend(std::move(backend), options.models, options.clocks);
-  if (options.inject_faults) backend = make_faulty_backend(std::move(backend), options.faults);
-  return backend;
+  return make_threads_backend(options.threads);
 }
 
-// O_DIRECT may be accepted by open and refused by the first read, so one block is read to know.
-bool direct_works(int descriptor) {
-  alignas(kBlockNbytes) static thread_local std::byte block[kBlockNbytes];
-  return pread(descriptor, block, kBlockNbytes, 0) >= 0;
+std::unique_ptr<Backend> make_backend(const IoOptions& options, std::vector<std::string>& notes) {
+  INFINITY_REQUIRE(options.kind == "auto" || options.kind == "uring" || options.kind == "threads", "unknown I/O engine '",
+                   options.kind, "': use auto, uring or threads");
+  const auto real = [&] { return make_real_backend(options, notes); };
+  return options.layer ? options.layer->make(real) : real();
 }
 
-// "vda", also of its partitions, or "8:16" where the kernel shows no name (a network or overlay file system).
-std::string device_of(int descriptor) {
-  struct stat status{};
-  if (fstat(descriptor, &status) != 0) return "unknown";
-  const std::string numbers = concat(major(status.st_dev), ":", minor(status.st_dev));
-  const std::string entry = "/sys/dev/block/" + numbers;
-  char target[PATH_MAX];
-  const ssize_t length = readlink(entry.c_str(), target, sizeof target);
-  if (length <= 0) return numbers;
-  std::string path(target, static_cast<std::size_t>(length));
-  if (access((entry + "/partition").c_str(), F_OK) == 0) path.resize(path.rfind('/'));
-  return path.substr(path.rfind('/') + 1);
+void end_part(const TicketPtr& ticket, const std::exception_ptr& error, bool cancelled) {
+  if (cancelled)
+    ticket->part_cancelled(error);
+  else
+    ticket->part_done(error);
 }
 
 std::string describe(const Piece& piece, const File& file) {
   return concat(verb(piece.op), " of ", piece.nbytes, " bytes at offset ", piece.offset, " of ", file.path);
-}
-
-// Copy-on-write file systems (btrfs) put every overwrite somewhere new, so that reserved space is of no use to it and a full
-// disk is met in mid-run. An empty file can be told to be overwritten in place; others do not know the flag.
-void overwrite_in_place(int descriptor) {
-#ifdef FS_NOCOW_FL
-  int flags = 0;
-  if (ioctl(descriptor, FS_IOC_GETFLAGS, &flags) != 0) return;
-  flags |= FS_NOCOW_FL;
-  (void)ioctl(descriptor, FS_IOC_SETFLAGS, &flags);
-#else
-  (void)descriptor;
-#endif
-}
-
-// A file in `folder` that has no name, and whether it takes O_DIRECT. -1 and errno where none can be made.
-std::pair<int, bool> open_without_name(const std::string& folder) {
-  for (const int direct : {O_DIRECT, 0}) {
-    const int descriptor = open(folder.c_str(), O_RDWR | O_TMPFILE | O_CLOEXEC | direct, 0600);
-    if (descriptor >= 0) return {descriptor, direct != 0};
-  }
-  // File systems without O_TMPFILE (NFS, overlays of old kernels) know unlink. Killed in between, an empty file stays.
-  if (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL && errno != ENOENT) return {-1, false};
-  static std::atomic<unsigned> count{0};
-  for (int tries = 0; tries < 100; ++tries) {
-    const std::string path = concat(folder, "/.infinity-", getpid(), "-", std::random_device{}(), "-", count++);
-    for (const int direct : {O_DIRECT, 0}) {
-      // One without O_DIRECT refuses it with the file already made.
-      const int flags = O_RDWR | O_CREAT | O_CLOEXEC | direct | (direct ? O_EXCL : 0);
-      const int descriptor = open(path.c_str(), flags, 0600);
-      if (descriptor >= 0) {
-        unlink(path.c_str());
-        return {descriptor, direct != 0};
-      }
-      if (errno != EINVAL) break;
-    }
-    if (errno != EEXIST) break;
-  }
-  return {-1, false};
-}
-
-// Writes zeros: for file systems that cannot reserve. In whole aligned blocks, which an O_DIRECT descriptor takes too.
-int write_zeros(int descriptor, std::uint64_t nbytes) {
-  constexpr std::size_t kStep = 1024 * 1024;
-  std::unique_ptr<void, decltype(&std::free)> zeros(std::aligned_alloc(kBlockNbytes, kStep), &std::free);
-  if (!zeros) return ENOMEM;
-  std::fill_n(static_cast<std::byte*>(zeros.get()), kStep, std::byte{0});
-  for (std::uint64_t at = 0; at < nbytes;) {
-    const std::size_t step = std::min<std::uint64_t>(kStep, nbytes - at);
-    const ssize_t written = pwrite(descriptor, zeros.get(), step, static_cast<off_t>(at));
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) return errno;
-    if (written == 0) return EIO;
-    at += round_down(static_cast<std::size_t>(written), kBlockNbytes);
-    if (static_cast<std::size_t>(written) < kBlockNbytes) return ENOSPC;  // a part of a block: the last there is room for
-  }
-  return 0;
-}
-
-void reserve(int descriptor, const std::string& path, std::uint64_t nbytes) {
-  int error;
-  do {
-    error = fallocate(descriptor, 0, 0, static_cast<off_t>(nbytes)) == 0 ? 0 : errno;
-  } while (error == EINTR);
-  // Not posix_fallocate: what it does instead, a byte here and there, is refused by O_DIRECT.
-  if (error == EOPNOTSUPP || error == ENOSYS) error = write_zeros(descriptor, nbytes);
-  if (error) throw StorageError(error, path, concat("cannot reserve ", nbytes, " bytes in ", path));
 }
 
 }  // namespace
@@ -144,8 +51,9 @@ IoEngine::IoEngine(const IoOptions& options) : options_(options), works_(options
   INFINITY_REQUIRE(options.block_nbytes >= kBlockNbytes && options.block_nbytes % kBlockNbytes == 0,
                    "I/O block of ", options.block_nbytes, " bytes is not a multiple of ", kBlockNbytes);
   INFINITY_REQUIRE(options.threads >= 1, "the thread engine needs at least one thread, not ", options.threads);
+  INFINITY_REQUIRE(options.max_pieces >= 1, "a limit of ", options.max_pieces, " I/O pieces");
   INFINITY_REQUIRE(options.timeout_seconds > 0, "an I/O timeout of ", options.timeout_seconds, " seconds");
-  backend_ = choose_backend(options, notes_);
+  backend_ = make_backend(options, notes_);
   backend_name_ = backend_->name();
   try {
     completion_thread_ = std::thread([this] { run(); });
@@ -158,17 +66,19 @@ IoEngine::~IoEngine() { shut_down(); }
 
 void IoEngine::shut_down() {
   {
-    std::unique_lock<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     if (stopping_) return;
-    idle_.wait(lock, [this] { return is_idle(); });
+    idle_.wait(lock, [this]() INFINITY_REQUIRES(mutex_) { return is_idle(); });
     stopping_ = true;
     backend_->wake();
   }
   completion_thread_.join();
   works_.stop();
+  Lock lock(mutex_);  // for `file` and `open_files`, which may still be called
   if (given_up_) {
-    // A thread that waits for a hung device cannot be joined. The descriptors stay open: should the device answer, what
-    // it was asked for must not go to another file that has their numbers. Nor is its memory given back.
+    // A thread that waits for a hung device cannot be joined. The descriptors stay open: if the
+    // device answers after all, its write must not go to another file with the same number. The
+    // memory stays too.
     backend_->abandon();
     (void)backend_.release();
     (void)new std::deque<InFlight>(std::move(slots_));
@@ -183,54 +93,27 @@ void IoEngine::shut_down() {
 }
 
 int IoEngine::create_file(const std::string& path, std::uint64_t nbytes) {
-  const int flags = O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC;
-  File file;
-  file.path = path;
-  file.descriptor = open(path.c_str(), flags | O_DIRECT, 0600);
-  file.direct = file.descriptor >= 0;
-  // A file system without O_DIRECT refuses the open, with the file already made.
-  if (file.descriptor < 0 && errno == EINVAL) file.descriptor = open(path.c_str(), flags & ~O_EXCL, 0600);
-  if (file.descriptor < 0) throw StorageError(errno, path, concat("cannot create ", path));
+  File file = create_named_file(path, nbytes);
   try {
-    return add_empty(std::move(file), nbytes);
+    return add(std::move(file));
   } catch (...) {
     unlink(path.c_str());
     throw;
   }
 }
 
-int IoEngine::create_swap_file(const std::string& folder, std::uint64_t nbytes) {
-  File file;
-  file.path = folder;
-  std::tie(file.descriptor, file.direct) = open_without_name(folder);
-  if (file.descriptor < 0) throw StorageError(errno, folder, concat("cannot create a file in ", folder));
-  return add_empty(std::move(file), nbytes);
-}
+int IoEngine::create_swap_file(const std::string& folder, std::uint64_t nbytes) { return add(create_unnamed_file(folder, nbytes)); }
 
-// Takes over an empty file, and reserves its space. Closes it where that fails.
-int IoEngine::add_empty(File file, std::uint64_t nbytes) {
-  const int descriptor = file.descriptor;
-  file.nbytes = nbytes;
-  try {
-    INFINITY_REQUIRE(nbytes > 0 && nbytes % kBlockNbytes == 0, "a swap file of ", nbytes, " bytes is not a positive multiple of ",
-                     kBlockNbytes);
-    overwrite_in_place(descriptor);
-    reserve(descriptor, file.path, nbytes);
-  } catch (...) {
-    close(descriptor);
-    throw;
-  }
-  return add(std::move(file));
-}
+int IoEngine::open_file(const std::string& path) { return add(open_existing_file(path)); }
 
 void IoEngine::drop_file(int index, bool behind) {
   INFINITY_REQUIRE(is_ours(), "an I/O engine of process ", process_, " was used in its forked child ", getpid());
-  std::shared_ptr<OpenFile> open;  // let go outside the lock
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::shared_ptr<OpenFile> open;  // declared first: it may close the file, after the lock is released
+  Lock lock(mutex_);
   INFINITY_REQUIRE(index >= 0 && index < static_cast<int>(files_.size()), "no file ", index);
   File& file = files_[index];
-  if (file.descriptor < 0 || stopping_) return;  // it goes, or has gone, with all others
-  file.nbytes = 0;  // every transfer is outside it
+  if (file.descriptor < 0 || stopping_) return;  // dropped before, or closed by shut_down
+  file.nbytes = 0;  // later transfers are outside the file
   file.descriptor = -1;
   backend_->forget_file(index);
   open = std::move(file.open);
@@ -238,51 +121,23 @@ void IoEngine::drop_file(int index, bool behind) {
 }
 
 std::vector<int> IoEngine::open_files() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   std::vector<int> found;
   for (std::size_t i = 0; i < files_.size(); ++i)
     if (files_[i].descriptor >= 0) found.push_back(static_cast<int>(i));
   return found;
 }
 
-int IoEngine::open_file(const std::string& path) {
-  File file;
-  file.path = path;
-  file.descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC | O_DIRECT);
-  file.direct = file.descriptor >= 0;
-  if (file.descriptor < 0 && errno == EINVAL) file.descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (file.descriptor < 0 && (errno == EACCES || errno == EROFS || errno == EPERM)) {  // somebody else's: to read only
-    file.descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
-    file.direct = file.descriptor >= 0;
-    if (file.descriptor < 0 && errno == EINVAL) file.descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  }
-  struct stat status{};
-  if (file.descriptor < 0 || fstat(file.descriptor, &status) != 0) {
-    const int error = errno;
-    if (file.descriptor >= 0) close(file.descriptor);
-    throw StorageError(error, path, concat("cannot open ", path));
-  }
-  file.nbytes = round_down(static_cast<std::size_t>(status.st_size), kBlockNbytes);
-  return add(std::move(file));
-}
-
-// Takes over the file's descriptor.
 int IoEngine::add(File file) {
-  file.open = std::make_shared<OpenFile>(file.descriptor);
-  if (file.direct && !direct_works(file.descriptor)) {
-    fcntl(file.descriptor, F_SETFL, fcntl(file.descriptor, F_GETFL) & ~O_DIRECT);
-    file.direct = false;
-  }
-  file.device = modelled_device(options_.models, file.path);
-  if (file.device.empty()) file.device = device_of(file.descriptor);
-  std::lock_guard<std::mutex> lock(mutex_);
+  if (std::string device = options_.layer ? options_.layer->device_of(file.path) : ""; !device.empty()) file.device = std::move(device);
+  Lock lock(mutex_);
   file.queue = queue_of(file.device);
   if (!file.direct) notes_.push_back(file.path + ": no O_DIRECT on this file system, reads go through the page cache");
   files_.push_back(std::move(file));
   return static_cast<int>(files_.size()) - 1;
 }
 
-// The queue of a device; a new one brings its slots. The lock is held.
+// Returns the queue of a device, after it has made one, with slots, for a new device.
 int IoEngine::queue_of(const std::string& device) {
   for (std::size_t i = 0; i < queues_.size(); ++i)
     if (queues_[i].device == device) return static_cast<int>(i);
@@ -301,7 +156,7 @@ bool IoEngine::is_idle() const {
 }
 
 void IoEngine::register_files_and_buffers(const std::vector<Span>& buffers) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
   INFINITY_CHECK(free_slots_.size() == slots_.size(), "registration while pieces are in flight");
   std::vector<int> descriptors;
@@ -310,21 +165,21 @@ void IoEngine::register_files_and_buffers(const std::vector<Span>& buffers) {
     if (!why.empty()) notes_.push_back(why);
 }
 
-const File& IoEngine::file(int index) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+File IoEngine::file(int index) const {
+  Lock lock(mutex_);
   INFINITY_REQUIRE(index >= 0 && index < static_cast<int>(files_.size()), "no file ", index);
   return files_[index];
 }
 
 std::string IoEngine::hung() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   if (given_up_ == 0) return "";
   const auto file = std::find_if(files_.begin(), files_.end(), [](const File& each) { return each.hung; });
   return file == files_.end() ? files_.front().path : file->path;
 }
 
 IoTotals IoEngine::totals(Op op) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   return meters_[static_cast<int>(op)].totals;
 }
 
@@ -341,7 +196,7 @@ void IoEngine::check(const Request& request) const {
 }
 
 void IoEngine::validate(const Request& request) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   check(request);
 }
 
@@ -349,12 +204,6 @@ TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr
   INFINITY_REQUIRE(is_ours(), "an I/O engine of process ", process_, " was used in its forked child ", getpid());
   INFINITY_REQUIRE(!requests.empty(), "a submission without requests");
   std::size_t pieces = 0;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
-    for (const Request& request : requests) check(request);
-    if (after) ++dependent_;
-  }
   for (const Request& request : requests)
     pieces += (request.span.nbytes + options_.block_nbytes - 1) / options_.block_nbytes;
   auto ticket = std::make_shared<Ticket>(pieces);
@@ -362,18 +211,29 @@ TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr
     if (after) after->hurry();
     hurry(raw);
   });
+  {
+    Lock lock(mutex_);
+    INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
+    for (const Request& request : requests) check(request);
+    INFINITY_REQUIRE(pieces <= options_.max_pieces - pieces_, "a submission of ", pieces, " pieces of ", options_.block_nbytes,
+                     " bytes beside ", pieces_, " that are not over: this I/O engine takes ", options_.max_pieces,
+                     " at most. Wait for earlier transfers before submitting more");
+    pieces_ += pieces;
+    if (after) ++dependent_;
+  }
   if (!after) {
     enqueue(requests, ticket);
     return ticket;
   }
   after->on_done([this, requests, ticket, pieces](std::exception_ptr error) {
     if (error) {
+      discharge(pieces);
       for (std::size_t i = 0; i < pieces; ++i) ticket->part_done(error);
     } else {
       ticket->begin();
       enqueue(requests, ticket);
     }
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     --dependent_;
     idle_.notify_all();
   });
@@ -382,9 +242,9 @@ TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr
 
 void IoEngine::enqueue(const std::vector<Request>& requests, const TicketPtr& ticket) {
   Finished finished;
-  std::vector<std::shared_ptr<InFlight>> first;  // is worked on, then set out
+  std::vector<std::shared_ptr<InFlight>> first;  // writes whose work is done before they start
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     for (const Request& request : requests) {
       for (std::size_t at = 0; at < request.span.nbytes; at += options_.block_nbytes) {
         InFlight entry;
@@ -395,7 +255,7 @@ void IoEngine::enqueue(const std::vector<Request>& requests, const TicketPtr& ti
         entry.memory = request.memory;
         entry.work = request.work;
         entry.open = files_[request.file].open;
-        if (!entry.open) {  // dropped since it was asked for
+        if (!entry.open) {  // dropped since the submission
           finished.push_back(failed(entry));
           continue;
         }
@@ -411,20 +271,20 @@ void IoEngine::enqueue(const std::vector<Request>& requests, const TicketPtr& ti
     if (ticket->cancelled()) fail_the_waiting(finished);
     start_waiting(finished);
   }
-  tell(finished);
-  for (auto& entry : first) have_worked_on(std::move(entry));
+  end_parts(finished);
+  for (auto& entry : first) queue_work(std::move(entry));
 }
 
-void IoEngine::have_worked_on(std::shared_ptr<InFlight> entry) {
+void IoEngine::queue_work(std::shared_ptr<InFlight> entry) {
   const bool awaited = entry->ticket->hurried();
   try {
     works_.add([this, entry] { work_on(*entry); }, awaited);
-  } catch (...) {  // no memory for the books
+  } catch (...) {  // no memory for the job
     work_on(*entry);
   }
 }
 
-// A read's piece is over then, a write's waits for its device.
+// Does the work of one piece. A read is over after it; a write joins the queue of its device.
 void IoEngine::work_on(InFlight& entry) {
   const TicketPtr ticket = entry.ticket;
   const bool write = entry.piece.op == Op::kWrite;
@@ -434,7 +294,7 @@ void IoEngine::work_on(InFlight& entry) {
     entry.work->look_at(entry.whole);
     entry.work.reset();
     if (write) {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       queues_[entry.piece.queue].of(*ticket).push_back(std::move(entry));
       if (ticket->cancelled()) fail_the_waiting(finished);
       start_waiting(finished);
@@ -442,19 +302,20 @@ void IoEngine::work_on(InFlight& entry) {
   } catch (...) {
     error = std::current_exception();
   }
-  tell(finished);
+  end_parts(finished);
   if (!write || error) {
-    entry.memory.reset();  // who waits for the ticket finds it free
+    entry.memory.reset();  // free before the ticket's waiter runs
+    discharge(1);
     ticket->part_done(error);
   }
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   --worked_on_;
   idle_.notify_all();
 }
 
-// Somebody waits for `ticket`: its pieces pass those that nobody waits for.
+// Moves the waiting pieces of `ticket` in front of those that no thread waits for.
 void IoEngine::hurry(const Ticket* ticket) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   for (Queue& queue : queues_) {
     const auto moved = std::stable_partition(queue.others.begin(), queue.others.end(),
                                              [ticket](const InFlight& entry) { return entry.ticket.get() != ticket; });
@@ -467,18 +328,18 @@ void IoEngine::cancel(const TicketPtr& ticket) {
   ticket->cancel();
   Finished finished;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     fail_the_waiting(finished);
   }
-  tell(finished);
+  end_parts(finished);
   idle_.notify_all();
 }
 
-// Ends what waits and is not to start: cancelled, or on a hung device. The lock is held.
+// Ends the waiting pieces that must not start: cancelled, or on a hung device.
 void IoEngine::fail_the_waiting(Finished& finished) {
   for (Queue& queue : queues_)
     for (auto* waiting : {&queue.awaited, &queue.others}) {
-      const auto kept = std::stable_partition(waiting->begin(), waiting->end(), [&](const InFlight& entry) {
+      const auto kept = std::stable_partition(waiting->begin(), waiting->end(), [&](const InFlight& entry) INFINITY_REQUIRES(mutex_) {
         return !entry.ticket->cancelled() && !files_[entry.piece.file].hung && !broken_;
       });
       for (auto entry = kept; entry != waiting->end(); ++entry) finished.push_back(failed(*entry));
@@ -486,7 +347,7 @@ void IoEngine::fail_the_waiting(Finished& finished) {
     }
 }
 
-// The end of a piece that is not to start.
+// The result of a piece that must not start.
 IoEngine::Part IoEngine::failed(const InFlight& entry) const {
   const File& file = files_[entry.piece.file];
   if (broken_) return {entry.ticket, broken_};
@@ -495,7 +356,7 @@ IoEngine::Part IoEngine::failed(const InFlight& entry) const {
           std::make_exception_ptr(StorageError(ECANCELED, file.path, describe(entry.piece, file) + " was cancelled")), true};
 }
 
-// Fills the free slots of every device. The lock is held.
+// Starts waiting pieces in the free slots of every device.
 void IoEngine::start_waiting(Finished& finished) {
   if (troubled_) fail_the_waiting(finished);
   try {
@@ -520,14 +381,15 @@ void IoEngine::start_waiting(Finished& finished) {
   }
 }
 
-// The piece is over: another of its device takes its place. The lock is held.
+// Frees the slot of a piece that is over, for another one of its device.
 void IoEngine::free_slot(std::uint32_t id) {
   --queues_[slots_[id].piece.queue].in_flight;
   slots_[id] = InFlight{};
   free_slots_.push_back(id);
 }
 
-// The kernel refused to serve: nothing that was started can be known to end, and nothing more is. The lock is held.
+// Gives everything up after the backend failed: it is unknown whether started pieces end, and none
+// starts.
 void IoEngine::break_down(const std::exception_ptr& error, Finished& finished) {
   if (!broken_) broken_ = error;
   troubled_ = true;
@@ -536,15 +398,23 @@ void IoEngine::break_down(const std::exception_ptr& error, Finished& finished) {
   fail_the_waiting(finished);
 }
 
-// Outside the lock: what follows a ticket may submit again.
-void IoEngine::tell(Finished& finished) {
+// Ends parts of tickets. Without the mutex: a ticket's callbacks may submit again.
+void IoEngine::end_parts(Finished& finished) {
+  if (finished.empty()) return;
+  discharge(static_cast<std::size_t>(std::count_if(finished.begin(), finished.end(), [](const Part& part) { return !part.arrived; })));
   for (Part& part : finished) {
     if (part.arrived)
-      have_worked_on(std::move(part.arrived));
+      queue_work(std::move(part.arrived));
     else
-      part.cancelled ? part.ticket->part_cancelled(part.error) : part.ticket->part_done(part.error);
+      end_part(part.ticket, part.error, part.cancelled);
   }
   finished.clear();
+}
+
+// Counts pieces as over. Called before their tickets finish, because a waiter may submit at once.
+void IoEngine::discharge(std::size_t pieces) {
+  Lock lock(mutex_);
+  pieces_ -= pieces;
 }
 
 void IoEngine::run() {
@@ -553,11 +423,11 @@ void IoEngine::run() {
     serve(finished);
   } catch (...) {
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       break_down(std::current_exception(), finished);
     }
-    tell(finished);
-    std::lock_guard<std::mutex> lock(mutex_);
+    end_parts(finished);
+    Lock lock(mutex_);
     completing_ = false;
     idle_.notify_all();
   }
@@ -570,7 +440,7 @@ void IoEngine::serve(Finished& finished) {
     results.clear();
     backend_->wait(results, tick());
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       const auto now = std::chrono::steady_clock::now();
       clock_ += std::min(2 * tick(), std::chrono::duration<double>(now - last).count());
       last = now;
@@ -581,9 +451,9 @@ void IoEngine::serve(Finished& finished) {
       completing_ = !finished.empty();
     }
     if (!finished.empty()) {
-      tell(finished);
+      end_parts(finished);
       {
-        std::lock_guard<std::mutex> lock(mutex_);
+        Lock lock(mutex_);
         completing_ = false;
       }
       idle_.notify_all();
@@ -591,10 +461,11 @@ void IoEngine::serve(Finished& finished) {
   }
 }
 
-// Reads one result. Either the piece is over (then its ticket goes to `finished`) or its rest starts again.
+// Reads one result. Either the piece is over, and goes to `finished`, or its rest goes back to the
+// queue.
 void IoEngine::complete(const PieceResult& result, Finished& finished) {
   InFlight& entry = slots_[result.id];
-  if (entry.given_up) {  // it did answer, too late
+  if (entry.given_up) {  // the device answered after the timeout
     --given_up_;
     entry = InFlight{};
     free_slots_.push_back(result.id);
@@ -611,7 +482,7 @@ void IoEngine::complete(const PieceResult& result, Finished& finished) {
   } else if (result.result < 0) {
     error = std::make_exception_ptr(StorageError(static_cast<int>(-result.result), file.path, where()));
   } else if (static_cast<std::size_t>(result.result) < piece.nbytes) {
-    // O_DIRECT continues at block boundaries, so a part of a block counts as not moved.
+    // O_DIRECT continues at block boundaries, so a partial block counts as not moved.
     const std::size_t moved = round_down(static_cast<std::size_t>(result.result), kBlockNbytes);
     entry.stalled = moved ? 0 : entry.stalled + 1;
     count(piece.op, 0, moved);
@@ -643,7 +514,7 @@ void IoEngine::give_up_on_the_hung(Finished& finished) {
   if (clock_ < next_look_) return;
   next_look_ = clock_ + tick();
   const std::vector<std::uint32_t> queued = backend_->queued();
-  for (const std::uint32_t id : queued) slots_[id].started = next_look_;  // it reaches the kernel then, at the earliest
+  for (const std::uint32_t id : queued) slots_[id].started = next_look_;  // it cannot reach the kernel earlier
   std::vector<std::uint32_t> late;
   for (std::uint32_t id = 0; id < slots_.size(); ++id)
     if (slots_[id].ticket && clock_ - slots_[id].started >= options_.timeout_seconds) {
@@ -651,7 +522,8 @@ void IoEngine::give_up_on_the_hung(Finished& finished) {
       late.push_back(id);
     }
   if (late.empty()) return;
-  // First what would only hang as well, then what does: others take its place.
+  // First the queued pieces, which would hang too; then the late ones. Other pieces take their
+  // slots.
   for (const std::uint32_t id : queued) {
     InFlight& entry = slots_[id];
     if (!files_[entry.piece.file].hung || !backend_->take_back(id)) continue;
@@ -662,7 +534,8 @@ void IoEngine::give_up_on_the_hung(Finished& finished) {
   for (const std::uint32_t id : late) give_up(id, hung_error(slots_[id].piece), finished);
 }
 
-// Tells the ticket. The slot stays taken until the device answers after all; another takes its place.
+// Fails the ticket of a late piece. Its slot stays in use until the device answers; a new slot
+// replaces it.
 void IoEngine::give_up(std::uint32_t id, std::exception_ptr error, Finished& finished) {
   InFlight& entry = slots_[id];
   finished.push_back({std::move(entry.ticket), std::move(error)});

@@ -1,18 +1,40 @@
-// IoEngine: moves spans between memory and files, many pieces in flight, each result read.
+// IoEngine: moves spans between memory and files, with many pieces in flight, and reads each
+// result.
 //
-//   request   what a caller asks for: one span, one place in one file
-//   piece     at most `block_nbytes` of a request; what a backend moves
-//   queue     the pieces of one device: up to `depth` of them in flight, the others wait there, those of a ticket that somebody waits
-//             for before those of others. So a slow or hung device delays what it has to move, and nothing else
-//   ticket    the completion of all requests of one call
-//   memory    of a request: kept by it until the transfer is over, whatever becomes of its ticket
-//   work      on a request's bytes (their checksums): done on each piece by threads of the engine's own, when a read's has arrived and
-//             before a write's sets out. A piece is over, for its ticket, when both are
-//   hung      a device that has not answered for `timeout_seconds`: the transfer's ticket fails, and so does every
-//             later one on that file. The device may still write its memory, which is therefore never given back
+//   request   one span and one place in one file
+//   piece     at most `block_nbytes` of a request; the unit that a backend moves
+//   queue     the pieces of one device: up to `depth` of them in flight, the others waiting. Pieces
+//             whose ticket is awaited start first. A slow or hung device delays its own pieces
+//             alone
+//   ticket    the completion of all requests of one submission
+//   memory    kept by a request until its transfer has ended, even if the ticket is dropped
+//   work      on a request's bytes (their checksums), done per piece by the engine's own threads:
+//             after a read has arrived, or before a write starts. The piece ends when both are done
+//   hung      a device that has not answered for `timeout_seconds`. The transfer's ticket fails,
+//             and so does every later one on that file. The device may still write to the memory,
+//             which is never freed
 //
-// Results: negative is an error, short is continued from where it stopped, zero inside an extent is corruption (the
-// file is shorter than it was made). Pieces beyond `depth` start as others finish: a disk never drains between requests.
+// Results: a negative one is an error, a short one continues where it stopped, zero inside a file
+// is corruption (the file is shorter than it was made). Waiting pieces start as others end, so a
+// disk never idles between requests.
+//
+// Limit: at most `max_pieces` are submitted and not over; `submit` refuses more with UsageError. It
+// does not block: the thread that waits could be the one that ends what the pieces ahead wait for
+// (an `after` that Python completes, or a submission from a completion). Callers bound their own
+// windows far below.
+//
+// Thread safety: every member function may be called from any thread, `shut_down` and the
+// destructor only while no other thread uses the engine. In a forked child only `is_ours` and the
+// destructor's guard in the bindings are valid. Completions (`Ticket::on_done`) run on the engine's
+// threads without its mutex: they may submit, cancel or drop files.
+// `mutex_` guards the members marked so. The backend is called with `mutex_` held, except for
+// `wait`.
+// Lock order: Extent -> Ticket -> DirectReader -> IoEngine -> Backend. `Ticket::hurry` calls the
+// engine with the ticket's mutex held, so the engine ends tickets, and hurries them, without its
+// own.
+// Ownership: the engine owns its files' descriptors, its backend and its threads. A transfer in
+// flight owns a share of its file, its memory and its ticket. The engine has to outlive its
+// unfinished tickets.
 #pragma once
 
 #include <unistd.h>
@@ -24,13 +46,14 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/thread_safety.h"
 #include "base/work_queue.h"
 #include "io/backend.h"
+#include "io/files.h"
 #include "io/ticket.h"
 
 namespace infinity {
@@ -39,8 +62,8 @@ class PieceWork {
  public:
   virtual ~PieceWork() = default;
 
-  // Looks at a part of the request's span. Called once for each piece, in any order, by several threads at once. Throws what the ticket
-  // is to fail with.
+  // Reads one part of the request's span. Called once per piece, in any order, by several threads
+  // at once. What it throws becomes the ticket's error.
   virtual void look_at(Span piece) = 0;
 };
 
@@ -49,21 +72,19 @@ struct Request {
   int file;
   std::uint64_t offset;
   Span span;
-  std::shared_ptr<void> memory = nullptr;  // what the span lies in; null: the caller sees to it
+  std::shared_ptr<void> memory = nullptr;  // that the span is in; null: the caller keeps it valid
   std::shared_ptr<PieceWork> work = nullptr;
 };
 
 struct IoOptions {
-  std::string kind = "auto";  // auto, uring, threads or instant
-  unsigned depth = 64;  // of each device
+  std::string kind = "auto";  // auto, uring or threads
+  unsigned depth = 64;  // pieces in flight per device
   std::size_t block_nbytes = 1024 * 1024;
-  int threads = 8;  // of the thread backend, for each device
-  int work_threads = 1;  // at most, for all devices; those that there is no work for are never started
+  int threads = 8;       // of the thread backend, per device
+  int work_threads = 1;  // upper bound over all devices; started on demand
   double timeout_seconds = 120;
-  bool inject_faults = false;
-  FaultPlan faults;
-  std::vector<DiskModel> models;  // disks that are played
-  std::string clocks;             // the file that they have in common
+  std::size_t max_pieces = std::size_t{1} << 22;  // submitted and not over
+  std::shared_ptr<const BackendLayer> layer = nullptr;  // chooses the backend; null: the engine does
 };
 
 struct IoTotals {
@@ -78,56 +99,60 @@ class IoEngine {
   IoEngine(const IoEngine&) = delete;
   IoEngine& operator=(const IoEngine&) = delete;
 
-  // Waits for what is in flight, then closes the files, whoever still holds this object: what has no name is gone then. A second call
-  // does nothing; a submission raises UsageError. Not beside one: who shuts down owns the engine.
+  // Waits for all transfers, then closes the files, even if others still hold this object. Unnamed
+  // files are gone then. A second call does nothing; later submissions throw UsageError.
   void shut_down();
 
-  // Creates `path` with mode 0600 and reserves `nbytes` on its file system, so that no later write can meet
-  // ENOSPC. O_DIRECT where the file system has it. Returns the file's index. Throws StorageError.
+  // Creates and opens a file as create_named_file does (io/files.h). Returns its index.
   int create_file(const std::string& path, std::uint64_t nbytes);
 
-  // The same without a name: nobody can find the file in `folder`, open or remove it, and its space is free as soon as this
-  // process ends, however it does. Messages about it name `folder`.
+  // Creates and opens a file without a name, as create_unnamed_file does. Returns its index.
   int create_swap_file(const std::string& folder, std::uint64_t nbytes);
 
-  // Closes a file once all that was begun of it is over: a swap file's space is free then, or soon after. What has not begun, and waits for
-  // something else, is cancelled; no transfer is accepted. Its index stays taken. Done twice it is done once. `behind`: by a thread of its own,
-  // for a file system takes long to free the space of a large file; else, where nothing was begun, before this returns.
+  // Closes the file after its running transfers complete; idempotent. Transfers that wait for an
+  // `after` are cancelled, later ones are refused, and the index is not used again. `behind`: a
+  // thread of its own closes it, because a file system takes long to free a large file. Otherwise
+  // an idle file is closed on return.
   void drop_file(int index, bool behind = true);
 
-  // The files that have not been dropped.
+  // The indices of the files that have not been dropped.
   std::vector<int> open_files() const;
 
-  // Opens `path`, which is there already, O_DIRECT where possible; to read only where that is all it allows. Returns the file's index. Throws StorageError.
+  // Opens an existing file as open_existing_file does. Returns its index.
   int open_file(const std::string& path);
 
-  // Tells the backend the files made so far and the staging memory. Call while nothing is in flight.
+  // Registers the open files and the staging memory with the backend. Precondition: nothing is in
+  // flight.
   void register_files_and_buffers(const std::vector<Span>& buffers);
 
-  // Starts the requests, at once or when `after` has finished without error. Addresses, offsets and lengths are
-  // multiples of 4096. Memory that a request does not hold itself stays valid until the ticket has finished.
+  // Starts the requests, at once or when `after` has finished without error. Addresses, offsets and
+  // lengths are multiples of 4096. Memory that a request does not hold has to stay valid until the
+  // ticket has finished. Never blocks on a transfer. Throws UsageError, with nothing started, for a
+  // request that `validate` refuses or beyond `max_pieces`.
   TicketPtr submit(const std::vector<Request>& requests, const TicketPtr& after = nullptr);
 
-  // Takes back what of `ticket` has not started, also behind an `after`; the ticket then fails with ECANCELED, or with
-  // what went wrong with the rest. What has started finishes.
+  // Cancels the pieces of `ticket` that have not started, also those that wait for an `after`.
+  // Started pieces finish. The ticket then fails with ECANCELED, or with the error of a started
+  // piece.
   void cancel(const TicketPtr& ticket);
 
-  // Throws UsageError, with the numbers, for a request that `submit` would refuse.
+  // Throws UsageError, with the numbers, if the request is outside its file or not aligned.
   void validate(const Request& request) const;
 
-  // False in a forked child, which has neither the threads nor a ring of its own.
+  // False in a forked child, which has none of the threads.
   bool is_ours() const { return getpid() == process_; }
 
-  // The path of a file whose device did not answer in time, or of any where the backend failed: what it may still write to is never given
-  // back. Else empty.
+  // The path of a file whose device timed out, or of any file if the backend failed. Otherwise
+  // empty. The memory of such transfers is never freed.
   std::string hung() const;
 
   const char* backend_name() const { return backend_name_; }
   std::vector<std::string> notes() const {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     return notes_;
   }
-  const File& file(int index) const;
+  // A copy, which keeps the file open. Throws UsageError for an index that does not exist.
+  File file(int index) const;
   IoTotals totals(Op op) const;
 
  private:
@@ -137,12 +162,12 @@ class IoEngine {
     std::shared_ptr<void> memory;
     std::shared_ptr<PieceWork> work;
     std::shared_ptr<OpenFile> open;
-    Span whole;  // of which `piece` is what has not been moved yet
+    Span whole;  // `piece` is the rest of it that has not been moved
     int stalled = 0;       // results in a row that moved nothing usable
-    double started = 0;    // by clock_; reached the kernel, or may have
-    bool given_up = false;  // its ticket was told; the slot waits for the device
+    double started = 0;    // by clock_; the time at which it may have reached the kernel
+    bool given_up = false;  // its ticket has failed; the slot waits for the device
   };
-  struct Part {  // of a ticket that is over, or that has arrived and is to be worked on
+  struct Part {  // a piece that is over, or a read that has arrived and needs its work done
     TicketPtr ticket;
     std::exception_ptr error;
     bool cancelled = false;
@@ -156,58 +181,62 @@ class IoEngine {
     std::deque<InFlight>& of(const Ticket& ticket) { return ticket.hurried() ? awaited : others; }
   };
 
-  void check(const Request& request) const;
-  int add(File file);
-  int queue_of(const std::string& device);
-  void hurry(const Ticket* ticket);
-  bool is_idle() const;
-  void free_slot(std::uint32_t id);
-  int add_empty(File file, std::uint64_t nbytes);
-  void enqueue(const std::vector<Request>& requests, const TicketPtr& ticket);
-  void start_waiting(Finished& finished);
-  void run();
-  void serve(Finished& finished);
-  void tell(Finished& finished);
-  void have_worked_on(std::shared_ptr<InFlight> entry);
-  void work_on(InFlight& entry);
-  void fail_the_waiting(Finished& finished);
-  Part failed(const InFlight& entry) const;
-  void break_down(const std::exception_ptr& error, Finished& finished);
-  void complete(const PieceResult& result, Finished& finished);
-  void give_up_on_the_hung(Finished& finished);
-  void give_up(std::uint32_t id, std::exception_ptr error, Finished& finished);
-  double tick() const { return std::min(5.0, options_.timeout_seconds / 8); }  // between looks for hung devices
-  std::exception_ptr hung_error(const Piece& piece) const;
-  void count(Op op, int change, std::size_t nbytes);
+  void check(const Request& request) const INFINITY_REQUIRES(mutex_);
+  int add(File file) INFINITY_EXCLUDES(mutex_);
+  int queue_of(const std::string& device) INFINITY_REQUIRES(mutex_);
+  void hurry(const Ticket* ticket) INFINITY_EXCLUDES(mutex_);
+  bool is_idle() const INFINITY_REQUIRES(mutex_);
+  void free_slot(std::uint32_t id) INFINITY_REQUIRES(mutex_);
+  void enqueue(const std::vector<Request>& requests, const TicketPtr& ticket) INFINITY_EXCLUDES(mutex_);
+  void start_waiting(Finished& finished) INFINITY_REQUIRES(mutex_);
+  void run() INFINITY_EXCLUDES(mutex_);
+  void serve(Finished& finished) INFINITY_EXCLUDES(mutex_);
+  void end_parts(Finished& finished) INFINITY_EXCLUDES(mutex_);
+  void discharge(std::size_t pieces) INFINITY_EXCLUDES(mutex_);
+  void queue_work(std::shared_ptr<InFlight> entry) INFINITY_EXCLUDES(mutex_);
+  void work_on(InFlight& entry) INFINITY_EXCLUDES(mutex_);
+  void fail_the_waiting(Finished& finished) INFINITY_REQUIRES(mutex_);
+  Part failed(const InFlight& entry) const INFINITY_REQUIRES(mutex_);
+  void break_down(const std::exception_ptr& error, Finished& finished) INFINITY_REQUIRES(mutex_);
+  void complete(const PieceResult& result, Finished& finished) INFINITY_REQUIRES(mutex_);
+  void give_up_on_the_hung(Finished& finished) INFINITY_REQUIRES(mutex_);
+  void give_up(std::uint32_t id, std::exception_ptr error, Finished& finished) INFINITY_REQUIRES(mutex_);
+  double tick() const { return std::min(5.0, options_.timeout_seconds / 8); }  // between checks for hung devices
+  std::exception_ptr hung_error(const Piece& piece) const INFINITY_REQUIRES(mutex_);
+  void count(Op op, int change, std::size_t nbytes) INFINITY_REQUIRES(mutex_);
 
   const IoOptions options_;
   const int process_ = getpid();
   std::unique_ptr<Backend> backend_;
   const char* backend_name_ = "";
-  std::vector<std::string> notes_;
 
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   std::condition_variable idle_;
-  std::deque<File> files_;  // its references stay valid as files are added
-  std::deque<Queue> queues_;
-  std::deque<InFlight> slots_;  // grows by one for each that is given up, so that other disks go on
-  std::vector<std::uint32_t> free_slots_;
-  std::size_t dependent_ = 0;  // submissions that wait for their `after`
-  std::size_t worked_on_ = 0;  // pieces
-  double clock_ = 0;          // seconds in which this process ran: one that was stopped must not blame the device
-  double next_look_ = 0;      // by clock_
-  std::size_t given_up_ = 0;  // slots that wait for a hung device
-  bool troubled_ = false;     // a device is hung, or broken_: what waits is looked through
-  std::exception_ptr broken_;  // why the backend cannot serve any longer
-  bool completing_ = false;   // tickets are being told outside the lock: what follows them may submit
-  bool stopping_ = false;
+  std::vector<std::string> notes_ INFINITY_GUARDED_BY(mutex_);
+  std::deque<File> files_ INFINITY_GUARDED_BY(mutex_);
+  std::deque<Queue> queues_ INFINITY_GUARDED_BY(mutex_);
+  // A deque: a backend keeps addresses in it. It grows by one slot for each piece that was given
+  // up, so that other disks go on.
+  std::deque<InFlight> slots_ INFINITY_GUARDED_BY(mutex_);
+  std::vector<std::uint32_t> free_slots_ INFINITY_GUARDED_BY(mutex_);
+  std::size_t pieces_ INFINITY_GUARDED_BY(mutex_) = 0;     // submitted and not over
+  std::size_t dependent_ INFINITY_GUARDED_BY(mutex_) = 0;  // submissions that wait for their `after`
+  std::size_t worked_on_ INFINITY_GUARDED_BY(mutex_) = 0;  // pieces
+  // Seconds in which this process ran: after a SIGSTOP, the device must not be blamed for them.
+  double clock_ INFINITY_GUARDED_BY(mutex_) = 0;
+  double next_look_ INFINITY_GUARDED_BY(mutex_) = 0;      // by clock_
+  std::size_t given_up_ INFINITY_GUARDED_BY(mutex_) = 0;  // slots that wait for a hung device
+  bool troubled_ INFINITY_GUARDED_BY(mutex_) = false;     // a device is hung, or broken_ is set
+  std::exception_ptr broken_ INFINITY_GUARDED_BY(mutex_);  // why the backend cannot be used any longer
+  bool completing_ INFINITY_GUARDED_BY(mutex_) = false;    // tickets end outside the lock and may submit
+  bool stopping_ INFINITY_GUARDED_BY(mutex_) = false;
 
   struct Meter {
     IoTotals totals;
     int active = 0;
     std::chrono::steady_clock::time_point since;
   };
-  std::array<Meter, 2> meters_;
+  std::array<Meter, 2> meters_ INFINITY_GUARDED_BY(mutex_);
   WorkQueue works_;
   std::thread completion_thread_;
 };

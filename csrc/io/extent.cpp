@@ -30,7 +30,7 @@ std::vector<Request> Extent::requests(Op op, std::size_t at, Span span, const st
   check(at, span.nbytes);
   std::vector<Request> found;
   std::size_t done = 0;
-  do {  // nothing is a request too, for the engine to refuse
+  do {  // an empty span is one request, which the engine refuses
     const Volume::Place place = volume_->place(offset_ + at + done, span.nbytes - done);
     found.push_back({op, place.file, place.offset, {span.data + done, place.nbytes}, memory});
     done += place.nbytes;
@@ -39,8 +39,9 @@ std::vector<Request> Extent::requests(Op op, std::size_t at, Span span, const st
 }
 
 std::vector<TicketPtr> Extent::writes_over(std::size_t at, std::size_t nbytes) const {
-  std::lock_guard<std::mutex> lock(books_->mutex);
-  auto& writes = books_->under_way;
+  Books& books = *books_;
+  Lock lock(books.mutex);
+  auto& writes = books.under_way;
   writes.erase(std::remove_if(writes.begin(), writes.end(), [](const Write& write) { return write.ticket->succeeded(); }),
                writes.end());
   std::vector<TicketPtr> found;
@@ -49,7 +50,8 @@ std::vector<TicketPtr> Extent::writes_over(std::size_t at, std::size_t nbytes) c
   return found;
 }
 
-// The checksums of one transfer's blocks. What arrives of a block adds its part of the sum, whose last part makes it known.
+// The checksums of one transfer's blocks. Each piece adds its share of a block's sum; the last one
+// completes it.
 class Extent::BlockSums : public PieceWork {
  public:
   BlockSums(const Extent& extent, Op op, std::size_t at, Span span, const IoEngine& engine)
@@ -88,7 +90,7 @@ class Extent::BlockSums : public PieceWork {
   const Op op_;
   const std::size_t at_;
   const Span span_;
-  const IoEngine& engine_;  // which waits for this
+  const IoEngine& engine_;  // outlives its work
   std::vector<Block> blocks_;
 };
 
@@ -110,8 +112,9 @@ TicketPtr Extent::settled(std::size_t at, std::size_t nbytes, const TicketPtr& a
 
 bool Extent::written(std::size_t at, std::size_t nbytes) const {
   check(at, nbytes);
-  std::lock_guard<std::mutex> lock(books_->mutex);
-  const std::vector<bool>& sent = books_->sent;
+  Books& books = *books_;
+  Lock lock(books.mutex);
+  const std::vector<bool>& sent = books.sent;
   const auto first = static_cast<std::ptrdiff_t>(at / kChecksumNbytes);
   const auto last = first + static_cast<std::ptrdiff_t>(checksum_count(nbytes));
   return last <= static_cast<std::ptrdiff_t>(sent.size()) &&
@@ -125,19 +128,20 @@ TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span, const std::
     for (Request& each : wanted) each.work = sums;
   }
   std::vector<TicketPtr> before = writes_over(at, span.nbytes);
-  // One that failed is made good by this one.
+  // A failed write is repaired by this one.
   before.erase(std::remove_if(before.begin(), before.end(), [](const TicketPtr& ticket) { return ticket->done(); }),
                before.end());
   const TicketPtr ticket = engine.submit(wanted, joined(before));
-  std::lock_guard<std::mutex> lock(books_->mutex);
-  auto& writes = books_->under_way;
+  Books& books = *books_;
+  Lock lock(books.mutex);
+  auto& writes = books.under_way;
   const auto made_good = [&](const Write& write) {
     return write.ticket->done() && at <= write.at && write.at + write.nbytes <= at + span.nbytes;
   };
   writes.erase(std::remove_if(writes.begin(), writes.end(), made_good), writes.end());
   writes.push_back({at, span.nbytes, ticket});
   const auto first = static_cast<std::ptrdiff_t>(at / kChecksumNbytes);
-  std::vector<bool>& sent = books_->sent;
+  std::vector<bool>& sent = books.sent;
   sent.resize(checksum_count(nbytes_));
   std::fill_n(sent.begin() + first, checksum_count(span.nbytes), true);
   return ticket;
@@ -167,7 +171,8 @@ void Extent::verify_sums(std::size_t at, const std::vector<std::uint32_t>& found
   for (std::size_t i = 0; i < found.size(); ++i) hold(at / kChecksumNbytes + i, found[i], engine);
 }
 
-// Holds the sum of a block that was read against the one that was written. Throws CorruptionError.
+// Compares the checksum of a block that was read with the one that was written. Throws
+// CorruptionError.
 void Extent::hold(std::size_t block, std::uint32_t found, const IoEngine& engine) const {
   const std::uint32_t expected = books_->checksums[block];
   if (found == expected) return;
@@ -177,7 +182,8 @@ void Extent::hold(std::size_t block, std::uint32_t found, const IoEngine& engine
                                "checkpoint, on another disk if it happens again"));
 }
 
-// "/scratch/a at offset 4096": both, where the checksum block at byte `at` ends in another stripe than it begins in.
+// "/scratch/a at offset 4096", of the checksum block at byte `at`: two places if it crosses a
+// stripe.
 std::string Extent::where(const IoEngine& engine, std::size_t at) const {
   std::string found;
   const std::size_t end = std::min(nbytes_, at + kChecksumNbytes);

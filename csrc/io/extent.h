@@ -1,23 +1,34 @@
-// Extent: the home of one flat array, in memory or on disk, with a checksum per block and a version.
+// Extent: the home of one flat array, in memory or on disk, with a checksum per block and a
+// version.
 //
 //   volume      what an extent on disk is a range of: one file, or several in stripes
-//   version     the step that wrote the bytes; several extents of one array may carry different ones later
-//   checksums   of extents on disk only, one CRC-32C per kChecksumNbytes, kept in memory: what the disk returns is
-//               held against what was sent, so a lost, stale, torn or flipped block is met at the next read. Taken and verified piece by
-//               piece by the engine's threads for work, of a write before it sets out and of a read as it arrives. Those of a file that
-//               somebody else wrote are not known before it is read: a read takes them then, as a write does
-//   under way   writes that are not over yet, or failed. What overlaps one starts when it is over, whoever still has its
-//               ticket: the disk may do two transfers of one place in either order. A read behind a failed one fails too
+//   version     the step that wrote the bytes; extents of one array may have different ones
+//   checksums   of extents on disk: one CRC-32C per kChecksumNbytes, kept in memory, so that the
+//               next read finds a lost, stale, torn or flipped block. The engine's work threads
+//               compute them, before a write starts and after a read has arrived. Those of a file
+//               that other software wrote are unknown: the first read records them, as a write does
+//   under way   writes that have not finished, or have failed. A transfer that overlaps one starts
+//               after it, because a disk may reorder two transfers of one place. A read after a
+//               failed one fails too
+//
+// Thread safety: copies of an extent share their books, and count as one extent here. Const
+// functions may be called from any thread. `write`, `remember` and `set_version` of overlapping
+// bytes come from one thread at a time. `Books::mutex` guards the writes under way and the record
+// of sent blocks; the checksums of a block belong to the transfer that is under way there, and the
+// version is atomic.
+// Lock order: Books::mutex -> Ticket. See io/engine.h for the rest.
+// Ownership: an extent shares the memory, the volume and the books with its copies and its
+// transfers. The engine of a transfer has to outlive it.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "base/span.h"
+#include "base/thread_safety.h"
 #include "io/engine.h"
 #include "io/volume.h"
 
@@ -25,7 +36,7 @@ namespace infinity {
 
 class Extent {
  public:
-  // `owner` keeps the memory for as long as anything refers to the extent.
+  // `owner` keeps the memory valid; the extent and its copies hold it.
   static Extent in_memory(Span span, std::shared_ptr<void> owner = nullptr) {
     Extent extent;
     extent.memory_ = span;
@@ -33,13 +44,13 @@ class Extent {
     extent.owner_ = std::move(owner);
     return extent;
   }
-  // An extent on disk starts as zeros: what reserved space reads as before its first write.
+  // An extent on disk starts as zeros, which is what reserved space reads as.
   static Extent in_file(int file, std::uint64_t offset, std::size_t nbytes) { return in_volume(Volume::of(file), offset, nbytes); }
-  // Bytes that somebody else wrote: reading them takes their checksums.
+  // Bytes that other software wrote: the first read records their checksums.
   static Extent unknown(int file, std::uint64_t offset, std::size_t nbytes);
   static Extent in_volume(std::shared_ptr<const Volume> volume, std::uint64_t offset, std::size_t nbytes);
 
-  // Bytes of an extent in memory, which they keep too.
+  // A range of an extent in memory, which shares the owner.
   Extent part(std::size_t at, std::size_t nbytes) const { return in_memory({memory_.data + at, nbytes}, owner_); }
 
   bool is_file() const { return volume_ != nullptr; }
@@ -47,33 +58,36 @@ class Extent {
   std::uint64_t offset() const { return offset_; }
   std::byte* memory() const { return memory_.data; }
 
-  // What moves `span` to or from byte `at`: one request for each stripe.
+  // The requests that move `span` to or from byte `at`: one for each stripe.
   std::vector<Request> requests(Op op, std::size_t at, Span span, const std::shared_ptr<void>& memory = nullptr) const;
 
-  // Reads or writes `span` once the writes under way that overlap it, and `after`, are over without error. Unless `checksum` is false, a
-  // read's ticket fails with CorruptionError where the bytes are not those last written there, and a write, whose bytes must be there
-  // already, has their checksums remembered, as a read has of an extent whose bytes are unknown.
+  // Reads or writes `span` after the overlapping writes under way, and `after`, have finished
+  // without error. Unless `checksum` is false, a read fails with CorruptionError if the bytes are
+  // not those last written, and a write records their checksums: its bytes have to be final at the
+  // call.
   TicketPtr read(IoEngine& engine, std::size_t at, Span span, const TicketPtr& after = nullptr,
                  const std::shared_ptr<void>& memory = nullptr, bool checksum = true) const;
   TicketPtr write(IoEngine& engine, std::size_t at, Span span, const std::shared_ptr<void>& memory = nullptr,
                   bool checksum = true);
 
-  // The writes under way, as one ticket; null when there are none.
+  // The writes under way, as one ticket; null if there are none.
   TicketPtr writes_under_way() const { return joined(writes_over(0, nbytes_)); }
 
-  // The writes under way that overlap these bytes, and `after` (null: nothing), as one ticket; null when there are none.
+  // The writes under way that overlap these bytes, and `after` if it is not null, as one ticket;
+  // null if there are none.
   TicketPtr settled(std::size_t at, std::size_t nbytes, const TicketPtr& after) const;
 
-  // Whether something was sent to each of these bytes since the space for them was reserved.
+  // True if every one of these bytes was written, or is being written, since its space was
+  // reserved.
   bool written(std::size_t at, std::size_t nbytes) const;
-  // The checksum of the first `nbytes`, whole blocks or all, joined from those of the blocks.
+  // The checksum of the first `nbytes` (whole blocks, or all), combined from those of the blocks.
   std::uint32_t checksum(std::size_t nbytes) const;
 
-  // Keeps the checksums of bytes about to be written at `at` (a multiple of kChecksumNbytes).
+  // Records the checksums of bytes about to be written at `at` (a multiple of kChecksumNbytes).
   void remember(std::size_t at, Span span);
-  // Throws CorruptionError when bytes read at `at` are not those last written there.
+  // Throws CorruptionError if bytes read at `at` are not those last written there.
   void verify(std::size_t at, Span span, const IoEngine& engine) const;
-  // The same of checksums that were taken elsewhere: one per kChecksumNbytes.
+  // As verify, with checksums that were computed elsewhere: one per kChecksumNbytes.
   void verify_sums(std::size_t at, const std::vector<std::uint32_t>& found, const IoEngine& engine) const;
 
   std::uint64_t version() const { return books_->version; }
@@ -84,12 +98,12 @@ class Extent {
     std::size_t at, nbytes;
     TicketPtr ticket;
   };
-  struct Books {  // apart: transfers under way keep them
+  struct Books {  // on the heap: transfers under way hold them
     std::vector<std::uint32_t> checksums;
     std::atomic<std::uint64_t> version{0};
-    std::mutex mutex;
-    std::vector<Write> under_way;
-    std::vector<bool> sent;  // by checksum block: something was
+    Mutex mutex;
+    std::vector<Write> under_way INFINITY_GUARDED_BY(mutex);
+    std::vector<bool> sent INFINITY_GUARDED_BY(mutex);  // by checksum block
   };
   class BlockSums;
 

@@ -1,4 +1,5 @@
-// OpenFile: a descriptor that is closed with the last that refers to it, so that no transfer can meet another file of its number.
+// OpenFile: a descriptor that closes with its last owner, so that no running transfer can meet
+// another file with the same number. Thread-safe: it does not change but for an atomic flag.
 #pragma once
 
 #include <unistd.h>
@@ -19,7 +20,7 @@ class OpenFile {
       try {
         std::thread(close, descriptor_).detach();
         return;
-      } catch (const std::system_error&) {  // no thread is to be had
+      } catch (const std::system_error&) {  // the system refuses a thread
       }
     }
     close(descriptor_);
@@ -27,7 +28,8 @@ class OpenFile {
 
   int descriptor() const { return descriptor_; }
 
-  // Has it closed behind whoever lets go last: a file system takes long to free the space of a large file.
+  // Has a thread of its own close it after the last owner: a file system takes long to free a large
+  // file.
   void close_behind() { behind_ = true; }
 
  private:

@@ -149,7 +149,7 @@ bool SharedRow::shares(const Region& region) const { return !others_.empty() && 
 
 TicketPtr SharedRow::gather(std::uint64_t what, const std::byte* home, std::size_t nbytes, std::byte* whole,
                             double patience_seconds) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   INFINITY_REQUIRE(!closing_ && !others_.empty(), "the ranks do not know of each other's memory, or no more");
   const auto found = allocated_.find(home);
   const bool is_shared = found != allocated_.end() && !found->second.region.expired();
@@ -163,26 +163,26 @@ TicketPtr SharedRow::gather(std::uint64_t what, const std::byte* home, std::size
   jobs_.push_back({number, mine, whole, patience_seconds, std::make_shared<Ticket>(1)});
   number_ = number;
   post(number, mine);  // nothing can fail from here on
-  told_.notify_one();
+  changed_.notify_one();
   return jobs_.back().ticket;
 }
 
 std::uint32_t SharedRow::begun() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   return number_;
 }
 
 std::vector<TicketPtr> SharedRow::under_way() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   std::vector<TicketPtr> found;
   for (const Job& job : jobs_) found.push_back(job.ticket);
   return found;
 }
 
 void SharedRow::serve() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   for (;;) {
-    told_.wait(lock, [this] { return closing_ || !jobs_.empty(); });
+    changed_.wait(lock, [this]() INFINITY_REQUIRES(mutex_) { return closing_ || !jobs_.empty(); });
     if (jobs_.empty()) return;
     const Job job = jobs_.front();
     lock.unlock();
@@ -250,11 +250,11 @@ void SharedRow::close_file() {
 void SharedRow::close() {
   if (!is_ours()) return;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     if (closing_) return;
     closing_ = true;
   }
-  told_.notify_all();
+  changed_.notify_all();
   for (std::thread& thread : thread_) thread.join();
   others_.clear();
   allocated_.clear();

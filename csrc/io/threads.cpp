@@ -1,4 +1,5 @@
-// The thread backend: pread and pwrite on a few threads for each device, for kernels and containers without io_uring.
+// The thread backend: pread and pwrite on a few threads for each device, for kernels and containers
+// without io_uring.
 #include <unistd.h>
 
 #include <algorithm>
@@ -6,12 +7,12 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <thread>
 #include <unordered_map>
 
 #include "base/check.h"
 #include "base/spawn.h"
+#include "base/thread_safety.h"
 #include "io/backend.h"
 
 namespace infinity {
@@ -27,7 +28,7 @@ class ThreadsBackend final : public Backend {
 
   ~ThreadsBackend() override {
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       stopping_ = true;
     }
     for (Queue& queue : queues_) queue.queued.notify_all();
@@ -37,10 +38,11 @@ class ThreadsBackend final : public Backend {
 
   const char* name() const override { return "threads"; }
 
-  // The first device has the threads that the constructor made; so has one for which there are no more.
+  // The first device gets the constructor's threads, and so does a device for which the system
+  // refuses more.
   void add_queue(const std::string&) override {
     const bool first = queue_of_device_.empty();
-    std::unique_lock<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     Queue* queue = &queues_.front();
     if (!first) {
       Queue& added = queues_.emplace_back();
@@ -52,14 +54,14 @@ class ThreadsBackend final : public Backend {
   }
 
   void start(std::uint32_t id, const Piece& piece, int descriptor) override {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     Queue& queue = *queue_of_device_.at(piece.queue);
     queue.jobs.push_back({id, piece, descriptor});
     queue.queued.notify_one();
   }
 
   std::vector<std::uint32_t> queued() override {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     std::vector<std::uint32_t> ids;
     for (const Queue& queue : queues_)
       for (const Job& job : queue.jobs) ids.push_back(job.id);
@@ -67,7 +69,7 @@ class ThreadsBackend final : public Backend {
   }
 
   bool take_back(std::uint32_t id) override {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     for (Queue& queue : queues_) {
       const auto job = std::find_if(queue.jobs.begin(), queue.jobs.end(), [id](const Job& each) { return each.id == id; });
       if (job == queue.jobs.end()) continue;
@@ -77,9 +79,10 @@ class ThreadsBackend final : public Backend {
     return false;
   }
 
-  // Its thread may wait for ever: another takes its place, so that other files of the device go on.
+  // The piece's thread may wait for ever. Another one takes its place, so that the device's other
+  // files go on.
   void give_up(std::uint32_t id) override {
-    std::unique_lock<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     const auto running = running_.find(id);
     if (running == running_.end()) return;
     Queue& queue = *running->second;
@@ -88,7 +91,7 @@ class ThreadsBackend final : public Backend {
   }
 
   void abandon() override {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     stopping_ = true;
     for (Queue& queue : queues_) {
       queue.jobs.clear();
@@ -98,8 +101,8 @@ class ThreadsBackend final : public Backend {
   }
 
   void wait(std::vector<PieceResult>& results, double seconds) override {
-    std::unique_lock<std::mutex> lock(mutex_);
-    finished_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return woken_ || !results_.empty(); });
+    Lock lock(mutex_);
+    finished_.wait_for(lock, std::chrono::duration<double>(seconds), [this]() INFINITY_REQUIRES(mutex_) { return woken_ || !results_.empty(); });
     woken_ = false;
     results.insert(results.end(), results_.begin(), results_.end());
     results_.clear();
@@ -107,7 +110,7 @@ class ThreadsBackend final : public Backend {
 
   void wake() override {
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       woken_ = true;
     }
     finished_.notify_one();
@@ -126,7 +129,8 @@ class ThreadsBackend final : public Backend {
     std::vector<std::thread> threads;
   };
 
-  // False where the system refuses even one; with fewer than wanted, pieces wait for each other.
+  // Returns false if the system refuses even one thread. With fewer than wanted, pieces wait
+  // longer.
   bool add_threads(Queue& queue) {
     for (int i = 0; i < thread_count_; ++i)
       if (!try_spawn(queue.threads, [this, &queue] { work(queue); })) break;
@@ -134,9 +138,9 @@ class ThreadsBackend final : public Backend {
   }
 
   void work(Queue& queue) {
-    std::unique_lock<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     for (;;) {
-      queue.queued.wait(lock, [&] { return stopping_ || !queue.jobs.empty(); });
+      queue.queued.wait(lock, [&]() INFINITY_REQUIRES(mutex_) { return stopping_ || !queue.jobs.empty(); });
       if (stopping_) return;
       const Job job = queue.jobs.front();
       queue.jobs.pop_front();
@@ -155,14 +159,15 @@ class ThreadsBackend final : public Backend {
   }
 
   const int thread_count_;
-  std::mutex mutex_;
+  Mutex mutex_;
   std::condition_variable finished_;
+  // Grows in calls that the engine makes one at a time. mutex_ guards the jobs in it.
   std::deque<Queue> queues_;
-  std::vector<Queue*> queue_of_device_;
-  std::unordered_map<std::uint32_t, Queue*> running_;
-  std::vector<PieceResult> results_;
-  bool stopping_ = false;
-  bool woken_ = false;
+  std::vector<Queue*> queue_of_device_;  // likewise
+  std::unordered_map<std::uint32_t, Queue*> running_ INFINITY_GUARDED_BY(mutex_);
+  std::vector<PieceResult> results_ INFINITY_GUARDED_BY(mutex_);
+  bool stopping_ INFINITY_GUARDED_BY(mutex_) = false;
+  bool woken_ INFINITY_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace

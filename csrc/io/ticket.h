@@ -1,8 +1,18 @@
-// Ticket: the completion of one submitted group of transfers (or of one unit's update).
+// Ticket: the completion of one submitted group of transfers, or of one unit's update.
 //
-// A ticket finishes once, with or without an error, after all its parts have. Waiting for one never waits for
-// another. Work that must follow it is attached with `on_done`, so nothing has to block a thread to be in order.
-// What somebody waits for passes what nobody does yet: see `hurry`.
+// A ticket finishes once, with or without an error, after all its parts have. Waiting for one
+// ticket never waits for another. Work that must follow a ticket is attached with `on_done`: no
+// thread has to block.
+//
+// Thread safety: every member function may be called from any thread. `mutex_` guards the members
+// marked so; `cancelled_` and `hurried_` are atomic.
+// Callbacks of `on_done` run without a lock, on the thread that ends the last part, or on the
+// caller's if the ticket has finished. They may submit, but must not wait for a transfer.
+// Lock order: Extent -> Ticket -> a ticket that it comes after -> DirectReader -> IoEngine ->
+// Backend.
+// `hurry` calls the `on_hurry` action with `mutex_` held, so nothing may take a ticket's mutex
+// while it holds the mutex of a reader, an engine or a backend.
+// Ownership: waiters, and the parts that have not ended, share the ticket by TicketPtr.
 #pragma once
 
 #include <atomic>
@@ -12,9 +22,10 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
+
+#include "base/thread_safety.h"
 
 namespace infinity {
 
@@ -26,89 +37,95 @@ class Ticket {
 
   explicit Ticket(std::size_t parts) : remaining_(parts), started_(Clock::now()) {}
 
-  // What it waited for is over: its time counts from here.
+  // Starts the clock: the tickets it comes after have finished.
   void begin() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     started_ = Clock::now();
   }
 
-  // Seconds of the steady clock at which it began and finished; the second means nothing before it has.
+  // Seconds of the steady clock at which it began and finished. The second is valid once it has
+  // finished.
   std::pair<double, double> times() const {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     const auto seconds = [](Clock::time_point at) { return std::chrono::duration<double>(at.time_since_epoch()).count(); };
     return {seconds(started_), seconds(finished_at_)};
   }
 
-  // One part is over. The first error is kept and reported once all parts are over, so that no part is still
-  // writing into memory that the waiter then frees.
+  // Ends one part. The first error is reported after the last part: until then a part may still
+  // write into memory that the waiter would free.
   void part_done(std::exception_ptr error = nullptr) {
     end_part(std::move(error), false);
   }
 
-  // One part was taken back before it started. Any other error is worse, and replaces this one.
+  // Ends one part that was cancelled before it started. Any other error replaces this one.
   void part_cancelled(std::exception_ptr error) { end_part(std::move(error), true); }
 
-  // What has not been handed to a device yet is not to be.
+  // Asks for the parts that no device has yet not to start.
   void cancel() { cancelled_ = true; }
   bool cancelled() const { return cancelled_; }
 
-  // Somebody waits: what of it has not started goes before what nobody waits for, and so does what it comes after.
+  // Raises the priority of this ticket's unstarted pieces, and of the tickets it depends on.
   void hurry() const {
     if (hurried_.exchange(true)) return;
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     if (remaining_ != 0 && on_hurry_) on_hurry_();
   }
   bool hurried() const { return hurried_; }
 
-  // What `hurry` calls, at most once and never when finished. It may hurry tickets that this one comes after.
+  // Sets what `hurry` calls: at most once, with the ticket's mutex held, and never after it has
+  // finished. The action may hurry tickets that this one comes after.
   void on_hurry(std::function<void()> action) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     on_hurry_ = std::move(action);
   }
 
   bool done() const {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     return remaining_ == 0;
   }
 
   bool succeeded() const {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     return remaining_ == 0 && !error_;
   }
 
-  // True when finished within `seconds`; never throws the error.
+  // True if it finished within `seconds`. Does not throw the ticket's error.
   bool wait_for(double seconds) const {
     hurry();
-    std::unique_lock<std::mutex> lock(mutex_);
-    return finished_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return remaining_ == 0; });
+    Lock lock(mutex_);
+    return finished_.wait_for(lock, std::chrono::duration<double>(seconds), [this]() INFINITY_REQUIRES(mutex_) { return remaining_ == 0; });
   }
 
   // Blocks until finished; throws the first error of its parts.
   void wait() const {
     hurry();
-    std::unique_lock<std::mutex> lock(mutex_);
-    finished_.wait(lock, [this] { return remaining_ == 0; });
+    Lock lock(mutex_);
+    finished_.wait(lock, [this]() INFINITY_REQUIRES(mutex_) { return remaining_ == 0; });
     if (error_) std::rethrow_exception(error_);
   }
 
-  // Runs `callback` with the error (or null) when finished: at once if it is already.
+  // Runs `callback` with the error (or null) when the ticket has finished, at once if it has
+  // already.
   void on_done(Callback callback) {
+    std::exception_ptr error;
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       if (remaining_ != 0) {
         callbacks_.push_back(std::move(callback));
         return;
       }
+      error = error_;
     }
-    callback(error_);
+    callback(error);
   }
 
  private:
   void end_part(std::exception_ptr error, bool mild) {
     std::vector<Callback> callbacks;
     std::function<void()> on_hurry;
+    std::exception_ptr first;
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       if (error && (!error_ || (mild_ && !mild))) {
         error_ = std::move(error);
         mild_ = mild;
@@ -117,26 +134,27 @@ class Ticket {
       finished_at_ = Clock::now();
       callbacks.swap(callbacks_);
       on_hurry.swap(on_hurry_);
+      first = error_;
       finished_.notify_all();
     }
-    for (auto& callback : callbacks) callback(error_);
+    for (auto& callback : callbacks) callback(first);
   }
 
   std::atomic<bool> cancelled_{false};
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   mutable std::condition_variable finished_;
-  std::size_t remaining_;
-  Clock::time_point started_, finished_at_;
-  std::exception_ptr error_;
-  bool mild_ = false;  // error_ is a cancellation
-  std::vector<Callback> callbacks_;
+  std::size_t remaining_ INFINITY_GUARDED_BY(mutex_);
+  Clock::time_point started_ INFINITY_GUARDED_BY(mutex_), finished_at_ INFINITY_GUARDED_BY(mutex_);
+  std::exception_ptr error_ INFINITY_GUARDED_BY(mutex_);
+  bool mild_ INFINITY_GUARDED_BY(mutex_) = false;  // error_ is a cancellation
+  std::vector<Callback> callbacks_ INFINITY_GUARDED_BY(mutex_);
   mutable std::atomic<bool> hurried_{false};
-  std::function<void()> on_hurry_;
+  std::function<void()> on_hurry_ INFINITY_GUARDED_BY(mutex_);
 };
 
 using TicketPtr = std::shared_ptr<Ticket>;
 
-// One ticket that finishes with all of `tickets`; null for none.
+// One ticket that finishes with the last of `tickets`; null if there are none. Thread-safe.
 inline TicketPtr joined(const std::vector<TicketPtr>& tickets) {
   if (tickets.empty()) return nullptr;
   if (tickets.size() == 1) return tickets.front();

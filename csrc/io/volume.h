@@ -1,9 +1,16 @@
-// Volume: one range of bytes that lies in several files, in stripes that take turns.
+// Volume: one range of bytes that is spread over several files, in stripes that take turns.
 //
-//   member   a file, and how many stripes it holds: more where the disk is faster or has more room
-//   turn     the member that has the next stripe is the one that is furthest behind its part, so any few stripes in a row lie
-//            on all members, in proportion to what they hold
-//   skipped  turns passed over before the first stripe, so that ranks that read the same place do not read the same disk
+//   member   a file, and the number of stripes it holds: more if the disk is faster or has more
+//            room
+//   turn     the next stripe goes to the member that is furthest behind its share, so any few
+//            consecutive stripes are on all members, in proportion to what they hold
+//   skipped  turns that are passed over before the first stripe, so that ranks that read the same
+//            place read different disks
+//
+// Thread safety: `lay_out` and `set_files` are called once each, before any other thread has the
+// volume. After that it does not change, and every const function is safe on any thread. There is
+// no mutex.
+// Ownership: extents share a volume. It has indices of files; the IoEngine owns the files.
 #pragma once
 
 #include <cstddef>
@@ -18,36 +25,38 @@ class Volume {
   struct Place {
     int file;
     std::uint64_t offset;
-    std::size_t nbytes;  // that lie there in a row
+    std::size_t nbytes;  // contiguous in the file
   };
 
-  Volume() = default;  // extents may refer to one that is laid out later
+  Volume() = default;  // extents may refer to a volume that is laid out later
 
-  // All of one file.
+  // The volume that is all of one file.
   static std::shared_ptr<const Volume> of(int file);
 
-  // Lays `nbytes` out over as many members as there are `counts`: stripes of each. Returns the bytes of each; the last stripe
-  // may be cut. Throws UsageError where the stripes do not hold `nbytes`, or the volume has files already.
+  // Lays `nbytes` out over one member for each of `counts`, its number of stripes. Returns the
+  // bytes of each member; the last stripe may be shorter. Throws UsageError if the stripes do not
+  // hold `nbytes`, or if the volume was laid out before.
   std::vector<std::uint64_t> lay_out(std::size_t stripe_nbytes, const std::vector<std::uint64_t>& counts, std::uint64_t skipped,
                                      std::uint64_t nbytes);
 
-  // Names the file of each member that has bytes; others may be -1. Nothing is transferred before.
+  // Sets the file of each member; -1 for a member without bytes. Precondition of every transfer.
   void set_files(const std::vector<int>& files);
 
-  // The files of all members; none before they are set.
+  // The files of all members; empty before `set_files`.
   const std::vector<int>& files() const { return files_; }
 
-  // Where byte `at` lies, and how many of the `nbytes` from there on. Throws UsageError before it has files.
+  // The place of byte `at`, and how many of the next `nbytes` are contiguous there. Throws
+  // UsageError before `set_files`.
   Place place(std::uint64_t at, std::size_t nbytes) const;
 
  private:
   struct Stripe {
-    std::uint32_t member, index;  // index: of those that the member has
+    std::uint32_t member, index;  // index: among the member's stripes
   };
 
   std::size_t stripe_nbytes_ = 0;
   std::size_t members_ = 0;
-  std::vector<Stripe> stripes_;  // none where there is one member
+  std::vector<Stripe> stripes_;  // empty if there is one member
   std::vector<int> files_;
 };
 

@@ -1,16 +1,22 @@
-// Account: the bytes that are charged to one tier, and its limit. Charge: some of them, for as long as it lives.
+// Account: the bytes that are charged to one tier, and its limit. Charge: some of them, for as long
+// as it lives.
 //
-// A charge is made and given back in one step that nothing can interrupt, and by whoever drops it last, so that no
-// exception leaves bytes charged that nobody holds. Passing charges are those of a forward or backward that is running:
-// when it is given up they are forgotten together, whoever still refers to one.
+// A charge is made in one step that no exception can interrupt, and given back when its last owner
+// drops it. So no bytes stay charged without an owner. Passing charges are those of a running
+// forward or backward: they are forgotten together when it is given up, even if objects still refer
+// to them.
+//
+// Thread safety: every member function may be called from any thread; `planned` and `budget` are
+// set while no charge is made. `mutex_` guards the members marked so, and is a leaf.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
+
+#include "base/thread_safety.h"
 
 namespace infinity {
 
@@ -39,7 +45,7 @@ class Account : public std::enable_shared_from_this<Account> {
  public:
   // Null, with nothing charged, when over the budget.
   std::shared_ptr<Charge> charge(std::int64_t nbytes, bool passing) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     const std::int64_t wanted = charged_ + nbytes;
     if (budget && wanted > *budget) return nullptr;
     auto made = std::make_shared<Charge>(shared_from_this(), nbytes, passing, round_);
@@ -50,18 +56,18 @@ class Account : public std::enable_shared_from_this<Account> {
   }
 
   void forget_passing() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     charged_ -= passing_;
     passing_ = 0;
     ++round_;
   }
 
   std::int64_t charged() const {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     return charged_;
   }
   std::int64_t peak() const {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     return peak_;
   }
 
@@ -71,16 +77,16 @@ class Account : public std::enable_shared_from_this<Account> {
  private:
   friend class Charge;
   void give_back(std::int64_t nbytes, bool passing, std::uint64_t round) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     if (passing && round != round_) return;
     charged_ -= nbytes;
     if (passing) passing_ -= nbytes;
   }
 
-  mutable std::mutex mutex_;
-  std::int64_t charged_ = 0, peak_ = 0;
-  std::int64_t passing_ = 0;  // of charged_
-  std::uint64_t round_ = 0;   // counts forget_passing
+  mutable Mutex mutex_;
+  std::int64_t charged_ INFINITY_GUARDED_BY(mutex_) = 0, peak_ INFINITY_GUARDED_BY(mutex_) = 0;
+  std::int64_t passing_ INFINITY_GUARDED_BY(mutex_) = 0;  // of charged_
+  std::uint64_t round_ INFINITY_GUARDED_BY(mutex_) = 0;   // counts forget_passing
 };
 
 inline void Charge::release() {

@@ -13,10 +13,11 @@ Claim::~Claim() { pool_->give_back(span_, round_); }
 std::shared_ptr<void> Lease::hold() const {
   if (!claim_) return nullptr;
   {
-    std::lock_guard<std::mutex> lock(claim_->pool()->mutex_);
-    ++claim_->pool()->transfers_;
+    PinnedPool& pool = *claim_->pool();
+    Lock lock(pool.mutex_);
+    ++pool.transfers_;
   }
-  // The claim goes before the transfer is counted out: whoever waits for that finds the memory free.
+  // Drops the claim before the transfer counts as ended: a thread that waits for that finds the memory free.
   return std::shared_ptr<void>(claim_.get(), [claim = claim_](void*) mutable {
     const std::shared_ptr<PinnedPool> pool = claim->pool();
     claim.reset();
@@ -34,7 +35,7 @@ Lease PinnedPool::try_lease(std::size_t nbytes) {
   INFINITY_REQUIRE(nbytes <= capacity_nbytes(), "a lease of ", nbytes, " bytes can never fit a pool of ",
                    capacity_nbytes(), " bytes");
   const std::size_t wanted = round_up(nbytes, kBlockNbytes);
-  std::unique_lock<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   for (auto it = free_.begin(); it != free_.end(); ++it) {
     const auto [offset, size] = *it;
     if (size < wanted) continue;
@@ -50,15 +51,15 @@ Lease PinnedPool::try_lease(std::size_t nbytes) {
 }
 
 bool PinnedPool::wait_for_transfer(double seconds) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   if (transfers_ == 0) return false;
   const std::uint64_t before = ended_;
-  came_back_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return ended_ != before; });
+  came_back_.wait_for(lock, std::chrono::duration<double>(seconds), [&]() INFINITY_REQUIRES(mutex_) { return ended_ != before; });
   return true;
 }
 
 void PinnedPool::take_back_all() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   INFINITY_CHECK(transfers_ == 0, "leases taken back while ", transfers_, " transfers use them");
   ++round_;
   leased_nbytes_ = 0;
@@ -69,7 +70,7 @@ void PinnedPool::take_back_all() {
 void PinnedPool::end_transfer() {
   if (process_ != getpid()) return;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     --transfers_;
     ++ended_;
   }
@@ -78,7 +79,7 @@ void PinnedPool::end_transfer() {
 
 void PinnedPool::give_back(Span span, std::uint64_t round) {
   if (process_ != getpid()) return;  // a forked child: the lock may be held by a thread that it does not have
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   if (round != round_) return;
   leased_nbytes_ -= span.nbytes;
   std::size_t offset = span.data - region_->data();
@@ -99,12 +100,12 @@ void PinnedPool::give_back(Span span, std::uint64_t round) {
 }
 
 std::size_t PinnedPool::leased_nbytes() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   return leased_nbytes_;
 }
 
 std::size_t PinnedPool::peak_nbytes() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   return peak_nbytes_;
 }
 

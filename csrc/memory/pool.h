@@ -1,11 +1,19 @@
-// PinnedPool: leases of any size out of one Region. Lease: a move-only claim on a span, given back when nobody uses it.
+// PinnedPool: leases of any size out of one Region. Lease: a move-only claim on a span of it.
 //
-// A transfer that uses a lease's memory holds the claim too (`hold`), so a lease that is dropped while the disk still
-// moves its bytes is given back when that is over, and not before. Whoever leases next never meets a late read.
+// A transfer that uses a lease's memory holds the claim too (`hold`). So memory whose lease is
+// dropped during a transfer returns to the pool when the transfer ends, and no later lease meets a
+// late read.
 //
-// Sizes are rounded to 4096 bytes and never to powers of two, so a small tensor takes a small slot. Neighbouring
-// free spans merge at once. The pool never grows: a lease that does not fit is refused, and the caller decides
-// what to give up for it.
+// Sizes are rounded up to 4096 bytes, never to powers of two, so a small tensor takes a small slot.
+// Free neighbours merge at once. The pool never grows: a lease that does not fit is refused, and
+// the caller decides what to give up for it.
+//
+// Thread safety: PinnedPool may be used from any thread. A Lease is used by one thread at a time;
+// what `hold` returned may be dropped by any. In a forked child nothing is given back: its parent's
+// threads may have held the mutex at the fork.
+// Ownership: a claim owns its span and keeps the pool; the pool keeps its region. A claim is held
+// by its Lease and by every transfer that called `hold`.
+// `mutex_` guards the members marked so. It is a leaf: nothing else is locked while it is held.
 #pragma once
 
 #include <condition_variable>
@@ -13,18 +21,18 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 
 #include <unistd.h>
 
 #include "base/span.h"
+#include "base/thread_safety.h"
 #include "memory/region.h"
 
 namespace infinity {
 
 class PinnedPool;
 
-// A span of a pool, taken. The last holder gives it back.
+// A span of a pool that is in use. The last holder gives it back.
 class Claim {
  public:
   Claim(std::shared_ptr<PinnedPool> pool, Span span, std::uint64_t round)
@@ -50,10 +58,11 @@ class Lease {
 
   explicit operator bool() const { return static_cast<bool>(claim_); }
   Span span() const { return claim_ ? claim_->span() : Span{}; }
-  // Gives the memory back, once no transfer uses it any more. A second call does nothing.
+  // Gives the memory back when the last transfer that uses it has ended. A second call does
+  // nothing.
   void release() { claim_.reset(); }
 
-  // What a transfer keeps until it is over. Null after `release`.
+  // Returns what a transfer holds until it ends. Null after `release`.
   std::shared_ptr<void> hold() const;
 
  private:
@@ -68,13 +77,15 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   explicit PinnedPool(std::shared_ptr<Region> region);
   ~PinnedPool() = default;
 
-  // First fit. An empty Lease when no free span is long enough.
+  // Leases the first free span that is long enough. Returns an empty Lease if there is none.
   Lease try_lease(std::size_t nbytes);
 
-  // Waits until memory comes back that only a transfer holds, or for `seconds`. False when no transfer holds any.
+  // Waits until a transfer gives memory back, or for `seconds`. Returns false if no transfer holds
+  // any.
   bool wait_for_transfer(double seconds);
 
-  // Takes every lease back, whoever has it: what held one was given up. Only while no transfer uses the memory.
+  // Takes every lease back, also those still held: recovery has given their holders up.
+  // Precondition: no transfer uses the memory.
   void take_back_all();
 
   std::size_t capacity_nbytes() const { return region_->nbytes(); }
@@ -89,15 +100,15 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   void end_transfer();
 
   const int process_ = getpid();
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   std::condition_variable came_back_;
-  std::shared_ptr<Region> region_;
-  std::map<std::size_t, std::size_t> free_;  // offset -> nbytes
-  std::size_t leased_nbytes_ = 0;
-  std::size_t peak_nbytes_ = 0;
-  std::size_t transfers_ = 0;  // that hold a claim
-  std::uint64_t ended_ = 0;    // transfers that did
-  std::uint64_t round_ = 0;    // counts take_back_all: older claims are of no account
+  const std::shared_ptr<Region> region_;
+  std::map<std::size_t, std::size_t> free_ INFINITY_GUARDED_BY(mutex_);  // offset -> nbytes
+  std::size_t leased_nbytes_ INFINITY_GUARDED_BY(mutex_) = 0;
+  std::size_t peak_nbytes_ INFINITY_GUARDED_BY(mutex_) = 0;
+  std::size_t transfers_ INFINITY_GUARDED_BY(mutex_) = 0;  // that hold a claim
+  std::uint64_t ended_ INFINITY_GUARDED_BY(mutex_) = 0;    // transfers that did
+  std::uint64_t round_ INFINITY_GUARDED_BY(mutex_) = 0;    // counts take_back_all: older claims give nothing back
 };
 
 }  // namespace infinity

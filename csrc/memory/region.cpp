@@ -26,18 +26,19 @@ namespace infinity {
 namespace {
 constexpr std::size_t kMaxNbytes = std::size_t{1} << 47;  // of a process's address space
 
-// Faults the pages in and changes no byte of them. Returns the error of shared memory that the kernel has not: touching it
-// would end the process.
+// Faults the pages in and changes no byte of them. Returns the error of shared memory that the
+// kernel has not: touching it would end the process.
 int fault_in(std::byte* data, std::size_t nbytes, bool shared) {
   if (madvise(data, nbytes, MADV_POPULATE_WRITE) == 0) return 0;
   if (shared && errno != EINVAL) return errno;
-  // A kernel before 5.14. An atomic "or" with nothing loses no byte that somebody writes at the same time.
+  // A kernel before 5.14. An atomic "or" with zero loses no byte that another thread writes at the
+  // same time.
   for (std::size_t at = 0; at < nbytes; at += kBlockNbytes)
     __atomic_fetch_or(reinterpret_cast<unsigned char*>(data + at), 0, __ATOMIC_RELAXED);
   return 0;
 }
 
-// Whether somebody has switched huge pages off for the whole machine.
+// True if huge pages are switched off for the whole machine.
 bool are_off() {
   std::ifstream file("/sys/kernel/mm/transparent_hugepage/enabled");
   const std::string said{std::istreambuf_iterator<char>(file), {}};
@@ -49,7 +50,8 @@ Region::Region(std::size_t nbytes, bool huge_pages, int touch_threads, FileRange
     : nbytes_(round_up(nbytes, kBlockNbytes)), shared_(range.file >= 0) {
   INFINITY_REQUIRE(nbytes > 0, "a region needs at least one byte");
   if (nbytes > kMaxNbytes) throw StorageError(ENOMEM, "", concat("cannot map ", nbytes, " bytes of host memory"));
-  // A huge page needs a 2 MiB-aligned address: over-reserve address space (not memory) and trim both ends.
+  // A huge page needs a 2 MiB-aligned address: over-reserve address space (not memory) and trim
+  // both ends.
   const bool aligned = huge_pages && nbytes_ >= kHugeNbytes;
   const std::size_t slack = aligned ? kHugeNbytes : 0;
   const int reserved = shared_ ? PROT_NONE : PROT_READ | PROT_WRITE;
@@ -73,7 +75,8 @@ Region::Region(std::size_t nbytes, bool huge_pages, int touch_threads, FileRange
   }
   if (aligned) huge_pages_ = madvise(data_, nbytes_, MADV_HUGEPAGE) == 0 && !shared_;
   collapses_ = aligned && shared_ && range.writable && !are_off();
-  // A fork would copy every page that is registered with a ring or a driver, for a child that has no use for any.
+  // A fork would copy every page that is registered with a ring or a driver, for a child that has
+  // no use for any.
   madvise(data_, nbytes_, MADV_DONTFORK);
   if (touch_threads > 0) populate(touch_threads);
 }
@@ -105,13 +108,17 @@ void Region::populate(int threads, const std::atomic<bool>* stopped) {
   ThreadPool pool(threads);
   std::atomic<int> refused{0};
   pool.for_range(0, nbytes_, kHugeNbytes, [&](std::size_t begin, std::size_t end) {
-    // Huge page by huge page: each call holds the lock that mapping and unmapping anything in this process needs.
+    // Huge page by huge page: each call holds the lock that mapping and unmapping anything in this
+    // process needs.
     for (std::size_t at = begin; at < end && !refused && !(stopped && *stopped); at += kHugeNbytes) {
       const std::size_t nbytes = std::min(kHugeNbytes, end - at);
       if (const int error = fault_in(data_ + at, nbytes, shared_)) refused = error;
-      // For shared memory the kernel heeds the advice only where it is set to, which it is not by default; this it does.
-      if (collapses_ && nbytes == kHugeNbytes)
-        madvise(data_ + at, nbytes, MADV_COLLAPSE) == 0 ? huge_pages_ = true : collapses_ = false;
+      // For shared memory the kernel ignores MADV_HUGEPAGE by default, but does MADV_COLLAPSE.
+      if (!collapses_ || nbytes != kHugeNbytes) continue;
+      if (madvise(data_ + at, nbytes, MADV_COLLAPSE) == 0)
+        huge_pages_ = true;
+      else
+        collapses_ = false;
     }
   });
   if (refused) throw StorageError(refused, "", concat("the system has no ", nbytes_, " bytes left for memory that ranks share; Config(share_homes=False) takes none of that"));
@@ -134,7 +141,7 @@ void Pages::run(int threads) {
 }
 
 void Pages::wait() {
-  std::lock_guard<std::mutex> lock(joining_);
+  Lock lock(joining_);
   for (std::thread& thread : thread_) thread.join();
   thread_.clear();
   if (error_) std::rethrow_exception(error_);
@@ -142,7 +149,7 @@ void Pages::wait() {
 
 void Pages::stop() {
   stopped_ = true;
-  std::lock_guard<std::mutex> lock(joining_);
+  Lock lock(joining_);
   for (std::thread& thread : thread_) thread.join();
   thread_.clear();
 }

@@ -1,20 +1,29 @@
-// Region: page-aligned memory straight from the kernel, given back when the Region dies.
+// Region: page-aligned memory straight from the kernel, given back when the Region dies. Pages: a
+// thread that makes every page of a list of regions present.
 //
-// It is the process's alone: a forked child (every worker of a data loader is one) gets neither a copy nor the address
-// range, and what it drops of ours is not given back there. Pages: has the kernel make a list of regions present, behind.
+// A region belongs to one process. A forked child (every worker of a data loader is one) gets
+// neither a copy nor the address range, and giving a region back in the child does nothing.
+//
+// Thread safety: the accessors may be called from any thread. `pin`, `discard` and the destructor
+// need the region for themselves. `populate` may run beside reads and writes of the memory, not
+// beside those three.
+// `Pages::done`, `wait` and `stop` may be called from any thread.
+// Ownership: a Region owns its mapping, and its registration with the driver. Pages keeps its
+// regions.
+// `Pages::joining_` guards the thread, and is held while it is joined. There is no lock order.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <vector>
 
 #include <unistd.h>
 
 #include "base/span.h"
+#include "base/thread_safety.h"
 
 namespace infinity {
 
@@ -31,25 +40,28 @@ struct FileRange {
 
 class Region {
  public:
-  // `nbytes` is rounded up to whole 4096-byte pages and to nothing more. `huge_pages` asks the kernel to back
-  // the 2 MiB-aligned parts with huge pages; `touch_threads` threads fault every page in before this returns.
-  // `range`: whose bytes these are; the file may be closed once this returns.
+  // `nbytes` is rounded up to whole 4096-byte pages. `huge_pages` asks the kernel to back the 2
+  // MiB-aligned parts with huge pages. `touch_threads` threads fault every page in before this
+  // returns.
+  // `range`: the file to map; its descriptor may be closed once this returns.
   Region(std::size_t nbytes, bool huge_pages, int touch_threads, FileRange range = {});
   ~Region();
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
-  // Registers the memory with CUDA, until the Region dies: GPUs copy from and to it by themselves. Throws UsageError
-  // where there is no driver, StorageError where it refuses.
+  // Registers the memory with CUDA until the Region dies, so that GPUs copy from and to it. Throws
+  // UsageError if there is no driver, StorageError if it refuses.
   void pin(int device);
   bool pinned() const { return driver_ != nullptr; }
 
-  // `threads` threads fault every page in before this returns. What is in the memory stays, and so does what somebody
-  // writes to it meanwhile. Ends early once `stopped` is set. Throws StorageError where the kernel has no shared memory left.
+  // Faults every page in, in `threads` threads. The content stays, also what other threads write
+  // meanwhile. Returns early once `stopped` is set. Throws StorageError if the kernel has no shared
+  // memory left.
   void populate(int threads, const std::atomic<bool>* stopped = nullptr);
 
-  // Gives the pages back to the kernel; the addresses stay, and read as zeros until they are written to. What was pinned is not any
-  // more. Not for memory that an I/O engine has registered: it would go on with the old pages. Throws StorageError.
+  // Gives the pages back to the kernel. The addresses stay valid and read as zeros; the memory is
+  // no longer pinned. Not for memory that is registered with an I/O engine, which would use the old
+  // pages. Throws StorageError.
   void discard();
 
   std::byte* data() const { return data_; }
@@ -67,10 +79,10 @@ class Region {
   const int process_ = getpid();
 };
 
-// A thread that makes every page of some regions present. No Python runs in it: it may outlive the interpreter's will.
+// The thread runs no Python, so it may still run while the interpreter shuts down.
 class Pages {
  public:
-  // Where the system refuses a thread, all is done when this returns.
+  // If the system refuses a thread, the caller's does the work before this returns.
   Pages(std::vector<std::shared_ptr<Region>> regions, int threads);
   ~Pages() { stop(); }
   Pages(const Pages&) = delete;
@@ -78,9 +90,9 @@ class Pages {
 
   bool is_ours() const { return process_ == getpid(); }
   bool done() const { return done_; }
-  // Returns when every page is there. Throws what went wrong.
+  // Blocks until every page is present. Throws the thread's error.
   void wait();
-  // Returns when it does nothing any more.
+  // Stops early, and blocks until the thread has ended.
   void stop();
 
  private:
@@ -89,17 +101,18 @@ class Pages {
   const int process_ = getpid();
   const std::vector<std::shared_ptr<Region>> regions_;
   std::atomic<bool> stopped_{false}, done_{false};
-  std::exception_ptr error_;
-  std::mutex joining_;
-  std::vector<std::thread> thread_;  // one, or none
+  std::exception_ptr error_;  // set by the thread, read after it was joined
+  Mutex joining_;
+  std::vector<std::thread> thread_ INFINITY_GUARDED_BY(joining_);  // one, or none
 };
 
-// Gives the kernel what was freed: the C library keeps it otherwise, in pieces too small for the next buffer of that size,
-// and a group's limit counts it.
+// Gives freed heap memory back to the kernel. Otherwise the C library keeps it, in pieces too small
+// for the next large buffer, and a control group's limit counts it. Thread-safe.
 void trim_heap();
 
-// Has the C library map every buffer of at least `nbytes` by itself, from now on, and unmap it when it is freed: a heap with holes is
-// address space, which trim_heap() does not give back and ulimits count.
+// Has the C library map every buffer of at least `nbytes` on its own, and unmap it when it is
+// freed. A heap with holes keeps address space, which trim_heap() does not give back and ulimits
+// count.
 void map_large_buffers(std::size_t nbytes);
 
 }  // namespace infinity

@@ -6,9 +6,13 @@
 //   moments   exp_avg (momentum for SGD and Lion) and exp_avg_sq
 //   run       consecutive elements with one set of hyperparameters and one step count
 //
-// The formula stands once (formula.h); scalar, AVX2, AVX-512 and NEON units compile it over their own vector type and
-// give the same bits, since every operation in it is one correctly rounded IEEE operation. (Which NaN comes out where
-// two went in is the processor family's.)
+// The formula stands once (formula.h). The scalar, AVX2, AVX-512 and NEON units compile it over their own
+// vector type and give the same bits: every operation in it is one correctly rounded IEEE operation. (Which
+// NaN results from two NaNs depends on the processor family.)
+//
+// Thread safety: every function is a pure function of its arguments, and safe on any thread. Two threads may
+// step disjoint elements of the same arrays. There is no state but the chosen unit, set at first use.
+// Ownership: the arrays are the caller's, and have to stay valid for the call alone. There is no mutex.
 #pragma once
 
 #include <cstddef>

@@ -177,21 +177,7 @@ void bind_memory(py::module_& m) {
 
 void bind_io(py::module_& m) {
   py::enum_<Op>(m, "Op").value("READ", Op::kRead).value("WRITE", Op::kWrite);
-  py::class_<FaultPlan>(m, "FaultPlan")
-      .def(py::init<>())
-      .def_readwrite("seed", &FaultPlan::seed)
-      .def_readwrite("short_transfer", &FaultPlan::short_transfer)
-      .def_readwrite("delay", &FaultPlan::delay)
-      .def_readwrite("delay_seconds", &FaultPlan::delay_seconds)
-      .def_readwrite("reorder", &FaultPlan::reorder)
-      .def_readwrite("eio", &FaultPlan::eio)
-      .def_readwrite("enospc", &FaultPlan::enospc)
-      .def_readwrite("read_only", &FaultPlan::read_only)
-      .def_readwrite("lost_write", &FaultPlan::lost_write)
-      .def_readwrite("bit_flip", &FaultPlan::bit_flip)
-      .def_readwrite("hang", &FaultPlan::hang)
-      .def_readwrite("first_piece", &FaultPlan::first_piece)
-      .def_readwrite("file", &FaultPlan::file);
+  shared_class<BackendLayer>(m, "BackendLayer");  // bound here for modules of test doubles
   shared_class<Ticket>(m, "Ticket")
       .def(py::init<std::size_t>(), py::arg("parts"))  // of work that is not the core's
       .def("part_done", [](Ticket& ticket) { ticket.part_done(); }, py::call_guard<py::gil_scoped_release>())
@@ -248,25 +234,21 @@ void bind_io(py::module_& m) {
       .def_property_readonly("is_file", &Extent::is_file);
   shared_class<IoEngine>(m, "IoEngine")
       .def(py::init([](std::string kind, unsigned depth, std::size_t block_nbytes, int threads,
-                       const FaultPlan* faults, double timeout_seconds,
-                       const std::vector<std::pair<std::string, double>>& models, std::string clocks, int work_threads) {
+                       double timeout_seconds, int work_threads, std::size_t max_pieces, std::shared_ptr<BackendLayer> layer) {
              IoOptions options;
              options.kind = std::move(kind);
              options.depth = depth;
              options.block_nbytes = block_nbytes;
              options.threads = threads;
              options.timeout_seconds = timeout_seconds;
-             options.inject_faults = faults != nullptr;
-             if (faults) options.faults = *faults;
-             for (const auto& [folder, rate] : models) options.models.push_back({folder, rate});
-             options.clocks = std::move(clocks);
              options.work_threads = work_threads;
+             options.max_pieces = max_pieces;
+             options.layer = std::move(layer);
              return kept_in_children(new IoEngine(options));
            }),
            py::arg("kind") = "auto", py::arg("depth") = 64, py::arg("block_nbytes") = 1 << 20, py::arg("threads") = 8,
-           py::arg("faults") = nullptr, py::arg("timeout_seconds") = 120.0,
-           py::arg("models") = std::vector<std::pair<std::string, double>>{}, py::arg("clocks") = "",
-           py::arg("work_threads") = 1)
+           py::arg("timeout_seconds") = 120.0, py::arg("work_threads") = 1, py::arg("max_pieces") = IoOptions{}.max_pieces,
+           py::arg("layer") = nullptr)
       .def_property_readonly("backend", &IoEngine::backend_name)
       .def_property_readonly("hung", &IoEngine::hung)
       .def_property_readonly("notes", &IoEngine::notes)
@@ -529,7 +511,7 @@ void bind_update(py::module_& m) {
            [](Updater& updater) {
              std::vector<std::tuple<std::string, int, int, double, double>> found;
              for (const UpdaterEvent& event : updater.take_events())
-               found.emplace_back(event.kind, event.label, event.slot, event.start, event.end);
+               found.emplace_back(event.kind, event.label, event.slot.value_or(-1), event.start, event.end);
              return found;
            })
       .def_property_readonly("elements", [](const Updater& u) { return u.totals().elements; });

@@ -60,7 +60,7 @@ class Scopes {
     return running > mine.scopes || tasks > mine.tasks;
   }
 
-  // Whether this thread, which waits or looks on, may not begin yet: another one has scopes or tasks, or came before it.
+  // True if this thread may not begin yet: another thread has scopes or tasks, or has waited for longer.
   bool has_to_wait() const {
     if (is_used_elsewhere()) return true;
     const auto me = std::this_thread::get_id();
@@ -68,7 +68,8 @@ class Scopes {
     return mine != waiting_.end() && mine != waiting_.begin();
   }
 
-  // Where this thread begins something first of all: calls `wait` until it may. What it counts next comes before another can.
+  // Calls `wait` until this thread may begin, unless it has scopes or tasks. No other thread can begin before
+  // what this one counts next.
   void wait_for_others(const py::object& wait) {
     const Count mine = here();
     if (wait.is_none() || mine.scopes > 0 || mine.tasks > 0) return;
@@ -87,7 +88,7 @@ class Scopes {
   int running = 0;           // scopes that are entered
   int tasks = 0;             // runs of autograd that were told of and are not over
   long changes = 0;          // how often one of either began or ended
-  bool interrupted = false;  // whether an exception left all scopes, or struck inside
+  bool interrupted = false;  // an exception left all scopes, or is one that always counts
 
  private:
   // A place in the queue of threads that wait, given up however the wait ends.
@@ -153,7 +154,8 @@ class Scope {
     scopes_->pop_hooks(hooks_);
   }
 
-  // An ordinary exception of a part may be caught by the whole: it is one only if it leaves that too. What strikes anywhere is one.
+  // An `Exception` counts as an interrupt only if it leaves the outermost scope; KeyboardInterrupt, SystemExit and
+  // MemoryError always do.
   static bool may_be_handled(const py::object& kind) {
     return PyObject_IsSubclass(kind.ptr(), PyExc_Exception) == 1 && PyObject_IsSubclass(kind.ptr(), PyExc_MemoryError) == 0;
   }

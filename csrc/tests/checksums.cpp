@@ -153,8 +153,9 @@ TEST(checksums, a_piece_that_never_comes_is_an_error_in_time) {
     options.block_nbytes = 2 * kBlockNbytes;
     options.timeout_seconds = 0.3;
     options.work_threads = 2;
-    options.inject_faults = true;
-    options.faults.hang = 1, options.faults.first_piece = 2, options.faults.file = 0;
+    FaultPlan faults;
+    faults.hang = 1, faults.first_piece = 2, faults.file = 0;
+    options.layer = layer_of(faults);
     // Never destroyed: what hangs would be left behind.
     IoEngine& engine = *new IoEngine(options);
     for (const char* name : {"hung-", "sound-"}) engine.create_file(name + kind, kMib);

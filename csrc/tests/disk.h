@@ -17,16 +17,25 @@
 #include "io/engine.h"
 #include "io/extent.h"
 #include "memory/region.h"
+#include "tests/doubles/doubles.h"
 #include "tests/random.h"
 #include "tests/test.h"
 
 namespace infinity::tests {
+
+using doubles::FaultPlan;
 
 constexpr std::size_t kMib = 1024 * 1024;
 
 inline void need(const std::string& kind) {
   std::string why;
   if (kind == "uring" && !make_uring_backend(4, why)) throw Skipped(why);
+}
+
+inline std::shared_ptr<const BackendLayer> layer_of(const FaultPlan& faults) {
+  auto layer = std::make_shared<doubles::Doubles>();
+  layer->faults = faults;
+  return layer;
 }
 
 struct Disk {
@@ -39,8 +48,7 @@ struct Disk {
     options.block_nbytes = block_nbytes;
     options.threads = 3;
     options.work_threads = 3;
-    options.inject_faults = faults != nullptr;
-    if (faults) options.faults = *faults;
+    if (faults) options.layer = layer_of(*faults);
     engine = std::make_shared<IoEngine>(options);
     file = engine->create_file(path, nbytes);
   }

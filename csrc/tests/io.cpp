@@ -387,8 +387,9 @@ TEST(io, a_device_that_does_not_answer_is_an_error_in_time) {
     IoOptions options;
     options.kind = kind;
     options.timeout_seconds = 0.2;
-    options.inject_faults = true;
-    options.faults.hang = 1, options.faults.first_piece = 2;
+    FaultPlan faults;
+    faults.hang = 1, faults.first_piece = 2;
+    options.layer = layer_of(faults);
     // Never destroyed: what hangs would be left behind.
     IoEngine& engine = *new IoEngine(options);
     const int file = engine.create_file("hung-" + kind, kMib);

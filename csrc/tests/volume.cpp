@@ -17,7 +17,8 @@ constexpr std::size_t kStripe = 2 * kChecksumNbytes;
 // Several modelled disks in folders of their own, and one volume over them.
 struct Disks {
   Disks(const std::string& kind, std::vector<std::uint64_t> counts, std::uint64_t nbytes, std::vector<double> rates = {},
-        const FaultPlan* faults = nullptr, std::uint64_t skipped = 0, unsigned depth = 4, double timeout_seconds = 120) {
+        const FaultPlan* faults = nullptr, std::uint64_t skipped = 0, unsigned depth = 4, double timeout_seconds = 120,
+        bool instant = false) {
     const std::string root = concat(absolute("."), "/disks-", getpid(), "-", Disk::count()++);
     CHECK(mkdir(root.c_str(), 0700) == 0);
     IoOptions options;
@@ -26,14 +27,16 @@ struct Disks {
     options.block_nbytes = 4 * kBlockNbytes;
     options.threads = 2;
     options.timeout_seconds = timeout_seconds;
-    options.inject_faults = faults != nullptr;
-    if (faults) options.faults = *faults;
-    options.clocks = root + "/clocks";
+    const auto layer = std::make_shared<doubles::Doubles>();
+    if (faults) layer->faults = *faults;
+    layer->instant = instant;
+    layer->clocks = root + "/clocks";
     for (std::size_t i = 0; i < counts.size(); ++i) {
       folders.push_back(concat(root, "/disk", i));
       CHECK(mkdir(folders[i].c_str(), 0700) == 0);
-      options.models.push_back({folders[i], i < rates.size() ? rates[i] : 1e12});
+      layer->models.push_back({folders[i], i < rates.size() ? rates[i] : 1e12});
     }
+    options.layer = layer;
     engine = std::make_shared<IoEngine>(options);
     volume = std::make_shared<Volume>();
     sizes = volume->lay_out(kStripe, counts, skipped, nbytes);
@@ -41,7 +44,7 @@ struct Disks {
       files.push_back(sizes[i] ? engine->create_swap_file(folders[i], sizes[i]) : -1);
     volume->set_files(files);
     for (const std::string& folder : folders) rmdir(folder.c_str());  // the files have no names
-    unlink(options.clocks.c_str());
+    unlink(layer->clocks.c_str());
     rmdir(root.c_str());
   }
 
@@ -228,7 +231,7 @@ TEST_OF_BACKENDS(volume, a_disk_has_its_modelled_rate) {
 
 TEST(volume, disks_that_move_nothing_have_their_modelled_rate_and_leave_memory_as_it_was) {
   // Of the instant backend: 64 stripes at a rate that this machine's disks do not have, and a read that would have brought zeros.
-  const Disks disks("instant", {32, 32}, 64 * kStripe, {32 * kStripe / 0.05, 32 * kStripe / 0.05});
+  const Disks disks("threads", {32, 32}, 64 * kStripe, {32 * kStripe / 0.05, 32 * kStripe / 0.05}, nullptr, 0, 4, 120, true);
   const Memory memory(64 * kStripe);
   std::fill_n(memory.span.data, memory.span.nbytes, std::byte{7});
   const auto start = std::chrono::steady_clock::now();

@@ -1,6 +1,7 @@
 #include "update/updater.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstring>
 #include <system_error>
@@ -17,31 +18,57 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// The arrays of an update in one place, so that loading, stepping and saving walk the same list.
-struct Role {
-  std::shared_ptr<Extent> UnitUpdate::*extent;
-  std::shared_ptr<Extent> Shadow::*shadow;  // null: it is read only
-};
-constexpr Role kRoles[] = {{&UnitUpdate::weight, &Shadow::weight},
-                           {&UnitUpdate::master, &Shadow::master},
-                           {&UnitUpdate::exp_avg, &Shadow::exp_avg},
-                           {&UnitUpdate::exp_avg_sq, &Shadow::exp_avg_sq},
-                           {&UnitUpdate::grad, nullptr}};
-constexpr Role kScales[] = {{&UnitUpdate::exp_avg_scale, &Shadow::exp_avg_scale},
-                            {&UnitUpdate::exp_avg_sq_scale, &Shadow::exp_avg_sq_scale}};
+// The arrays of an update that have an element per parameter, in the order of Arrays. Loading,
+// stepping and saving walk this list.
+enum class Role : std::size_t { kWeight, kMaster, kExpAvg, kExpAvgSq, kGrad };
 
-// Where the results of a role go; null where they go nowhere.
-Extent* target_of(const UnitUpdate& update, const Role& role) {
-  if (role.shadow == nullptr) return nullptr;
-  Extent* const beside = (update.shadow.*role.shadow).get();
-  return beside != nullptr ? beside : (update.*role.extent).get();
+// The scales of 8-bit moments, one per block.
+enum class Scale : std::size_t { kExpAvg, kExpAvgSq };
+
+struct Member {
+  std::shared_ptr<Extent> UnitUpdate::*extent;
+  std::shared_ptr<Extent> Shadow::*shadow;  // null: the array is read only
+};
+
+constexpr std::array kRoles{Role::kWeight, Role::kMaster, Role::kExpAvg, Role::kExpAvgSq, Role::kGrad};
+constexpr std::array kScales{Scale::kExpAvg, Scale::kExpAvgSq};
+
+constexpr Member member_of(Role role) {
+  switch (role) {
+    case Role::kWeight: return {&UnitUpdate::weight, &Shadow::weight};
+    case Role::kMaster: return {&UnitUpdate::master, &Shadow::master};
+    case Role::kExpAvg: return {&UnitUpdate::exp_avg, &Shadow::exp_avg};
+    case Role::kExpAvgSq: return {&UnitUpdate::exp_avg_sq, &Shadow::exp_avg_sq};
+    case Role::kGrad: break;
+  }
+  return {&UnitUpdate::grad, nullptr};
+}
+
+constexpr Member member_of(Scale scale) {
+  return scale == Scale::kExpAvg ? Member{&UnitUpdate::exp_avg_scale, &Shadow::exp_avg_scale}
+                                 : Member{&UnitUpdate::exp_avg_sq_scale, &Shadow::exp_avg_sq_scale};
+}
+
+template <class Name>
+const std::shared_ptr<Extent>& extent_of(const UnitUpdate& update, Name name) {
+  return update.*member_of(name).extent;
+}
+
+// The extent that the results of an array go to; null if it is read only, or if the update has
+// none.
+template <class Name>
+Extent* target_of(const UnitUpdate& update, Name name) {
+  const Member member = member_of(name);
+  if (member.shadow == nullptr) return nullptr;
+  Extent* const beside = (update.shadow.*member.shadow).get();
+  return beside != nullptr ? beside : extent_of(update, name).get();
 }
 
 // Every extent that an update reads or writes.
 std::vector<const Extent*> extents_of(const UnitUpdate& update) {
   std::vector<const Extent*> found;
-  for (const Role& role : kRoles) {
-    found.push_back((update.*role.extent).get());
+  for (const Role role : kRoles) {
+    found.push_back(extent_of(update, role).get());
     if (const Extent* target = target_of(update, role); target != found.back()) found.push_back(target);
   }
   found.erase(std::remove(found.begin(), found.end(), nullptr), found.end());
@@ -51,26 +78,28 @@ std::vector<const Extent*> extents_of(const UnitUpdate& update) {
 void check_shadow(const UnitUpdate& update) {
   const Shadow& shadow = update.shadow;
   const bool weights_alone = !(shadow.master || shadow.exp_avg || shadow.exp_avg_sq || shadow.exp_avg_scale || shadow.exp_avg_sq_scale);
-  const auto check = [&](const Role& role) {
-    const auto& from = update.*role.extent;
-    const auto& to = update.shadow.*role.shadow;
-    if (weights_alone && role.shadow != &Shadow::weight) return;
+  const auto check = [&](const Member& member) {
+    const auto& from = update.*member.extent;
+    const auto& to = update.shadow.*member.shadow;
+    if (weights_alone && member.shadow != &Shadow::weight) return;
     INFINITY_REQUIRE(bool(from) == bool(to), "a shadow has a place for every array of its update, or for the weights alone");
     INFINITY_REQUIRE(!from || (from != to && from->is_file() == to->is_file() && from->nbytes() == to->nbytes()),
                      "an array of ", from ? from->nbytes() : 0, " bytes has another kind or size in its shadow, or is the same");
   };
-  for (const Role& role : kRoles)
-    if (role.shadow != nullptr) check(role);
-  for (const Role& role : kScales) check(role);
+  for (const Role role : kRoles)
+    if (role != Role::kGrad) check(member_of(role));
+  for (const Scale scale : kScales) check(member_of(scale));
 }
 
-std::size_t role_nbytes(const Layout& layout, int role) {
+std::size_t role_nbytes(const Layout& layout, Role role) {
   switch (role) {
-    case 0: return element_nbytes(layout.weight);
-    case 1: return layout.master == Master::kSplit ? 2 : 4;
-    case 4: return element_nbytes(layout.grad);
-    default: return element_nbytes(layout.moments);
+    case Role::kWeight: return element_nbytes(layout.weight);
+    case Role::kMaster: return layout.master == Master::kSplit ? 2 : 4;
+    case Role::kGrad: return element_nbytes(layout.grad);
+    case Role::kExpAvg:
+    case Role::kExpAvgSq: break;
   }
+  return element_nbytes(layout.moments);
 }
 
 // Cuts at this many elements are whole checksum blocks in arrays of every element size.
@@ -82,8 +111,8 @@ void check_update(const UnitUpdate& update, const Kernel& kernel) {
                    " elements: must be a positive multiple of ", kBlockNbytes);
   INFINITY_REQUIRE(update.weight && update.grad, "an update needs a weight and a gradient extent");
   INFINITY_REQUIRE(bool(update.master) == (layout.master != Master::kOwn), "master extent and layout disagree");
-  for (int role = 0; role < 5; ++role) {
-    const auto& extent = update.*kRoles[role].extent;
+  for (const Role role : kRoles) {
+    const auto& extent = extent_of(update, role);
     INFINITY_REQUIRE(!extent || extent->nbytes() >= update.count * role_nbytes(layout, role), "an extent of ",
                      extent ? extent->nbytes() : 0, " bytes for ", update.count, " elements of ",
                      role_nbytes(layout, role), " bytes");
@@ -132,10 +161,10 @@ Updater::Updater(std::shared_ptr<IoEngine> engine, Span slots, int slot_count, i
 
 Updater::~Updater() {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     stopping_ = true;
   }
-  signal_->tell();
+  signal_->raise();
   thread_.join();
   // Not the slots' saves: those are done a moment before the updates that they end.
   for (const auto& job : unfinished_)
@@ -145,8 +174,8 @@ Updater::~Updater() {
 
 std::size_t Updater::chunk_elements(const UnitUpdate& update, std::size_t slot_nbytes) {
   std::size_t per_element = 0;
-  for (int role = 0; role < 5; ++role) {
-    const auto& extent = update.*kRoles[role].extent;
+  for (const Role role : kRoles) {
+    const auto& extent = extent_of(update, role);
     if (extent && extent->is_file()) per_element += role_nbytes(update.layout, role);
   }
   if (per_element == 0) return update.count;
@@ -162,13 +191,13 @@ std::shared_ptr<Updater::Job> Updater::make_job(const UnitUpdate& update) const 
   INFINITY_REQUIRE(job->chunk > 0, "a slot of ", slot_nbytes_, " bytes is too small for ", chunk_grain(update.layout), " elements");
   job->ticket = std::make_shared<Ticket>((update.count + job->chunk - 1) / job->chunk);
   job->update = update;
-  std::vector<TicketPtr> before;  // what is still on its way to the arrays
+  std::vector<TicketPtr> before;  // transfers to the arrays that are under way
   if (update.after) before.push_back(update.after);
-  for (const Role& role : kRoles)
-    if (const auto& extent = update.*role.extent; extent && extent->is_file())
+  for (const Role role : kRoles)
+    if (const auto& extent = extent_of(update, role); extent && extent->is_file())
       if (TicketPtr writes = extent->writes_under_way()) before.push_back(std::move(writes));
   job->update.after = joined(before);
-  job->ticket->on_done([signal = signal_](std::exception_ptr) { signal->tell(); });  // another update may wait for it
+  job->ticket->on_done([signal = signal_](std::exception_ptr) { signal->raise(); });  // another update may wait for it
   return job;
 }
 
@@ -190,8 +219,9 @@ void Updater::submit_all(const std::vector<std::shared_ptr<UnitUpdate>>& updates
   }
   if (const auto error = failure_->get()) std::rethrow_exception(error);
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    // From here on nothing throws but for want of memory, and then nothing has been started: the thread needs the lock.
+    Lock lock(mutex_);
+    // From here on nothing throws but for want of memory, and then nothing has been started: the
+    // thread needs the lock.
     const std::size_t before = jobs_.size();
     try {
       jobs_.insert(jobs_.end(), jobs.begin(), jobs.end());
@@ -201,22 +231,22 @@ void Updater::submit_all(const std::vector<std::shared_ptr<UnitUpdate>>& updates
     }
     for (std::size_t i = 0; i < waiting.size(); ++i) waiting[i]->ticket = jobs[i]->ticket;
   }
-  signal_->tell();
+  signal_->raise();
 }
 
 UpdaterTotals Updater::totals() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   return totals_;
 }
 
 void Updater::record_events() {
-  std::lock_guard<std::mutex> lock(recorder_->mutex);
+  Lock lock(recorder_->mutex);
   recorder_->on = true;
   recorder_->events.clear();
 }
 
 std::vector<UpdaterEvent> Updater::take_events() {
-  std::lock_guard<std::mutex> lock(recorder_->mutex);
+  Lock lock(recorder_->mutex);
   return std::exchange(recorder_->events, {});
 }
 
@@ -227,22 +257,22 @@ void Updater::run() {
     try {
       serve(loading);
       return;
-    } catch (...) {  // no memory for the books, say: nobody is left waiting
+    } catch (...) {  // out of memory, for example: end all tickets
       end_all(std::current_exception(), loading);
     }
   }
 }
 
-// Starts what has a slot, and steps what is loaded in the order of submission: behind a chunk that fails nothing is stepped.
-// Else sleeps until something is over, whatever that is.
+// Loads chunks as long as there are slots, and steps the loaded ones in the order of submission: no
+// chunk is stepped after one that failed. Otherwise blocks until any transfer completes.
 void Updater::serve(std::deque<Chunk>& loading) {
   for (;;) {
     std::uint64_t seen;
     {
-      std::lock_guard<std::mutex> lock(signal_->mutex);
+      Lock lock(signal_->mutex);
       seen = signal_->count;
     }
-    for (int slot = free_slot(); slot != -2 && start_next(loading, slot); slot = free_slot()) {
+    for (auto place = free_place(); place && start_next(loading, *place); place = free_place()) {
     }
     if (!loading.empty() && (!loading.front().loads || loading.front().loads->done())) {
       Chunk chunk = std::move(loading.front());
@@ -252,17 +282,17 @@ void Updater::serve(std::deque<Chunk>& loading) {
     }
     bool waiting = !loading.empty();
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       waiting |= !jobs_.empty();
       if (!waiting && stopping_) return;
     }
     const auto start = Clock::now();
     {
-      std::unique_lock<std::mutex> lock(signal_->mutex);
-      signal_->told.wait(lock, [&] { return signal_->count != seen; });
+      Lock lock(signal_->mutex);
+      signal_->changed.wait(lock, [&]() INFINITY_REQUIRES(signal_->mutex) { return signal_->count != seen; });
     }
     if (waiting) {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       totals_.wait_seconds += seconds_since(start);
     }
   }
@@ -271,18 +301,26 @@ void Updater::serve(std::deque<Chunk>& loading) {
 void Updater::end_all(const std::exception_ptr& error, std::deque<Chunk>& loading) {
   failure_->set(error);
   for (Chunk& chunk : loading) {
-    if (chunk.slot >= 0) slot_taken_[chunk.slot] = false;
+    release(chunk);
     chunk.job->ticket->part_done(error);
   }
   loading.clear();
 }
 
-// A slot that nothing loads into or saves from; -1 when there are no slots at all; -2 when all are busy.
-int Updater::free_slot() const {
-  if (slot_saves_.empty()) return -1;
+// The place of the next chunk: a slot without a load or a save, or no slot if the updater has none.
+// Nothing if all slots are busy.
+std::optional<Updater::Place> Updater::free_place() const {
+  if (slot_saves_.empty()) return Place{};
   for (std::size_t slot = 0; slot < slot_saves_.size(); ++slot)
-    if (!slot_taken_[slot] && (!slot_saves_[slot] || slot_saves_[slot]->done())) return static_cast<int>(slot);
-  return -2;
+    if (!slot_taken_[slot] && (!slot_saves_[slot] || slot_saves_[slot]->done())) return Place{static_cast<int>(slot)};
+  return std::nullopt;
+}
+
+// Frees the chunk's slot, if it has one, as soon as `saves` have finished.
+void Updater::release(Chunk& chunk, TicketPtr saves) {
+  if (!chunk.slot) return;
+  slot_taken_[*chunk.slot] = false;
+  if (saves) slot_saves_[*chunk.slot] = std::move(saves);
 }
 
 bool Updater::touched(const Job& job, std::size_t begin, std::size_t end) const {
@@ -291,10 +329,10 @@ bool Updater::touched(const Job& job, std::size_t begin, std::size_t end) const 
 }
 
 // Starts the loads of the next chunk that has anything to step. False when there is none.
-bool Updater::start_next(std::deque<Chunk>& loading, int slot) {
+bool Updater::start_next(std::deque<Chunk>& loading, const Place& place) {
   std::shared_ptr<Job> job;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     if (jobs_.empty()) return false;
     job = jobs_.front();
   }
@@ -307,30 +345,30 @@ bool Updater::start_next(std::deque<Chunk>& loading, int slot) {
   if (job->next == 0) unfinished_.push_back(job);
   job->next = chunk.end;
   if (job->next == job->update.count) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     jobs_.pop_front();
   }
-  // What a shadow does not touch is to be in it all the same.
+  // A shadow also gets the elements that no run touches.
   if (error || !(job->update.is_shadow() || touched(*job, chunk.begin, chunk.end))) {
     job->ticket->part_done(error);
     return true;
   }
   try {
-    load(chunk, slot);
+    load(chunk, place);
     loading.push_back(std::move(chunk));
   } catch (...) {
     const std::exception_ptr failed = std::current_exception();
     failure_->set(failed);
     if (chunk.loads)
-      while (!chunk.loads->wait_for(1.0)) {  // nothing is to be read into a slot that others get
+      while (!chunk.loads->wait_for(1.0)) {  // no read may arrive in a slot that another chunk gets
       }
-    if (chunk.slot >= 0) slot_taken_[chunk.slot] = false;
+    release(chunk);
     job->ticket->part_done(failed);
   }
   return true;
 }
 
-// Whether an update that is not at home yet uses one of the job's extents. Forgets the ones that are.
+// True if an unfinished update uses one of the job's extents. Forgets the finished ones.
 bool Updater::conflicts(const Job& job) {
   unfinished_.erase(std::remove_if(unfinished_.begin(), unfinished_.end(),
                                    [](const std::shared_ptr<Job>& other) { return other->ticket->done(); }),
@@ -343,64 +381,67 @@ bool Updater::conflicts(const Job& job) {
   return false;
 }
 
-// Fills in the chunk's addresses and starts the loads of its file-homed arrays into `slot`.
-void Updater::load(Chunk& chunk, int slot) {
+// Fills in the chunk's addresses and starts the loads of its arrays on disk into the slot.
+void Updater::load(Chunk& chunk, const Place& place) {
   const Job& job = *chunk.job;
-  void* addresses[5] = {};
+  std::array<void*, kRoles.size()> addresses{};
+  const auto address = [&](Role role) -> void*& { return addresses[static_cast<std::size_t>(role)]; };
   std::size_t used = 0;
   std::vector<Request> requests;
-  for (int role = 0; role < 5; ++role) {
-    const auto& extent = job.update.*kRoles[role].extent;
+  for (const Role role : kRoles) {
+    const auto& extent = extent_of(job.update, role);
     if (!extent) continue;
     const std::size_t size = role_nbytes(job.update.layout, role);
-    Extent* const target = target_of(job.update, kRoles[role]);
+    Extent* const target = target_of(job.update, role);
     if (!extent->is_file()) {
-      addresses[role] = target != nullptr ? target->memory() : extent->memory();
-      if (addresses[role] != extent->memory()) chunk.copies.push_back({extent->memory(), target->memory(), size});
+      address(role) = target != nullptr ? target->memory() : extent->memory();
+      if (address(role) != extent->memory()) chunk.copies.push_back({extent->memory(), target->memory(), size});
       continue;
     }
-    const Span span{slots_.data + slot * slot_nbytes_ + used, (chunk.end - chunk.begin) * size};
+    INFINITY_CHECK(place.slot, "an array on disk, and no slot to load it into");
+    const Span span{slots_.data + *place.slot * slot_nbytes_ + used, (chunk.end - chunk.begin) * size};
     INFINITY_CHECK(used + span.nbytes <= slot_nbytes_, "a chunk outgrew its slot");
     used += span.nbytes;
     chunk.parts.push_back({extent.get(), target, chunk.begin * size, span});
     for (Request& each : extent->requests(Op::kRead, chunk.begin * size, span, owner_)) requests.push_back(std::move(each));
-    addresses[role] = span.data - chunk.begin * size;
+    address(role) = span.data - chunk.begin * size;
   }
-  std::uint8_t* scales[2] = {};
-  for (int i = 0; i < 2; ++i) {
-    const auto& extent = job.update.*kScales[i].extent;
+  std::array<std::uint8_t*, kScales.size()> scales{};
+  for (const Scale scale : kScales) {
+    const auto& extent = extent_of(job.update, scale);
     if (!extent) continue;
-    Extent* const target = target_of(job.update, kScales[i]);
-    scales[i] = reinterpret_cast<std::uint8_t*>(target->memory());
+    Extent* const target = target_of(job.update, scale);
+    scales[static_cast<std::size_t>(scale)] = reinterpret_cast<std::uint8_t*>(target->memory());
     if (target != extent.get()) chunk.copies.push_back({extent->memory(), target->memory(), 0});
   }
-  chunk.arrays = {addresses[0], addresses[1], addresses[2], addresses[3], addresses[4], scales[0], scales[1]};
+  chunk.arrays = {address(Role::kWeight), address(Role::kMaster), address(Role::kExpAvg), address(Role::kExpAvgSq),
+                  address(Role::kGrad),   scales[0],              scales[1]};
   if (requests.empty()) {
     chunk.loads = job.update.after;
-    if (chunk.loads) chunk.loads->on_done([signal = signal_](std::exception_ptr) { signal->tell(); });
+    if (chunk.loads) chunk.loads->on_done([signal = signal_](std::exception_ptr) { signal->raise(); });
     return;
   }
   const auto start = Clock::now();
   chunk.loads = engine_->submit(requests, job.update.after);
-  chunk.slot = slot;
-  slot_taken_[slot] = true;
-  chunk.loads->on_done([recorder = recorder_, signal = signal_, label = job.update.label, slot, start](std::exception_ptr) {
+  chunk.slot = place.slot;
+  slot_taken_[*chunk.slot] = true;
+  chunk.loads->on_done([recorder = recorder_, signal = signal_, label = job.update.label, slot = chunk.slot, start](std::exception_ptr) {
     recorder->add("load", label, slot, start);
-    signal->tell();
+    signal->raise();
   });
 }
 
 void Updater::finish(Chunk& chunk) {
   TicketPtr saves;
   try {
-    if (chunk.loads) chunk.loads->wait();  // over already: this throws what went wrong
+    if (chunk.loads) chunk.loads->wait();  // has finished: this throws its error, if any
     const auto loaded = Clock::now();
     if (const auto error = failure_->get()) std::rethrow_exception(error);
     step(chunk);
     const int label = chunk.job->update.label;
     recorder_->add("step", label, chunk.slot, loaded);
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       totals_.step_seconds += seconds_since(loaded);
       totals_.elements += chunk.end - chunk.begin;
     }
@@ -413,19 +454,16 @@ void Updater::finish(Chunk& chunk) {
       saves = engine_->submit(requests);
       saves->on_done([recorder = recorder_, signal = signal_, label, slot = chunk.slot, saving](std::exception_ptr) {
         recorder->add("save", label, slot, saving);
-        signal->tell();  // the slot is free
+        signal->raise();  // the slot is free
       });
     }
   } catch (...) {
     failure_->set(std::current_exception());
-    if (chunk.slot >= 0) slot_taken_[chunk.slot] = false;
+    release(chunk);
     chunk.job->ticket->part_done(std::current_exception());
     return;
   }
-  if (chunk.slot >= 0) {
-    slot_taken_[chunk.slot] = false;
-    slot_saves_[chunk.slot] = saves;
-  }
+  release(chunk, saves);
   if (!saves) {
     chunk.job->ticket->part_done();
     return;
@@ -436,7 +474,8 @@ void Updater::finish(Chunk& chunk) {
   });
 }
 
-// Tile by tile, so that the bytes of one are checked, stepped and summed while they are in the cache.
+// Tile by tile, so that the bytes of one are checked, stepped and summed while they are in the
+// cache.
 void Updater::step(Chunk& chunk) {
   const UnitUpdate& update = chunk.job->update;
   const std::size_t grain = chunk_grain(update.layout);
@@ -454,7 +493,7 @@ void Updater::step(Chunk& chunk) {
   }, threads);
   if (const auto error = failure.get()) std::rethrow_exception(error);
   if (team_size_) team_size_->note(chunk.end - chunk.begin, seconds_since(start));
-  for (const Role& role : kRoles)
+  for (const Role role : kRoles)
     if (Extent* const target = target_of(update, role)) target->set_version(update.version);
 }
 

@@ -1,23 +1,34 @@
-// Updater: the optimizer step over extents, off the caller's thread: load -> step -> save, slot by slot.
+// Updater: the optimizer step over extents, off the caller's thread: load -> step -> save, slot by
+// slot.
 //
 //   unit update   one flat array of one unit: its extents, its layout, the runs to step
-//   chunk         as many elements of a unit update as fit one slot; loaded, stepped and saved as one
-//   slot          fixed staging memory for the arrays of a chunk whose home is a file; arrays at home in memory are
-//                 stepped where they lie and take no slot
-//   shadow         an update whose results go beside the state it started from, which stays as it was: all of it, or the
-//                 weights alone, and the rest is stepped where it lies
+//   chunk         as many elements of a unit update as fit one slot; loaded, stepped and saved as
+//                 one
+//   slot          fixed staging memory for a chunk's arrays that are on disk. Arrays in memory are
+//                 stepped in place and need no slot
+//   shadow        an update whose results go to other extents: all arrays, or the weights alone
+//                 while the rest is updated in place. The weights it started from stay as they were
 //
-// While one chunk is stepped, the next are loading and the last ones saving. Slots are the only staging memory, so
-// memory does not depend on the size of a unit.
+// While one chunk is stepped, the next ones load and the last ones save. Slots are the only staging
+// memory, so memory does not depend on the size of a unit.
+//
+// Thread safety: every member function may be called from any thread, the destructor only while no
+// other thread uses the updater. In a forked child only `is_ours` is valid. A UnitUpdate belongs to
+// the updater from `submit` until its ticket finishes.
+// `mutex_` guards the members marked so. Slots, chunks and unfinished updates belong to the
+// updater's thread alone. Failure, Recorder and Signal each have a mutex of their own.
+// Lock order: none of these mutexes is held while another is taken, nor while a ticket is used.
+// Ownership: the updater shares the engine and the slots' memory, and owns its threads. A job keeps
+// its extents until it has finished.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <thread>
 #include <vector>
@@ -26,6 +37,7 @@
 
 #include "optim/kernel.h"
 #include "base/thread_pool.h"
+#include "base/thread_safety.h"
 #include "io/engine.h"
 #include "io/extent.h"
 #include "io/ticket.h"
@@ -33,8 +45,8 @@
 
 namespace infinity {
 
-// Where an update's results go instead of the arrays they are made from: an extent of the same kind and size for each, or
-// for the weights alone.
+// The extents that an update's results go to in place of its own: one of the same kind and size for
+// each array, or one for the weights alone.
 struct Shadow {
   std::shared_ptr<Extent> weight, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale;
 };
@@ -44,12 +56,12 @@ struct UnitUpdate {
   std::size_t count = 0;  // elements, a multiple of 4096
   std::shared_ptr<Extent> weight, master, exp_avg, exp_avg_sq, grad;
   std::shared_ptr<Extent> exp_avg_scale, exp_avg_sq_scale;  // of 8-bit moments; in memory always
-  std::vector<Run> runs;     // ascending and disjoint; elements outside them are not touched
+  std::vector<Run> runs;      // ascending and disjoint; other elements are not touched
   std::uint64_t version = 0;  // written into the extents
-  TicketPtr after;            // the gradient's landing, or null
-  int label = 0;              // whose it is, for a timeline
-  Shadow shadow;                // empty: in place
-  TicketPtr ticket;           // once it was submitted
+  TicketPtr after;            // the transfer of the gradient, or null
+  int label = 0;              // names its owner in a timeline
+  Shadow shadow;              // empty: in place
+  TicketPtr ticket;           // set by `submit_all`
   bool is_shadow() const { return shadow.weight != nullptr; }
 };
 
@@ -63,38 +75,41 @@ struct UpdaterTotals {
 struct UpdaterEvent {
   const char* kind;  // load, step or save
   int label;         // of the update
-  int slot;
+  std::optional<int> slot;  // none: its arrays are in memory
   double start, end;
 };
 
 class Updater {
  public:
-  // `slots` is slot_count equal parts of staging memory, empty when every home is memory; `owner` keeps that memory.
-  // Without `checksums` what is loaded is not verified, and what is saved not summed. With `measured` as many of the
-  // threads step as were found to be worth it.
+  // `slots` is slot_count equal parts of staging memory, empty if every home is in memory; `owner`
+  // keeps it valid. Without `checksums` loads are not verified, and saves not summed. With
+  // `measured` the updater measures how many of its threads are worth using.
   Updater(std::shared_ptr<IoEngine> engine, Span slots, int slot_count, int thread_count,
           std::shared_ptr<void> owner = nullptr, bool checksums = true, bool measured = false);
-  ~Updater();  // finishes what was submitted
+  ~Updater();  // finishes the submitted updates
   Updater(const Updater&) = delete;
   Updater& operator=(const Updater&) = delete;
 
-  // Updates run in the order of submission; one that shares an extent with another starts when that one is at home.
-  // The ticket finishes when the new values are at home. After a failed one
-  // every later one fails with the same error: a half-updated state must not train on.
+  // Updates run in the order of submission. An update that shares an extent with an earlier one
+  // starts after it has finished. The ticket finishes when the new values are at home. After a
+  // failed update every later one fails with the same error: training must not go on from a
+  // half-updated state.
   TicketPtr submit(UnitUpdate update);
 
-  // Submits those that have no ticket yet, in order, and gives each its ticket: all of them, or, when one is refused, none.
+  // Submits the updates that have no ticket yet, in order, and sets their tickets. If one is
+  // refused, none is submitted.
   void submit_all(const std::vector<std::shared_ptr<UnitUpdate>>& updates);
 
   bool is_ours() const { return getpid() == process_; }  // false in a forked child, which has no threads
 
   UpdaterTotals totals() const;
 
-  // From now on every load, step and save of a slot is remembered, until it is taken.
+  // Starts to record every load, step and save of a slot; `take_events` returns and clears the
+  // record.
   void record_events();
   std::vector<UpdaterEvent> take_events();
 
-  // Elements of one chunk for `layout` with these file-homed arrays; 0 when a slot is too small for any.
+  // The elements of one chunk of `update`; 0 if a slot is too small for any.
   static std::size_t chunk_elements(const UnitUpdate& update, std::size_t slot_nbytes);
 
  private:
@@ -105,35 +120,36 @@ class Updater {
     std::size_t chunk = 0;  // elements
     std::size_t next = 0;   // first element of the next chunk
   };
-  // The first error, shared with the completions of saves, which may come in after the updater is gone.
+  // The first error. Shared with the completions of saves, which may run after the updater is gone.
   struct Failure {
-    std::mutex mutex;
-    std::exception_ptr error;
+    Mutex mutex;
+    std::exception_ptr error INFINITY_GUARDED_BY(mutex);
     void set(std::exception_ptr first) {
-      std::lock_guard<std::mutex> lock(mutex);
+      Lock lock(mutex);
       if (!error) error = first;
     }
     std::exception_ptr get() {
-      std::lock_guard<std::mutex> lock(mutex);
+      Lock lock(mutex);
       return error;
     }
   };
   // Shared with the completions of loads and saves, for the same reason.
   struct Recorder {
     using Clock = std::chrono::steady_clock;
-    std::mutex mutex;
-    bool on = false;
-    std::vector<UpdaterEvent> events;
-    void add(const char* kind, int label, int slot, Clock::time_point start) {
+    Mutex mutex;
+    bool on INFINITY_GUARDED_BY(mutex) = false;
+    std::vector<UpdaterEvent> events INFINITY_GUARDED_BY(mutex);
+    // No slot: the arrays are in memory.
+    void add(const char* kind, int label, std::optional<int> slot, Clock::time_point start) {
       const auto end = Clock::now();
       const auto seconds = [](Clock::time_point at) { return std::chrono::duration<double>(at.time_since_epoch()).count(); };
-      std::lock_guard<std::mutex> lock(mutex);
+      Lock lock(mutex);
       if (on) events.push_back({kind, label, slot, seconds(start), seconds(end)});
     }
   };
   struct Part {  // one file-homed array of a chunk
     Extent* extent;
-    Extent* target;  // where it is saved to; null: nowhere
+    Extent* target;  // that it is saved to; null: it is read only
     std::size_t at;  // bytes from either's start
     Span span;
   };
@@ -145,26 +161,31 @@ class Updater {
   struct Chunk {
     std::shared_ptr<Job> job;
     std::size_t begin = 0, end = 0;
-    int slot = -1;
+    std::optional<int> slot;  // none: no array of it is on disk
     Arrays arrays;  // element `begin` is at index `begin`
     std::vector<Part> parts;
     std::vector<Copy> copies;
     TicketPtr loads;
   };
 
-  // Told of everything that the thread may wait for: a load, a save or an update that is over. Shared with their
-  // completions, which may come in after the updater is gone.
+  // Counts everything that the thread may wait for: the end of a load, a save or an update. Shared
+  // with their completions, which may run after the updater is gone.
   struct Signal {
-    std::mutex mutex;
-    std::condition_variable told;
-    std::uint64_t count = 0;
-    void tell() {
+    Mutex mutex;
+    std::condition_variable changed;
+    std::uint64_t count INFINITY_GUARDED_BY(mutex) = 0;
+    void raise() {
       {
-        std::lock_guard<std::mutex> lock(mutex);
+        Lock lock(mutex);
         ++count;
       }
-      told.notify_all();
+      changed.notify_all();
     }
+  };
+
+  // The staging memory of the next chunk.
+  struct Place {
+    std::optional<int> slot;  // none: the updater has no slots
   };
 
   std::shared_ptr<Job> make_job(const UnitUpdate& update) const;
@@ -172,13 +193,14 @@ class Updater {
   void serve(std::deque<Chunk>& loading);
   void end_all(const std::exception_ptr& error, std::deque<Chunk>& loading);
   bool touched(const Job& job, std::size_t begin, std::size_t end) const;
-  bool start_next(std::deque<Chunk>& loading, int slot);
+  bool start_next(std::deque<Chunk>& loading, const Place& place);
   bool conflicts(const Job& job);
-  void load(Chunk& chunk, int slot);
+  void load(Chunk& chunk, const Place& place);
+  void release(Chunk& chunk, TicketPtr saves = nullptr);
   void finish(Chunk& chunk);
   void step(Chunk& chunk);
   void step_tile(Chunk& chunk, const std::vector<Constants>& constants, std::size_t begin, std::size_t end);
-  int free_slot() const;
+  std::optional<Place> free_place() const;
 
   const std::shared_ptr<IoEngine> engine_;
   const Span slots_;
@@ -192,13 +214,13 @@ class Updater {
   std::optional<TeamSize> team_size_;  // none: all threads
   const int process_ = getpid();
 
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   const std::shared_ptr<Signal> signal_ = std::make_shared<Signal>();
-  std::deque<std::shared_ptr<Job>> jobs_;
+  std::deque<std::shared_ptr<Job>> jobs_ INFINITY_GUARDED_BY(mutex_);
   const std::shared_ptr<Failure> failure_ = std::make_shared<Failure>();
   const std::shared_ptr<Recorder> recorder_ = std::make_shared<Recorder>();
-  UpdaterTotals totals_;
-  bool stopping_ = false;
+  UpdaterTotals totals_ INFINITY_GUARDED_BY(mutex_);
+  bool stopping_ INFINITY_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
 

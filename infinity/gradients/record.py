@@ -137,7 +137,8 @@ def writable(handle: ParamHandle) -> ParamHandle:
     if handle.grad.state is GradState.CONSUMED:
         raise UsageError(
             f"{handle.name}.grad was consumed by optimizer.step(): it can be read, but "
-            "changing it has no effect. Change gradients before step(), or call zero_grad() first."
+            "changing it in place has no effect. Change gradients before step(), call zero_grad() first, or assign what the next "
+            "step is to begin with: param.grad = param.grad * 0.5."
         )
     if handle.grad.assigned is not None:  # it is not changed along
         handle.grad.assigned.leave_behind()

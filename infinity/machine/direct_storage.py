@@ -55,8 +55,8 @@ def refusal(folders: Sequence[str]) -> str:
     """Returns why disks of ``folders`` cannot transfer to a GPU's memory directly, or ""."""
     if not chosen():
         return "INFINITY_DIRECT=off"
-    if native.modelled_disks():
-        return "disks are modelled (INFINITY_MODEL_DISKS)"
+    if any(native.disks.modelled(folder) for folder in folders):
+        return "disks are modelled"
     if found := missing(folders):
         return "; ".join(each.what for each in found)
     configure()

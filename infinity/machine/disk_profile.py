@@ -84,7 +84,7 @@ def disk_profile(folder: str, kind: str | None = None) -> DiskProfile:
 def identity(folder: str) -> str:
     """Returns a name for the device under ``folder``: kernel name, serial number if any, and
     size."""
-    if (modelled := native.modelled_disk(folder)) is not None:
+    if (modelled := native.disks.modelled(folder)) is not None:
         return f"model {modelled}"
     device = _block_device(folder)
     if device is None:
@@ -97,7 +97,7 @@ def identity(folder: str) -> str:
 def file_system_identity(folder: str) -> str:
     """Returns a name for the file system of ``folder``. Folders with one name share their free
     space."""
-    if (modelled := native.modelled_disk(folder)) is not None:
+    if (modelled := native.disks.modelled(folder)) is not None:
         return f"model {modelled}"
     device = os.stat(folder).st_dev
     return f"{os.major(device)}:{os.minor(device)}"
@@ -106,7 +106,7 @@ def file_system_identity(folder: str) -> str:
 def device_identity(folder: str) -> str:
     """Returns a name for the disks under ``folder``, equal for partitions and logical volumes on
     one disk."""
-    device = _block_device(folder) if native.modelled_disk(folder) is None else None
+    device = _block_device(folder) if native.disks.modelled(folder) is None else None
     return identity(folder) if device is None else " ".join(sorted(_disks_below(device)))
 
 

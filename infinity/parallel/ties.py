@@ -55,7 +55,7 @@ class Ties:
                         if not self._counts:
                             begin = handle.shard.own_part(name, handle.index)[0] - handle.shard.part(name, handle.index)[0]
                             handle.changed()
-                            engine.release([handle.unit])
+                            engine.prefetcher.release_all([handle.unit])
                             handle.shard.write_part(
                                 engine.store, name, handle.index, theirs, begin=begin, version=engine.step_index
                             )

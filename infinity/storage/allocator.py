@@ -65,13 +65,12 @@ class ArrayAllocator:
         service_nbytes: int,
         checksums: bool = True,
         sampled: bool = False,
-        faults: native.FaultPlan | None = None,
-        io_kind: str | None = None,
+        layer: native.BackendLayer | None = None,
         device: Device | None = None,
         rank: int = 0,
         ranks: int = 1,
     ):
-        """``io_kind``: the I/O engine, as for :func:`native.make_io_engine`."""
+        """``layer``: the I/O engine, as for :func:`native.make_io_engine`."""
         self.ledger, self.traffic, self.checksums = ledger, traffic, checksums
         self._sampled = sampled  # checks reads past the host by samples, if the device cannot
         self.device = device or Device(torch.device("cpu"), traffic)
@@ -79,8 +78,7 @@ class ArrayAllocator:
         self._folders = SwapFolders(nvme_paths, rank=rank, ranks=ranks)
         profiles = self._folders.profiles
         self.io = native.make_io_engine(
-            faults,
-            kind=io_kind,
+            layer=layer,
             block_nbytes=max((profile.block_nbytes for profile in profiles), default=MIB),
             depth=min(MAX_DEPTH, max((profile.depth for profile in profiles), default=1)),
             work_threads=processors.for_checksums(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 
+import doubles
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -108,13 +109,13 @@ def test_files_of_one_save_take_turns_at_the_slots(tmp_path):
 @pytest.mark.parametrize(("fault", "number"), [("eio", errno.EIO), ("enospc", errno.ENOSPC), ("hang", errno.ETIMEDOUT)])
 def test_a_disk_that_refuses_or_hangs_is_an_error_and_not_a_wait_for_a_slot(fault, number, tmp_path, monkeypatch):
     """Method: every write from the second on fails or never ends, of a file that needs each of two slots three times."""
-    plan = native.FaultPlan()
+    plan = doubles.FaultPlan()
     plan.first_piece = 1
     setattr(plan, fault, 1.0)
     monkeypatch.setenv("INFINITY_IO_TIMEOUT", "0.5")
     original = native.make_io_engine
     with monkeypatch.context() as patch:
-        patch.setattr(native, "make_io_engine", lambda **options: original(plan, **options))
+        patch.setattr(native, "make_io_engine", lambda **options: original(layer=doubles.layer(plan), **options))
         with pytest.raises(infinity.StorageError) as raised:
             written(tmp_path / "file", some_tensors(5 * SLOT_NBYTES), make_slots(1))
     assert raised.value.errno == number and str(tmp_path) in str(raised.value)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import doubles
 import pytest
 import torch
 from checkpoint_cases import SEED, Job, check_like, saved, seed_everything, uninterrupted  # noqa: F401
@@ -289,11 +290,11 @@ def test_a_disk_that_fails_at_any_piece_changes_nothing(fault, saved, uninterrup
     """Method: every piece of the reading from the n-th on is refused, or has a bit of another, for every n."""
     original, before = native.make_io_engine, job.state()
     for first in itertools.count():
-        plan = native.FaultPlan()
+        plan = doubles.FaultPlan()
         plan.first_piece = first
         setattr(plan, fault, 1.0)
         with monkeypatch.context() as patch:
-            patch.setattr(native, "make_io_engine", lambda plan=plan, **options: original(plan, **options))
+            patch.setattr(native, "make_io_engine", lambda plan=plan, **options: original(layer=doubles.layer(plan), **options))
             try:
                 job.load(saved)
             except (infinity.StorageError, infinity.CorruptionError) as error:
@@ -307,10 +308,10 @@ def test_a_disk_that_fails_at_any_piece_changes_nothing(fault, saved, uninterrup
 
 def test_a_disk_that_hangs_may_still_write_so_nothing_goes_on(saved, job, monkeypatch):
     """Method: reads never end. The error says what to do, and every later use is told it, a load too."""
-    plan, original = native.FaultPlan(), native.make_io_engine
+    plan, original = doubles.FaultPlan(), native.make_io_engine
     plan.hang, plan.first_piece = 1.0, 2
     with environment(INFINITY_IO_TIMEOUT="0.5"), monkeypatch.context() as patch:
-        patch.setattr(native, "make_io_engine", lambda **options: original(plan, **options))
+        patch.setattr(native, "make_io_engine", lambda **options: original(layer=doubles.layer(plan), **options))
         with pytest.raises(infinity.StorageError, match="end this process") as raised:
             job.load(saved)
     assert raised.value.errno == errno.ETIMEDOUT
@@ -369,7 +370,7 @@ def test_struck_before_anything_is_read_nothing_is_lost(saved, uninterrupted, jo
 
 def test_a_hung_disk_is_known_however_often_one_presses_ctrl_c(saved, job, monkeypatch):
     """Method: reads never end, and Ctrl-C comes while it waits for one, and again when it stops: nothing goes on all the same."""
-    plan, original, stop = native.FaultPlan(), native.make_io_engine, read_once.stop
+    plan, original, stop = doubles.FaultPlan(), native.make_io_engine, read_once.stop
     plan.hang, plan.first_piece = 1.0, 1
     struck = []
 
@@ -384,7 +385,7 @@ def test_a_hung_disk_is_known_however_often_one_presses_ctrl_c(saved, job, monke
         raise KeyboardInterrupt
 
     with environment(INFINITY_IO_TIMEOUT="0.5"), monkeypatch.context() as patch:
-        patch.setattr(native, "make_io_engine", lambda **options: original(plan, **options))
+        patch.setattr(native, "make_io_engine", lambda **options: original(layer=doubles.layer(plan), **options))
         patch.setattr(read_once, "stop", stop_and_strike)
         patch.setattr(file_reader._Open, "arrived", strike)
         with pytest.raises((KeyboardInterrupt, infinity.StorageError)):

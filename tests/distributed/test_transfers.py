@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from ranks import launch_without
 from infinity.distributed import transfer
 from infinity.distributed.transfer import Transfer, wait_for
 from infinity.distributed.tree import Tree
-from infinity.runtime.engine import Engine
+from infinity.runtime.scoped_call import _meaning_of
 from infinity.state.journal import Journal
 
 FOLDER = str(Path(transfer.__file__).parent)
@@ -184,15 +185,8 @@ def test_an_engine_says_what_a_broken_transport_means():
     """A collective of torch's own inside a forward: the error names the ranks. Twins: another
     error, one of ours, and a job of one rank."""
 
-    class Ranks:
-        alone = False
-
-    class Here(Engine):
-        def __init__(self, alone: bool) -> None:
-            self.ranks = Ranks()
-            self.ranks.alone = alone
-
+    ranks = {alone: SimpleNamespace(alone=alone) for alone in (True, False)}
     other = RuntimeError("shapes differ")
-    assert Here(alone=False).meaning_of(other) is other
+    assert _meaning_of(other, ranks[False]) is other
     broken = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
-    assert Here(alone=True).meaning_of(broken) is broken
+    assert _meaning_of(broken, ranks[True]) is broken

@@ -71,7 +71,8 @@ def build(folder: Path, flags: list[str], target: str = "core_tests") -> Path:
     defines = [f"-D{name}={value}" for name, value in core.define_macros]
     compile_args = [flag for flag in core.extra_compile_args if not flag.startswith(("-O", "-std"))]
     lines = rules(COMPILER, [*COMMON, *compile_args, *defines, *flags], [*core.extra_link_args, *flags])
-    lines += edges([*sources, *sorted(TESTS.glob("*.cpp"))], target, described["UNIT_FLAGS"])
+    doubles = [ROOT / source for source in described["DOUBLES"] if Path(source).name != "bindings.cpp"]
+    lines += edges([*sources, *doubles, *sorted(TESTS.glob("*.cpp"))], target, described["UNIT_FLAGS"])
     return run_ninja(folder, lines, target)
 
 
@@ -130,6 +131,24 @@ def program(request) -> list[str]:
     return command
 
 
+def complaints_of_clang(sources: list[Path], folder: Path) -> str:
+    """What clang's analysis of mutexes says of ``sources`` (csrc/base/thread_safety.h). CLANGXX names another clang."""
+    command = shlex.split(os.environ.get("CLANGXX", "clang++"))
+    if shutil.which(command[0]) is None:
+        pytest.skip("no clang++, or another one in CLANGXX")
+    command += [
+        "-std=c++17",
+        f"-I{ROOT / 'csrc'}",
+        "-Wthread-safety",
+        "-Werror=thread-safety",
+        "-c",
+        "-o",
+        str(folder / "analysed.o"),
+    ]
+    done = [subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=280) for source in sources]
+    return "".join(each.stderr for each in done if each.returncode != 0)
+
+
 def run_case(command: list[str], name: str, folder: Path, timeout: float = 120) -> None:
     done = subprocess.run(
         [*command, name], cwd=folder, env=os.environ | ENVIRONMENT, timeout=timeout,
@@ -158,6 +177,18 @@ def test_case(program, name, tmp_path):
     """Runs one case in a process of its own, in an empty folder."""
     run_case(program, name, tmp_path)
     assert not list(tmp_path.iterdir()), "the case left files behind"
+
+
+@pytest.mark.slow
+def test_every_guarded_member_is_used_under_its_mutex(tmp_path):
+    """Compiles what has mutexes with clang, which checks them; the twin reads a guarded member without its mutex."""
+    folders = ("base", "memory", "io", "update")
+    sources = [path for folder in folders for path in sorted((ROOT / "csrc" / folder).glob("*.cpp")) if path.name != "uring.cpp"]
+    assert not complaints_of_clang([path for path in sources if path.stem != "crc32c"], tmp_path)
+    wrong = tmp_path / "wrong.cpp"
+    header = '#include "base/thread_safety.h"\n'
+    wrong.write_text(header + "struct A { infinity::Mutex m; int x INFINITY_GUARDED_BY(m) = 0; int f() { return x; } };\nA a;\n")
+    assert "requires holding mutex 'm'" in complaints_of_clang([wrong], tmp_path)
 
 
 @pytest.mark.slow

@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import doubles
 import pytest
 import torch
+from doubles import fault_plan
 from fake_cufile import FakeCuFile, cufile, cufile_library  # noqa: F401
-from native_arrays import MIB, Disk, Staging, fault_plan, outcome_in_child, random_bytes, seeded
+from native_arrays import MIB, Disk, Staging, outcome_in_child, random_bytes, seeded
 
 from infinity import native
 from infinity.errors import CorruptionError, StorageError, UsageError
@@ -30,7 +32,7 @@ UNTOUCHED = 0xA5
 class Job:
     """A disk with one extent full of bytes, a reader, and both places of what it reads."""
 
-    def __init__(self, folder: Path, fake: FakeCuFile, *, faults: native.FaultPlan | None = None, written: bool = True, **options):
+    def __init__(self, folder: Path, fake: FakeCuFile, *, faults: doubles.FaultPlan | None = None, written: bool = True, **options):
         self.disk = Disk(folder, faults=faults)
         self.extent, self.data = self.disk.extent(NBYTES), random_bytes(NBYTES, seeded(7))
         if written:

@@ -13,16 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles import fault_plan
 from io_cases import BLOCK, CHECKED, kind  # noqa: F401
-from native_arrays import (
-    MIB,
-    Disk,
-    Staging,
-    fault_plan,
-    outcome_in_child,
-    random_bytes,
-    seeded,
-)
+from native_arrays import MIB, Disk, Staging, outcome_in_child, random_bytes, seeded
 
 from infinity import native
 from infinity.errors import CorruptionError, StorageError, UsageError

@@ -16,20 +16,13 @@ import tempfile
 import time
 from pathlib import Path
 
+import doubles
 import prepared
 import pytest
 import torch
+from doubles import fault_plan
 from io_cases import BLOCK, CHECKED, kind  # noqa: F401
-from native_arrays import (
-    MIB,
-    Disk,
-    Staging,
-    fault_plan,
-    from_bits,
-    outcome_in_child,
-    random_bytes,
-    seeded,
-)
+from native_arrays import MIB, Disk, Staging, from_bits, outcome_in_child, random_bytes, seeded
 
 from infinity import native
 from infinity.errors import StorageError, UsageError
@@ -379,7 +372,9 @@ def test_a_device_that_stops_answering_is_an_error_that_names_it(tmp_path, kind)
     device; what finished before stays right, a later transfer fails at once, and dropping the engine does not wait."""
 
     def work():
-        engine = native.IoEngine(kind=kind, timeout_seconds=0.4, block_nbytes=MIB, faults=fault_plan(hang=1.0, first_piece=2))
+        engine = native.IoEngine(
+            kind=kind, timeout_seconds=0.4, block_nbytes=MIB, layer=doubles.layer(fault_plan(hang=1.0, first_piece=2))
+        )
         extent = native.Extent.in_file(engine.create_file(str(tmp_path / "swap"), 8 * MIB), 0, 8 * MIB)
         staging = Staging(2 * MIB)
         engine.write(extent, 0, staging.address, MIB).wait()
@@ -398,7 +393,7 @@ def test_a_device_that_stops_answering_is_an_error_that_names_it(tmp_path, kind)
 
 def test_a_late_device_is_no_hung_one(tmp_path, kind):
     """Method: every transfer comes 0.2 s late under a timeout of 1 s; all of them end well."""
-    engine = native.IoEngine(kind=kind, timeout_seconds=1.0, faults=fault_plan(delay=1.0, delay_seconds=0.2))
+    engine = native.IoEngine(kind=kind, timeout_seconds=1.0, layer=doubles.layer(fault_plan(delay=1.0, delay_seconds=0.2)))
     extent = native.Extent.in_file(engine.create_file(str(tmp_path / "swap"), MIB), 0, MIB)
     staging = Staging(MIB)
     for _ in range(3):
@@ -408,7 +403,7 @@ def test_a_late_device_is_no_hung_one(tmp_path, kind):
 def test_what_has_not_started_can_be_taken_back(tmp_path, kind):
     """Method: one slot, held up by a slow transfer; the ones behind it are cancelled and fail with ECANCELED at once,
     the slow one ends well, and the engine serves on."""
-    engine = native.IoEngine(kind=kind, depth=1, block_nbytes=MIB, faults=fault_plan(delay=1.0, delay_seconds=0.3))
+    engine = native.IoEngine(kind=kind, depth=1, block_nbytes=MIB, layer=doubles.layer(fault_plan(delay=1.0, delay_seconds=0.3)))
     extent = native.Extent.in_file(engine.create_file(str(tmp_path / "swap"), 4 * MIB), 0, 4 * MIB)
     staging = Staging(4 * MIB)
     slow, behind = (engine.read(extent, at, staging.address + at, MIB) for at in (0, MIB))
@@ -429,7 +424,7 @@ def test_a_hung_device_with_more_waiting_than_fits_is_an_error_too(tmp_path, kin
 
     def work():
         plan = fault_plan(hang=1.0, first_piece=1)
-        engine = native.IoEngine(kind=kind, depth=2, timeout_seconds=0.4, block_nbytes=CHECKED, faults=plan)
+        engine = native.IoEngine(kind=kind, depth=2, timeout_seconds=0.4, block_nbytes=CHECKED, layer=doubles.layer(plan))
         healthy, hung = (
             native.Extent.in_file(engine.create_file(str(tmp_path / name), MIB), 0, MIB) for name in ("healthy", "hung")
         )
@@ -449,7 +444,9 @@ def test_a_cancelled_transfer_that_failed_says_why(tmp_path, kind):
     """Method: of two pieces the first hangs and the second is taken back: the hung device is what is told."""
 
     def work():
-        engine = native.IoEngine(kind=kind, depth=1, timeout_seconds=0.4, block_nbytes=CHECKED, faults=fault_plan(hang=1.0))
+        engine = native.IoEngine(
+            kind=kind, depth=1, timeout_seconds=0.4, block_nbytes=CHECKED, layer=doubles.layer(fault_plan(hang=1.0))
+        )
         extent = native.Extent.in_file(engine.create_file(str(tmp_path / "swap"), MIB), 0, MIB)
         staging = Staging(MIB)
         ticket = engine.read(extent, 0, staging.address, 2 * CHECKED)
@@ -463,7 +460,7 @@ def test_a_cancelled_transfer_that_failed_says_why(tmp_path, kind):
 
 def test_what_waits_behind_another_can_be_taken_back(tmp_path, kind):
     """Method: a read after a slow write is cancelled before the write ends: it never moves, the write does."""
-    engine = native.IoEngine(kind=kind, faults=fault_plan(delay=1.0, delay_seconds=0.2))
+    engine = native.IoEngine(kind=kind, layer=doubles.layer(fault_plan(delay=1.0, delay_seconds=0.2)))
     extent = native.Extent.in_file(engine.create_file(str(tmp_path / "swap"), MIB), 0, MIB)
     staging = Staging(2 * MIB)
     write = engine.write(extent, 0, staging.address, MIB)

@@ -14,8 +14,10 @@ import gc
 import itertools
 from collections.abc import Sequence
 
+import doubles
 import pytest
 import torch
+from doubles import fault_plan
 from native_arrays import (
     CHUNK_GRAIN,
     ENGINES,
@@ -30,7 +32,6 @@ from native_arrays import (
     bits,
     different,
     every_form,
-    fault_plan,
     hyper,
     outcome_in_child,
     random_arrays,
@@ -87,7 +88,7 @@ class Pipeline:
 
 def step_from_disk(
     folder, kind: str, form: Form, arrays: Arrays, in_file: Sequence[str], runs: Runs, *, slots: int = 4,
-    slot_nbytes: int | None = None, threads: int = 2, faults: native.FaultPlan | None = None,
+    slot_nbytes: int | None = None, threads: int = 2, faults: doubles.FaultPlan | None = None,
 ) -> Arrays:  # fmt: skip
     """The arrays after one step with those of ``in_file`` at home in a file, read back and verified."""
     disk = Disk(folder, kind, faults=faults)

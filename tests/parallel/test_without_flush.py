@@ -42,7 +42,7 @@ REFUSED = {
     "built for another shape": "run(): micro-batches of shapes [(2, 8)] for a stage that was built for [(4, 8)]",
     "no grad": "UsageError: run() trains",
     "gradients": "UsageError: run() with gradients of an earlier backward",
-    "step_in_backward": "UsageError: run() inside step_in_backward",
+    "step_in_backward": "UsageError: another run inside `with optimizer.step_in_backward()`",
     "inside: save": "UsageError: save_checkpoint is not available while a pipeline runs without flush",
     "inside: state_dict": "UsageError: state_dict() is not available while a pipeline runs without flush",
     "inside: optimizer's": "UsageError: optimizer.state_dict() is not available while a pipeline runs without flush",

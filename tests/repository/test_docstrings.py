@@ -24,14 +24,14 @@ PROPERTIES = {"property", "cached_property", "setter", "getter", "deleter"}
 # A new verb is added here, in its place in the alphabet; a noun or a clause is not.
 SORTED_VERBS = """
 Accumulates Adds Advances Allocates Applies Arranges Asks Averages Begins Binds Blocks Borrows Brings Broadcasts Builds Calls
-Cancels Changes Charges Checks Chooses Clips Closes Collects Comes Compares Completes Computes Configures Connects Copies
-Counts Creates Cuts Decides Decodes Describes Destroys Divides Does Draws Drops Encodes Ends Enqueues Enters Estimates
-Evaluates Fills Finds Forgets Formats Frees Gathers Gives Goes Guards Has Holds Hooks Imports Installs Joins Keeps Lands
-Launches Lays Leaves Lets Lists Loads Looks Makes Maps Marks Measures Meets Merges Moves Multiplies Names Notes Opens Orders
-Overwrites Parses Plans Predicts Prepares Prints Publishes Puts Raises Reads Recognises Records Redistributes Reduces Refers
-Refuses Registers Releases Removes Replaces Reports Requests Resets Restores Returns Rounds Runs Saves Says Scales Sends Sets
-Settles Spends Splits Starts Steps Stops Strikes Sums Surrounds Takes Tells Times Translates Treats Turns Unregisters Waits
-Watches Wraps Writes Yields Zeroes
+Cancels Changes Charges Checks Chooses Clips Closes Collects Comes Compares Completes Computes Configures Connects Continues
+Copies Counts Creates Cuts Decides Decodes Defines Describes Destroys Discards Divides Does Draws Drops Encodes Ends Enlarges
+Enqueues Enters Estimates Evaluates Evicts Fills Finds Finishes Forgets Formats Frees Gathers Gives Goes Guards Has Holds Hooks
+Imports Installs Joins Keeps Lands Launches Lays Leaves Lets Lists Loads Looks Makes Maps Marks Measures Meets Merges Moves
+Multiplies Names Notes Opens Orders Overwrites Parses Plans Predicts Prepares Prints Publishes Puts Raises Reads Recognises
+Records Recovers Redistributes Reduces Refers Refuses Registers Releases Removes Replaces Reports Requests Resets Restarts
+Restores Returns Rounds Runs Saves Says Scales Selects Sends Sets Settles Skips Spends Splits Starts Steps Stops Strikes Sums
+Surrounds Swaps Takes Tells Times Translates Treats Turns Undoes Unregisters Waits Watches Wraps Writes Yields Zeroes
 """.split()
 VERBS = frozenset(SORTED_VERBS)
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import doubles
 import pytest
 import torch
+from doubles import fault_plan
 from models import swap_files
-from native_arrays import ENGINES, MIB, fault_plan, same_bits, seeded
+from native_arrays import ENGINES, MIB, same_bits, seeded
 
 from infinity import native
 from infinity.errors import CorruptionError, InfinityError, StorageError, UsageError
@@ -230,7 +232,7 @@ def test_a_refused_read_leaves_the_unit_at_home(tmp_path, kind):
     """Makes the reads fail with EIO: `stage` raises it, the slots come back, the unit is STORED and may try again."""
     home = Home(tmp_path)
     # An engine's faults are fixed when it is made, so for the fetch the store's is another one.
-    broken = native.IoEngine(kind=kind, faults=fault_plan(eio=1.0))
+    broken = native.IoEngine(kind=kind, layer=doubles.layer(fault_plan(eio=1.0)))
     broken.create_file(str(tmp_path / "broken"), MIB)
     whole, home.store.io = home.store.io, broken
     home.do("fetch")

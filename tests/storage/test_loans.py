@@ -13,11 +13,12 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import doubles
 import pytest
 import torch
 from behind_cases import BLOCK, Home, Noted, SlowDisk, folder, home_in, kind  # noqa: F401
+from doubles import fault_plan
 from models import environment
-from native_arrays import fault_plan
 
 from infinity import native
 from infinity.errors import CorruptionError, StorageError
@@ -87,7 +88,9 @@ def test_memory_that_a_hung_disk_may_still_read_is_never_freed(tmp_path, monkeyp
     kept: list[torch.Tensor] = []
     monkeypatch.setattr(loans, "_never_freed", kept)
     with environment(INFINITY_IO_TIMEOUT="0.5"):
-        store = ShardStore([str(tmp_path)], Ledger(), Traffic(), service_nbytes=5 * BLOCK, faults=fault_plan(hang=1.0))
+        store = ShardStore(
+            [str(tmp_path)], Ledger(), Traffic(), service_nbytes=5 * BLOCK, layer=doubles.layer(fault_plan(hang=1.0))
+        )
     array = store.allocate(Tier.NVME, torch.uint8, 4 * BLOCK, "array")
     store.open([])
     region = native.Region(4 * BLOCK, False, 0)

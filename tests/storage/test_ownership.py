@@ -19,8 +19,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles import fault_plan
 from models import leftovers, swap_files, transformer
-from native_arrays import MIB, Disk, Staging, fault_plan, outcome_in_child
+from native_arrays import MIB, Disk, Staging, outcome_in_child
 from runs import adamw
 
 import infinity

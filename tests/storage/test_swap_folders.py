@@ -18,6 +18,7 @@ import time
 from collections import Counter, namedtuple
 from pathlib import Path
 
+import doubles
 import pytest
 import torch
 from hypothesis import given, settings
@@ -380,10 +381,10 @@ def test_a_disk_that_fails_in_mid_run_is_named_and_the_others_keep_what_they_hav
     use of the store afterwards says the same, and the stripes of the other two are as they were."""
     disks = make_disks([1e9] * 3)
     monkeypatch.setenv("INFINITY_IO_TIMEOUT", "0.5")
-    faults = native.FaultPlan()
+    faults = doubles.FaultPlan()
     faults.file, faults.first_piece = 2, 40
     setattr(faults, fault, 1.0)
-    store = disks.store(faults=faults)
+    store = disks.store(layer=doubles.layer(faults))
     array = store.allocate(Tier.NVME, torch.uint8, 3 * MIB, "an array")
     store.open([])
     store.write(array, 0, torch.ones(3 * MIB, dtype=torch.uint8), version=1)

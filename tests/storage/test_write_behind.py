@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from behind_cases import ARRAYS, BLOCK, LR, PAGE, SEED, SlowDisk, folder, home_in, kind, threads  # noqa: F401
+from doubles import fault_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import few
@@ -39,7 +40,7 @@ from models import (
     tokens,
     transformer,
 )  # fmt: skip
-from native_arrays import MIB, fault_plan, same_bits
+from native_arrays import MIB, same_bits
 from runs import adamw
 from torch import nn
 

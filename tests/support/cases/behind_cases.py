@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import doubles
 import pytest
 import torch
 from models import leftovers
@@ -98,8 +99,9 @@ class SlowDisk(Noted):
 class Home:
     """A store with arrays on disk and one in memory, their plain model, and moves of both."""
 
-    def __init__(self, folder: Path, *, service_nbytes: int = 5 * BLOCK, **options: Any):
-        self.store = ShardStore([str(folder)], Ledger(), Traffic(), service_nbytes=service_nbytes, **options)
+    def __init__(self, folder: Path, *, service_nbytes: int = 5 * BLOCK, faults: doubles.FaultPlan | None = None, **options: Any):
+        layer = doubles.layer(faults)
+        self.store = ShardStore([str(folder)], Ledger(), Traffic(), service_nbytes=service_nbytes, layer=layer, **options)
         places = [*((Tier.NVME, *array) for array in ARRAYS), (Tier.HOST, 3 * PAGE, torch.float32)]
         self.arrays = [self.store.allocate(tier, dtype, n // dtype.itemsize, "array") for tier, n, dtype in places]
         self.store.open([])

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import doubles
 import pytest
 import torch
 from models import (
@@ -83,11 +84,9 @@ def small_blocks(monkeypatch) -> Callable[..., None]:
 
 def faulty_files(monkeypatch, **faults: float) -> None:
     """Injects faults into what reads the weights, and into nothing else."""
-    plan = native.FaultPlan()
-    for name, value in faults.items():
-        setattr(plan, name, value)
+    layer = doubles.layer(doubles.fault_plan(**faults))
     mine = types.SimpleNamespace(**vars(native))
-    mine.make_io_engine = lambda *args, **kwargs: native.make_io_engine(plan, **kwargs)
+    mine.make_io_engine = lambda **kwargs: native.make_io_engine(layer=layer, **kwargs)
     monkeypatch.setattr(weight_files, "native", mine)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import doubles
 import pytest
 import torch
 
@@ -93,9 +94,11 @@ class Staging:
 class Disk:
     """An engine with one swap file, and moves of whole tensors that wait and verify."""
 
-    def __init__(self, folder: Path, kind: str = "threads", *, nbytes: int = 4 * MIB, **options):
+    def __init__(
+        self, folder: Path, kind: str = "threads", *, nbytes: int = 4 * MIB, faults: doubles.FaultPlan | None = None, **options
+    ):
         self.path = folder / f"swap{len(list(folder.iterdir()))}"
-        self.engine = native.IoEngine(kind=kind, **options)
+        self.engine = native.IoEngine(kind=kind, layer=doubles.layer(faults), **options)
         self.file = self.engine.create_file(str(self.path), nbytes)
         self._used = 0
 
@@ -133,14 +136,6 @@ class Disk:
             os.pwrite(descriptor, bytes([value ^ 0x10]), at)
         finally:
             os.close(descriptor)
-
-
-def fault_plan(seed: int = 0, **probabilities: float) -> native.FaultPlan:
-    plan = native.FaultPlan()
-    plan.seed = seed
-    for name, value in probabilities.items():
-        setattr(plan, name, value)
-    return plan
 
 
 # ---------------------------------------------------------------------------------------------------------------------

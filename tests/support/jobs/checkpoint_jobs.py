@@ -14,7 +14,6 @@ from ranks import told
 
 import infinity
 from infinity.checkpoint import manifest
-from infinity.runtime.engine import Engine
 
 
 def checked_together(path: str) -> dict[str, Any]:
@@ -62,7 +61,11 @@ def struck_before_it_begins(path: str, again: bool) -> dict[str, Any]:
         with infinity.full_params(model, writeback=True) as params:
             for value in params.values():
                 value.add_(1.0)
-    strike = mock.patch.object(Engine, "begin_repair", side_effect=KeyboardInterrupt) if dist.get_rank() == 0 else nullcontext()
+    strike = (
+        mock.patch("infinity.checkpoint.load.begin_repair", side_effect=KeyboardInterrupt)
+        if dist.get_rank() == 0
+        else nullcontext()
+    )
     with strike:
         try:
             load = told(lambda: infinity.load_checkpoint(path, model, optimizer))

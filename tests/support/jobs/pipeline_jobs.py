@@ -24,6 +24,7 @@ from torch.nn import functional as F
 if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 
+import doubles
 import parallel_jobs
 from parallel_jobs import VOCABULARY, Decoder, adamw, whole
 from ranks import serve, told
@@ -471,6 +472,7 @@ def falls(how: str, folder: str, steps: int = 60) -> None:
     if how in ("eio", "enospc"):
         config = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [folder], "host_memory": "64MB"}
         if dist.get_rank() == 1:
+            doubles.install()
             os.environ["INFINITY_FAULTS"] = f"seed=1,{how}=1.0,first_piece={FIRST_PIECE}"
     chunks, numbers, count = build("Interleaved1F1B", mesh)
     params = [p for chunk in chunks for p in chunk.parameters()]

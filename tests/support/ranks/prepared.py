@@ -164,6 +164,7 @@ def _import() -> None:
 
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # with the first optimizer torch imports half of itself
+    import doubles
     import models  # noqa: F401
     import rank_jobs  # noqa: F401
 
@@ -171,6 +172,7 @@ def _import() -> None:
 
     for name in infinity.__all__:
         getattr(infinity, name)
+    doubles.install()
     gc.enable()
 
 

@@ -57,7 +57,7 @@ class DelayedNetwork:
                 _ip("-n", name, "addr", "add", f"{address}/16", "dev", device)
                 _ip("-n", name, "link", "set", device, "mtu", str(MTU), "up")
             # A process of its own: nobody else's work delays the packets further.
-            command = [sys.executable, "-m", __name__, str(self._seconds), ",".join(self.addresses), *map(str, self._files)]
+            command = [sys.executable, __file__, str(self._seconds), ",".join(self.addresses), *map(str, self._files)]
             self._switch = subprocess.Popen(command, pass_fds=self._files)
         except BaseException:
             self.__exit__(None, None, None)

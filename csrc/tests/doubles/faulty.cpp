@@ -5,9 +5,9 @@
 #include <mutex>
 #include <thread>
 
-#include "io/backend.h"
+#include "tests/doubles/doubles.h"
 
-namespace infinity {
+namespace infinity::doubles {
 namespace {
 
 // SplitMix64: one well-mixed word per (seed, number, fault), the same on every machine.
@@ -145,4 +145,4 @@ std::unique_ptr<Backend> make_faulty_backend(std::unique_ptr<Backend> inner, Fau
   return std::make_unique<FaultyBackend>(std::move(inner), plan);
 }
 
-}  // namespace infinity
+}  // namespace infinity::doubles

@@ -1,14 +1,15 @@
-// The instant backend: says of every piece that it was moved, and moves nothing.
+// The instant backend: reports every piece as moved, and moves nothing.
 //
-// Beneath the model of disks it stands for disks whose bytes cost the processor nothing, as those that a drive brings by itself: rates can be
-// played that copies of this machine's memory would not reach. What was never written reads as zeros, which memory that nobody wrote to holds.
+// Below the modelled backend it stands for disks that cost the processor nothing, as a drive with
+// DMA does: the rates can exceed what copies on this machine reach. Space that was never written
+// reads as zeros, which is what untouched memory holds.
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
 
-#include "io/backend.h"
+#include "tests/doubles/doubles.h"
 
-namespace infinity {
+namespace infinity::doubles {
 namespace {
 
 class InstantBackend final : public Backend {
@@ -46,4 +47,4 @@ class InstantBackend final : public Backend {
 
 std::unique_ptr<Backend> make_instant_backend() { return std::make_unique<InstantBackend>(); }
 
-}  // namespace infinity
+}  // namespace infinity::doubles

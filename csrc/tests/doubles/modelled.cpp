@@ -1,7 +1,8 @@
-// The model of disks: any backend, with every result held back until a disk of the modelled rate would have it.
+// The modelled backend: holds every result back until a disk of the modelled rate would have it.
 //
-// A device is a clock: the time until which it is busy with what it was given. A piece moves that on by its bytes over the rate, and is
-// over when the clock was there and its bytes have moved. The clocks lie in a file that several processes map.
+// Each disk has a clock: the time until which it is busy. A piece advances the clock by its bytes
+// over the rate, and completes when that time has come and its bytes have moved. The clocks are in
+// a file that several processes map.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -14,9 +15,9 @@
 #include <unordered_map>
 
 #include "base/check.h"
-#include "io/backend.h"
+#include "tests/doubles/doubles.h"
 
-namespace infinity {
+namespace infinity::doubles {
 namespace {
 
 constexpr std::size_t kMaxModels = kBlockNbytes / sizeof(std::uint64_t);
@@ -133,4 +134,4 @@ std::unique_ptr<Backend> make_modelled_backend(std::unique_ptr<Backend> inner, s
   return std::make_unique<ModelledBackend>(std::move(inner), std::move(models), clocks);
 }
 
-}  // namespace infinity
+}  // namespace infinity::doubles
