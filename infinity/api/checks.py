@@ -215,7 +215,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, names: dict, config: Conf
             if param not in names:
                 raise ConfigError(
                     f"the optimizer has a parameter of shape {tuple(param.shape)} that is not one of the model's "
-                    f"{len(names)}: build the optimizer from model.parameters() of this very model"
+                    f"{len(names)}: build the optimizer from model.parameters() of this very model. One optimizer over several models: "
+                    "wrap_model(torch.nn.ModuleList([first, second]), optimizer)"
                 )
             if any(isinstance(value, torch.Tensor) and value.is_meta for value in optimizer.state.get(param, {}).values()):
                 raise ConfigError(f"the optimizer's state of {names[param][0]} is on meta: build it anew, without steps")

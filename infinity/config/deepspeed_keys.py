@@ -151,7 +151,7 @@ TOP = (
     Key("prescale_gradients", NOT_NEEDED, "gradients are averaged as DDP does"),
     Key("gradient_predivide_factor", NOT_NEEDED, "gradients are averaged as DDP does"),
     Key("gradient_allreduce_op", REFUSED, "gradients are averaged, not added up: scale the loss", off=("mean",)),
-    Key("sparse_gradients", NOT_NEEDED, "sparse gradients are added as dense ones", removed=True),
+    Key("sparse_gradients", NOT_NEEDED, "gradients are dense: build embeddings with sparse=False", removed=True),
     Key("communication_data_type", NOT_NEEDED, "bytes travel in the dtype they have"),
     Key("seq_parallel_communication_data_type", NOT_NEEDED, "bytes travel in the dtype they have"),
     Key("zero_allow_untested_optimizer", NOT_NEEDED, "an optimizer that is not supported is refused"),

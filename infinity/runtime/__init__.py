@@ -1,1 +1,2 @@
-"""Runs while the model runs: fetches units ahead, saves activations, hooks modules, owns the engine."""
+"""The running model: prefetching of units, activations, hooks on modules, the backward, and the
+engine."""

@@ -1,6 +1,7 @@
 """ActivationHome: sends saved storages home, and brings them back before the backward needs them.
 
-saved     one storage that autograd saved a tensor of: its bytes go home once, however many of its views are saved
+saved     one storage that autograd saved a tensor of: its bytes go home once, however many of its
+          views are saved
 staging   memory for activations on their way to and from the disk
 """
 
@@ -23,7 +24,7 @@ from ..storage.arrays import StateArray, bytes_of
 from ..storage.store import ShardStore
 from .saved_tensor import Saved, blocks, raw_bytes, release_saved
 
-IN_FLIGHT_NBYTES = 256 * 1024 * 1024  # of activations that are on their way home; more wait
+IN_FLIGHT_NBYTES = 256 * 1024 * 1024  # activations on their way home; more of them wait
 READ_AHEAD = 2  # storages that are read before the backward asks for them
 
 
@@ -34,36 +35,41 @@ class _CopiedPart:
     begin: int
     nbytes: int
     lease: native.Lease
-    whole: torch.Tensor  # over the lease, in blocks
+    whole: torch.Tensor  # over the lease, in checksum blocks
     event: Event
 
 
 class ActivationHome:
-    """Places at home for saved storages, and the transfers there and back."""
+    """Buffers at home for saved storages, and the transfers in both directions."""
 
     def __init__(self, store: ShardStore, tier: Tier, staging: native.PinnedPool | None):
         self._store, self._tier, self._staging = store, tier, staging
         self._device = store.device
-        self._in_flight = InFlight(IN_FLIGHT_NBYTES)  # activations that are still sent home
-        self._in_use: dict[int, Event] = {}  # when a place at home (by address) is no longer read
-        self._last: dict[str, Event] = {}  # of each queue: when no copy uses any place
-        # Places at home by what tells that nobody refers to their bytes any longer, with the transfers that may still use them.
-        # It is told by C code alone: whatever is interrupted just then, no place is lost.
+        self._in_flight = InFlight(IN_FLIGHT_NBYTES)  # activations on their way home
+        self._in_use: dict[int, Event] = {}  # by home address: the last copy that reads the buffer
+        # By queue: its last copy; after it no copy uses any buffer.
+        self._last: dict[str, Event] = {}
+        # Buffers in use, with the transfers that may still use them, keyed by a weak reference to
+        # the saved storage. C code appends a dead reference to _left, so an interrupt cannot leak a
+        # buffer.
         self._places: dict[weakref.ref[Saved], tuple[StateArray, list[native.Ticket]]] = {}
         self._left: deque[weakref.ref[Saved]] = deque()
-        self._arrays: list[StateArray] = []  # all memory on the host that was ever taken
-        self._free: list[StateArray] = []  # of that; on the disk the store keeps the space
-        self._order: list[weakref.ref[Saved]] = []  # as they were saved: the backward needs the last ones first
+        self._arrays: list[StateArray] = []  # all host memory that was ever taken
+        # Free buffers among those; on disk the store manages the space.
+        self._free: list[StateArray] = []
+        # In the order of saving; the backward needs the last ones first.
+        self._order: list[weakref.ref[Saved]] = []
 
     def rebuild(self) -> None:
-        """Frees every place that nobody refers to any more, whatever an exception left of the books. Only while nothing is in flight."""
+        """Frees every buffer whose saved storage is gone, after an exception. Only while nothing is
+        in flight."""
         self._order = [ref for ref in self._order if ref() is not None]
         self._in_flight, self._in_use, self._last = self._in_flight.emptied(), {}, {}
         for ref in self._order:
             if (saved := ref()) is not None:
                 saved.read = saved.coming = None
         self._reclaim()
-        # By identity: a place that was taken and never filed is nobody's.
+        # By identity: a buffer that was taken but never filed has no user.
         taken = {id(array) for array, _ in self._places.values()}
         self._free = [array for array in self._arrays if id(array) not in taken]
         if self._staging is not None:
@@ -72,7 +78,7 @@ class ActivationHome:
     # --- space ---
 
     def take(self, nbytes: int) -> StateArray:
-        """Takes space at home for ``nbytes``. Raises CapacityError over the tier's budget."""
+        """Allocates ``nbytes`` at home. Raises CapacityError over the tier's budget."""
         self._reclaim()
         size = blocks(nbytes)
         fitting = [array for array in self._free if size <= array.nbytes <= size + size // 8]
@@ -86,7 +92,7 @@ class ActivationHome:
                 self._arrays.append(array)
             return array
         except CapacityError as error:
-            if self._free:  # of other sizes: given up for one of this
+            if self._free:  # other sizes: freed to make room for this one
                 for event in self._last.values():
                     event.wait()
                 while self._free:
@@ -100,11 +106,11 @@ class ActivationHome:
             ) from error
 
     def keep(self, saved: Saved) -> None:
-        """Takes the place of ``saved`` back once nothing refers to that any longer."""
+        """Registers the buffer of ``saved``, which is reused once ``saved`` is freed."""
         self._places[weakref.ref(saved, self._left.append)] = saved.place, saved.writes
 
     def _reclaim(self) -> None:
-        """Places whose bytes nobody refers to any longer are free for others."""
+        """Frees the buffers whose saved storages are gone."""
         while self._left:
             ref = self._left[0]
             if ref in self._places:
@@ -129,7 +135,7 @@ class ActivationHome:
                 self._in_flight.keep(source, event, partial(release_saved, weakref.ref(saved)))
             return
         saved.checksum = 0
-        copied: _CopiedPart | None = None  # while the next one is
+        copied: _CopiedPart | None = None  # written while the next one is copied
         for begin, end in self._parts(saved):
             part = self._copy_out(begin, source[begin:end])
             if copied is not None:
@@ -139,7 +145,7 @@ class ActivationHome:
             self._write(saved, copied)
 
     def _copy_out(self, begin: int, source: torch.Tensor) -> _CopiedPart:
-        """Starts copying a part of a storage into staging memory, which the device copies to by itself."""
+        """Starts copying a part of a storage from the device into staging memory."""
         nbytes = source.numel()
         lease = self._lease(blocks(nbytes))
         whole = self._staged(lease, blocks(nbytes))
@@ -151,11 +157,11 @@ class ActivationHome:
         return _CopiedPart(begin, nbytes, lease, whole, event)
 
     def _write(self, saved: Saved, part: _CopiedPart) -> None:
-        """Sends a part to disk once it is in staging memory."""
+        """Starts writing a part to disk once it is in staging memory. Blocks on the copy."""
         if not part.event.done:
             with self._store.traffic.stalled("device->host", "activations"):
                 part.event.wait()
-        part.event.wait()  # raises what went wrong
+        part.event.wait()  # raises the copy's error
         if self._device.is_host:
             saved.checksum = native.crc32c(part.whole[: part.nbytes], saved.checksum)
         saved.writes.append(self._store.start_write(saved.place, part.begin, part.lease, part.whole.numel()))
@@ -176,7 +182,8 @@ class ActivationHome:
         return storage
 
     def _copy_back(self, saved: Saved) -> torch.UntypedStorage:
-        """From the host. Where copies run beside the compute, those that the backward asks for next set out too."""
+        """Copies a storage back from the host. If copies overlap compute, also starts copying the
+        storages that the backward needs next."""
         saved.check_source()
         if saved.coming is None:
             self._set_out(saved)
@@ -190,17 +197,20 @@ class ActivationHome:
         return storage
 
     def _set_out(self, saved: Saved) -> None:
-        """Starts copying to the device. The memory is the compute's: the copy comes after what it did with it before."""
+        """Starts copying to the device. The target was allocated on the compute stream, so the copy
+        waits for earlier compute on it."""
         target, source = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._device.where), saved.place.flat[: saved.nbytes]
         transfer = Copy("host->device", saved.nbytes, "activations")
         behind = [self._device.now(), saved.sent]
         event = self._device.put("in", lambda: target.copy_(source, non_blocking=True), behind=behind, transfer=transfer)
-        self._in_flight.keep(target, event)  # should nobody want it in the end, it is written all the same
+        # The copy writes to it even if no backward uses the result.
+        self._in_flight.keep(target, event)
         self._in_use[saved.place.extent.address] = self._last["in"] = event
         saved.coming = target.untyped_storage(), event
 
     def _before(self, saved: Saved) -> Iterator[Saved]:
-        """Yields what was saved just before ``saved``, as far as it is still wanted: the backward asks for it next."""
+        """Yields the storages saved just before ``saved`` that are still in use: the backward needs
+        them next."""
         while self._order and self._order[-1]() is None:
             self._order.pop()
         index = next((i for i in range(len(self._order) - 1, -1, -1) if self._order[i]() is saved), 0)
@@ -224,7 +234,7 @@ class ActivationHome:
 
     def _start_read(self, saved: Saved, lease: native.Lease) -> None:
         read = self._store.start_read(saved.place, 0, lease, blocks(saved.nbytes))
-        saved.writes.append(read)  # the place is not to be written anew before
+        saved.writes.append(read)  # its buffer must not be overwritten before the read is done
         saved.read = read, lease
 
     def _finish_read(self, saved: Saved, begin: int, end: int, ticket, lease, target: torch.Tensor) -> None:
@@ -237,7 +247,7 @@ class ActivationHome:
         lease.release()
 
     def _read_ahead(self, saved: Saved) -> None:
-        """Starts reading what was saved just before ``saved``: the backward will ask for it next."""
+        """Starts reading what was saved just before ``saved``: the backward needs it next."""
         for other in self._before(saved):
             if other.read is not None or other.nbytes > self._largest:
                 continue
@@ -248,7 +258,8 @@ class ActivationHome:
 
     @property
     def _largest(self) -> int:
-        """Bytes that are staged at once: a quarter, so that transfers overlap. Whole checksum blocks."""
+        """Largest number of bytes staged at once: a quarter, so that transfers overlap. Whole
+        checksum blocks."""
         quarter = self._staging.capacity_nbytes // 4
         return max(native.CHECKSUM_NBYTES, quarter // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES)
 
@@ -260,14 +271,15 @@ class ActivationHome:
         return bytes_of(self._staging, lease, nbytes)
 
     def _lease(self, nbytes: int) -> native.Lease:
-        """Staging memory: waits for what is on its way, then takes back what was read ahead."""
+        """Leases staging memory. Waits for running transfers, then drops storages that were read
+        ahead."""
         if (lease := self._staging.try_lease(nbytes)) is not None:
             return lease
         with self._store.traffic.stalled("host->nvme", "activations"):
             return self._store.take_lease(self._staging, nbytes, self._drop_read_ahead)
 
     def _drop_read_ahead(self) -> bool:
-        """Takes back one read ahead of its use. False when there is none."""
+        """Drops one storage that was read ahead of its use. Returns False if there is none."""
         for ref in self._order:
             other = ref()
             if other is not None and other.read is not None:

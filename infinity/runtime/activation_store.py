@@ -1,12 +1,15 @@
-"""ActivationStore: what a forward saves for its backward, at home on the host or on NVMe.
+"""ActivationStore: tensors that a forward saves for its backward, at home on the host or on NVMe.
 
-saved     one storage that autograd saved a tensor of: its bytes go home once, however many of its views are saved
-spill     with ``activations="auto"`` and a device budget: only what the budget has no room for leaves the device
+saved     one storage that autograd saved a tensor of: its bytes go home once, however many of its
+          views are saved
+spill     with ``activations="auto"`` and a device budget: storages leave the device only when its
+          budget has no room
 staging   memory for activations on their way to and from the disk
 
-Whole storages move, and come back under the same views: strides and offsets are those of the saved tensors, so the
-backward computes with the same bits. A storage lives at home as long as autograd's graph refers to it. Space at home
-is taken when it is first needed and kept for the next step, which needs the same.
+Storages move whole, unless the saved view needs a small part only. They come back under the same
+views, with the strides and offsets of the saved tensors, so the backward computes with the same
+bits. A storage stays at home as long as autograd's graph refers to it. Its space is kept for the
+next step, which needs the same.
 """
 
 from __future__ import annotations
@@ -28,42 +31,44 @@ from ..storage.store import ShardStore
 from .activation_home import ActivationHome
 from .saved_tensor import LARGEST_EXCESS, Saved, SavedTensor, View, WithinBudget, raw_bytes, storage_span, through_dtensors
 
-SMALLEST_NBYTES = 64 * 1024  # what is smaller stays: moving it would cost more than it frees
+SMALLEST_NBYTES = 64 * 1024  # smaller storages stay: moving them costs more than it frees
 
 
 class ActivationStore(ActivationHome):
-    """Takes saved tensors home and brings them back. Used from the threads that run forward and backward."""
+    """Sends saved tensors home and brings them back. Used from the threads that run forward and
+    backward."""
 
     def __init__(self, store: ShardStore, tier: Tier, staging: native.PinnedPool | None, *, spare_nbytes: int | None):
         super().__init__(store, tier, staging)
         self._planner: ActivationPlanner | None = None
-        self._block: PlannedBlock | None = None  # whose forward runs
-        self.outside_nbytes = 0  # that this pass saved outside of blocks
-        self.spare_nbytes = spare_nbytes  # what may stay on the device; None: nothing, and home has to have room
-        self._kept = native.Account()  # what does
+        self._block: PlannedBlock | None = None  # the block whose forward runs
+        self.outside_nbytes = 0  # bytes that this pass saved outside of blocks
+        # May stay on the device; None: nothing may, and home must have room.
+        self.spare_nbytes = spare_nbytes
+        self._kept = native.Account()  # the bytes that do
         self._stays: set[int] = set()
-        # By storage: its bytes at home, and torch's count of changes when they were sent.
+        # By storage: its bytes at home, and the tensor's version when they were sent.
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Saved], int]] = {}
 
     # --- the hooks ---
 
     @property
     def planner(self) -> ActivationPlanner | None:
-        """What chooses for each block; None where nobody does."""
+        """The planner that chooses for each block, or None."""
         return self._planner
 
     def plan_with(self, planner: ActivationPlanner) -> None:
-        """Lets ``planner`` choose which blocks' activations are kept, sent home, or computed again."""
+        """Lets ``planner`` choose which blocks' activations are kept, sent home, or recomputed."""
         self._planner = planner
 
     @property
     def block(self) -> PlannedBlock | None:
-        """The block that runs, None outside of all."""
+        """The running block; None outside of all."""
         return self._block
 
     @contextmanager
     def run_block(self, block: PlannedBlock) -> Iterator[None]:
-        """Has what is saved inside counted as ``block``'s."""
+        """Counts the storages saved inside as ``block``'s."""
         self._block = block
         try:
             yield
@@ -71,7 +76,8 @@ class ActivationStore(ActivationHome):
             self._block = None
 
     def begin(self, stays: set[int]) -> None:
-        """Begins a forward. ``stays``: storages (by address) that are not activations: buffers, foreign parameters."""
+        """Begins a forward. ``stays``: storages (by address) that are no activations: buffers,
+        foreign parameters."""
         self._stays = stays
         if self._planner is not None:
             self._planner.begin()
@@ -80,7 +86,7 @@ class ActivationStore(ActivationHome):
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
 
     def hooks(self, outer: tuple[Callable, Callable] | None) -> tuple[Callable, Callable]:
-        """Makes pack and unpack for autograd; what they do not take goes to ``outer``."""
+        """Makes pack and unpack for autograd; tensors that they do not take go to ``outer``."""
         outer_pack, outer_unpack = outer if outer is not None else (None, None)
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -107,7 +113,8 @@ class ActivationStore(ActivationHome):
         return self._kept.charged_nbytes
 
     def rebuild(self) -> None:
-        """Frees every place that nobody refers to any more, whatever an exception left of the books. Only while nothing is in flight."""
+        """Frees every buffer whose saved storage is gone, after an exception. Only while nothing is
+        in flight."""
         self._block, self._known = None, {}
         super().rebuild()
 
@@ -120,7 +127,8 @@ class ActivationStore(ActivationHome):
         return storage.nbytes() >= SMALLEST_NBYTES and storage._cdata not in self._stays
 
     def _pack(self, tensor: torch.Tensor) -> View | None:
-        """Returns what stands for ``tensor``; None where it stays: there is room for it, or none at home and none is needed."""
+        """Returns the view that replaces ``tensor`` in the graph. Returns None if the tensor stays
+        on the device, because its budget has room, or because home has none and need not."""
         storage = tensor.untyped_storage()
         begin, nbytes = storage_span(tensor, storage.nbytes())
         saved = self._known_bytes(tensor)
@@ -146,9 +154,12 @@ class ActivationStore(ActivationHome):
         return View(saved, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())
 
     def _known_bytes(self, tensor: torch.Tensor) -> Saved | None:
-        """The whole storage's bytes, where they are at home already and have not changed since. Torch does not count every
-        change (not those through ``.data`` or NumPy), so the bytes are looked at; on a device elsewhere, where that would
-        cost as much as sending them, torch's count has to do, as it has to for autograd's own check."""
+        """Returns the bytes at home of the whole storage, if they are still equal to it.
+
+        Torch's version counter misses changes through ``.data`` or NumPy, so on a host device the
+        bytes are compared. Elsewhere that would cost as much as sending them. There the counter
+        decides, as in autograd's own check.
+        """
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
         saved = known[1]() if known is not None and not known[0].expired() else None

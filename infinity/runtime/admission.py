@@ -1,10 +1,11 @@
-"""admit: steps parameters from some time after the wrap on, which the engine has held as frozen ones until then.
+"""Admission: starts training parameters that were frozen at wrap time.
 
 latecomer   a parameter that is admitted
-growth      the arrays that a shard with latecomers lacks. They are flat as the others are, so there is room for all of its parameters;
-            stepped are the latecomers
+growth      the arrays that a shard with latecomers lacks. They are flat and span all of its
+            parameters, of which only the latecomers are stepped
 
-All that can fail is done first and changes nothing. What is changed then is changed to its end, whatever interrupts it.
+All steps that can fail come first and change nothing. The change itself is then completed, even if
+it is interrupted.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ZEROED_AT_ONCE = 4 * 1024 * 1024  # elements
 
 @dataclass
 class Growth:
-    """What a shard gets."""
+    """The spec and arrays that one shard gains."""
 
     unit: ParamUnit
     spec: ShardSpec
@@ -55,7 +56,8 @@ def admit(
     hook: Callable[[torch.Tensor], None],
     then: Callable[[], None],
 ) -> None:
-    """Does what :meth:`Engine.admit` says."""
+    """Steps ``params``, frozen until now: see :meth:`Engine.admit`. Blocks until all bytes are at
+    home."""
     handles = _latecomers(job, params)
     growths = {
         handle.shard: Growth(handle.unit, handle.shard.spec.trained(job.config.master, moment_count))
@@ -96,7 +98,8 @@ def admit(
 
 
 def _latecomers(job: Job, params: Iterable[torch.Tensor]) -> list[ParamHandle]:
-    """Returns the handles of ``params``. Raises UsageError where one of them, or the engine as it is, allows no admission."""
+    """Returns the handles of ``params``. Raises UsageError if a parameter, or the job, allows no
+    admission."""
     handles = []
     for param in params:
         handle = handle_of(param)
@@ -132,10 +135,10 @@ def _sizes(plan: MemoryPlan, growths: Mapping[ParamShard, Growth]) -> list[tuple
 
 
 def _check_room(job: Job, growths: Mapping[ParamShard, Growth]) -> None:
-    """Raises CapacityError where what is free does not hold the growth. Budgets are the ledger's to keep."""
+    """Raises CapacityError if free memory does not hold the growth. The ledger checks budgets."""
     needed: dict[Tier, int] = {}
     for tier, _, nbytes in _sizes(job.planned.plan, growths):
-        shared = Tier.HOST if tier is Tier.DEVICE else tier  # one memory: the processor computes
+        shared = Tier.HOST if tier is Tier.DEVICE else tier  # one memory: the CPU is the device
         needed[shared] = needed.get(shared, 0) + nbytes
     for tier, nbytes in needed.items():
         free = measured_free(tier, job.config, job.device)
@@ -154,13 +157,13 @@ def _terms(plan: MemoryPlan, growths: Mapping[ParamShard, Growth]) -> dict[Tier,
 
 
 def _allocate(job: Job, shard: ParamShard, growth: Growth) -> None:
-    """Makes the arrays: moments are zero, masters hold what the weights are."""
+    """Allocates the arrays: moments are zero, masters are copies of the weights."""
     store, unit = job.store, growth.unit
     growth.arrays = shard.allocate_missing(store, growth.spec, job.planned.plan.tiers_of(unit.index), f"unit {unit.name}")
     for name, array in growth.arrays.items():
         if name == "master" and growth.spec.master == native.Master.FLOAT32:
             make: Callable[[int, int], torch.Tensor] = partial(_masters, store, shard)
-        elif array.tier is Tier.NVME:  # space that something else had before
+        elif array.tier is Tier.NVME:  # disk space may hold old bytes
             make = lambda begin, end, dtype=array.dtype: torch.zeros(end - begin, dtype=dtype, device="cpu")
         else:
             continue

@@ -1,11 +1,13 @@
-"""Backward: holds units while a backward of the model needs them, and lands their gradients.
+"""Backward: holds units while a backward of the model needs them, and sends their gradients home.
 
-awaited    a unit that the backward holds, until all its gradients have landed
-lockstep   with slices on several ranks, all of them must gather the same units in the same order, whatever gradients each gets. So
-           a unit is then held until the backward has come two units further, and not until its gradients have landed
+awaited    a unit that the backward holds until all its gradients have landed
+lockstep   with slices on several ranks: all ranks must gather the same units in the same order,
+           whichever gradients each gets
 
-A unit is held from the first time a tensor saved from it is asked for (or a gradient reaches its owner's output). What is held at the
-end of the outermost task is let go: unused parameters get no gradient, and nothing else would tell.
+A unit is held from the first use of a tensor saved from it, or from the gradient of its owner's
+output. In lockstep the backward releases it two units further on, even if gradients are missing.
+Units still held at the end of the outermost task are released then, because unused parameters get
+no gradient and so no hook runs for them.
 """
 
 from __future__ import annotations
@@ -28,13 +30,14 @@ from .tasks import AutogradTasks
 
 
 class Backward:
-    """The backward that is running. Used from the thread that autograd runs it in."""
+    """The running backward. Used from the thread that autograd runs it in."""
 
     def __init__(self, job: Job, recover: Callable[[], None]):
-        """``recover``: puts right what an exception left, where a backward is the first to come."""
+        """``recover``: recovers from an exception, if a backward is the first use after it."""
         self.job, self._pass, self._recover = job, job.running, recover
         self.tasks = AutogradTasks(job.scopes, job.running)
-        self._without_grad: dict[ParamUnit, set[ParamHandle]] = {}  # seen to get none in an earlier one
+        # Parameters without a gradient in an earlier backward.
+        self._without_grad: dict[ParamUnit, set[ParamHandle]] = {}
         self._listeners: list[Callable[[ParamUnit], None]] = []
 
     @property
@@ -45,18 +48,20 @@ class Backward:
     # --- units ---
 
     def gather(self, unit: ParamUnit) -> int | None:
-        """Holds ``unit`` in a backward. Returns how many reductions all ranks could start, where they met for its gather."""
+        """Holds ``unit`` in a backward; may block on disk and ranks. Returns how many reductions
+        all ranks could start, or None if they did not meet for a gather."""
         self.job.handed.refuse_in_backward(unit)
         reducer = self.job.reducer
         return self.job.prefetcher.hold(unit, backward=True, offered=reducer.offered if reducer is not None else 0)
 
     def hold(self, unit: ParamUnit) -> None:
-        """Holds ``unit``, which the running backward needs."""
+        """Holds ``unit``, which the running backward needs. May block on disk and on other
+        ranks."""
         self.job.uses.check(Operation.BACKWARD, "this backward")
         refuse_without_bytes("a backward")
         self.join()
         if unit in self._pass.awaited:
-            self._pass.awaited[unit] = self._pass.awaited.pop(unit)  # the last one used
+            self._pass.awaited[unit] = self._pass.awaited.pop(unit)  # most recently used
             return
         if self.in_lockstep:
             for other in list(self._pass.awaited)[:-1]:
@@ -73,7 +78,8 @@ class Backward:
         self._pass.since[unit] = time.perf_counter()
 
     def let_go(self, unit: ParamUnit) -> None:
-        """Lets ``unit`` go, with which the backward is done."""
+        """Releases ``unit``, which the backward no longer needs, and closes its gradients'
+        homes."""
         if unit in self._pass.awaited:
             del self._pass.awaited[unit]
             self.job.traffic.mark("backward", unit.name, self._pass.since.pop(unit))
@@ -81,10 +87,11 @@ class Backward:
             self.job.gradients.homes.close_all(unit.shards)
 
     def give_way(self) -> bool:
-        """Lets the unit go that the backward has not used for longest: the device window is full.
+        """Releases the unit that the backward has not used for longest, because the device window
+        is full.
 
-        It comes back when it is needed after all. What waits that long is mostly a unit with a parameter that gets no
-        gradient, or a tied one whose other use is yet to come. False when there is none.
+        The unit is gathered again if it is needed. Mostly it has a parameter without a gradient, or
+        a tied one whose other use is yet to come. Returns False if the backward can spare no unit.
         """
         for unit in self._pass.awaited:
             if not any(unit in frame.units for frame in self._pass.frames):
@@ -98,7 +105,8 @@ class Backward:
     def landed(self, param: torch.Tensor) -> None:
         """Sends home a gradient that autograd accumulated in ``param``."""
         handle = handle_of(param)
-        grad = raw_grad(param)  # before anything is put right: this one is of the backward that runs
+        # Before recovery clears gradients: this one belongs to the running backward.
+        grad = raw_grad(param)
         refuse_without_bytes("a backward")
         if grad is not None and not has_bytes(grad):
             set_raw_grad(param, None)
@@ -108,10 +116,11 @@ class Backward:
             )
         self.join()
         if grad is None:
-            return  # of a weight that runs in tiles: it has landed
+            return  # a weight that runs in tiles: its gradient has landed
         self.job.gradients.changes.begin(handle)
         if is_distributed(grad):
-            grad = part_of(param, grad, f"the gradient of {handle.name}")  # partial sums over the mesh are added
+            # Sums partial gradients over the mesh.
+            grad = part_of(param, grad, f"the gradient of {handle.name}")
         set_raw_grad(param, None)
         with self.job.store.guarding():
             self.job.gradients.land(handle, grad)
@@ -124,7 +133,7 @@ class Backward:
                 self._complete(handle.unit)
 
     def _complete(self, unit: ParamUnit) -> None:
-        """Goes on with a unit whose gradients of this backward have all landed."""
+        """Releases and reduces a unit whose gradients of this backward have all landed."""
         if not self.in_lockstep:
             self.let_go(unit)
         if self.job.reducer is not None:
@@ -133,7 +142,8 @@ class Backward:
             self._tell(unit)
 
     def land_by_hand(self, param: torch.Tensor, grad: torch.Tensor) -> None:
-        """Sends home a gradient that was computed without being accumulated, between the backwards of a joined pass."""
+        """Sends home a gradient that autograd did not accumulate, between the backwards of a joined
+        pass."""
         handle = handle_of(param)
         self.job.gradients.changes.begin(handle)
         with self.job.store.guarding():
@@ -142,13 +152,15 @@ class Backward:
         self._pass.backward_count += 1
 
     def landed_at_home(self, unit: ParamUnit) -> None:
-        """Tells the listeners that ``unit``'s gradients have landed for good: averages over all ranks, or sums of a joined pass."""
+        """Calls the listeners when ``unit``'s gradients are final: averaged over all ranks, or
+        summed over a joined pass."""
         landed = any(handle.grad.state is GradState.LANDED for handle in unit.handles if handle.grad)
         if landed and not self.job.prefetcher.is_held(unit):
             self._tell(unit)
 
     def listen(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
-        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward. Returns what ends that."""
+        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward.
+        Returns a function that removes it."""
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
 
@@ -156,21 +168,24 @@ class Backward:
         for listener in tuple(self._listeners):
             listener(unit)
 
-    # --- its beginning and its end ---
+    # --- beginning and end ---
 
     def join(self) -> None:
-        """Has the running task, if there is one, end what this backward holds."""
+        """Joins the running autograd task, if any, so that its end releases what this backward
+        holds."""
         self.tasks.join(self)
 
     def begin_task(self) -> None:
-        """Puts right what came before the outermost task, if that was cut short."""
+        """Recovers from an interrupted use, before the outermost task."""
         self._recover()
 
     @apart
     def end_task(self) -> None:
-        """Lets go of what is still held as the outermost task ends: it got no gradient for some of its parameters."""
+        """Ends the outermost task: releases units still held, and notes their parameters that got
+        no gradient."""
         for unit, missing in (self._pass.awaited | self._pass.expected).items():
-            if unit in self._pass.reached:  # else this was torch.autograd.grad, which accumulates nothing
+            # Else this was torch.autograd.grad, which accumulates nothing.
+            if unit in self._pass.reached:
                 self._without_grad[unit] = self._without_grad.get(unit, set()) | missing
         for unit in list(self._pass.awaited):
             self.let_go(unit)
@@ -179,7 +194,8 @@ class Backward:
         self._end()
 
     def _end(self) -> None:
-        """Ends the backward: every gradient is on its way home, or waits for those of the same pass."""
+        """Ends the backward. Every gradient is then on its way home, or waits for the rest of a
+        joined pass."""
         job = self.job
         if self._pass.is_joined:
             self._pass.backward_count += 1

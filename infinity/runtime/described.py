@@ -1,4 +1,4 @@
-"""Described: what ranks say of what a forward is given, so that it compares."""
+"""Descriptions of a forward's inputs and mode, as strings that compare equal across ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .. import native
 from ..machine.device import Device
 from ..state.dtensors import describe_placements
 
-CACHES = ("past", "cache")  # in names of what holds other heads on every rank
+CACHES = ("past", "cache")  # in names of caches, which hold other heads on every rank
 
 
 def mode_of(root: torch.nn.Module, device: Device) -> str:
@@ -27,7 +27,8 @@ def shape_of(tensor: torch.Tensor) -> str:
 
 
 def tensors_in(items: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in ``items``, pairs of a key and a value, and in mappings and sequences among those; with their names."""
+    """Yields (name, tensor) for ``items``, pairs of a key and a value, and for mappings and
+    sequences in them."""
     for key, value in items:
         name = f"{prefix}{f'argument {key}' if isinstance(key, int) and not prefix else key}"
         if isinstance(value, torch.Tensor):
@@ -41,6 +42,6 @@ def tensors_in(items: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def number_of(value: Any) -> int:
-    """Makes a number of what has the same repr where it is the same; zero of what is empty."""
+    """Returns a checksum of ``value``'s repr; 0 for an empty value."""
     raw = repr(value).encode()
     return native.crc32c(torch.frombuffer(bytearray(raw), dtype=torch.uint8)) if value else 0

@@ -1,7 +1,7 @@
-"""Engine: the parts of one wrapped model, put together, and what the parts ask of each other.
+"""Engine: builds the parts of one wrapped model, and connects them.
 
-The engine knows parameters and units, not modules: hooks on the modules hold the engine, so that it lives as long as
-the model or its optimizer does, and everything it owns goes when both are gone.
+The engine knows parameters and units, not modules. Hooks on the modules hold the engine, so it
+lives as long as the model or its optimizer. Everything it owns is freed when both are gone.
 """
 
 from __future__ import annotations
@@ -86,9 +86,10 @@ class Engine:
         self.traffic.timeline = Timeline(trace_path(config.trace, self.ranks)) if config.trace is not None else None
         self.shadow_policy = ShadowPolicy() if plan.shadowed else None
         self.trained: list[ParamHandle] = []  # the parameters that have optimizer state
-        self.tied_copies: dict[ParamHandle, weakref.ref] = {}  # the newest state-dict tensor of a tied parameter
+        # The newest state-dict tensor of a tied parameter.
+        self.tied_copies: dict[ParamHandle, weakref.ref] = {}
         self.average: WeightAverage | None = None  # of the trained parameters
-        self.older: OlderWeights | None = None  # where a pipeline runs without flush
+        self.older: OlderWeights | None = None  # set when a pipeline runs without flush
         self.storages = WeightStorages()  # of the units' device buffers
         self.ledger = Ledger()
         for tier, budget in zip(Tier, (config.device_memory, config.host_memory, config.nvme_capacity)):
@@ -97,9 +98,10 @@ class Engine:
         self.updates = Updates(units, self.traffic)
         self.lent = LentState(self.store, self.steps, self.journal)
         self.parking, self.uses = Parking(self.store), self._make_uses()
-        contents = [shard.contents for unit in units for shard in unit.shards]  # of which none leads back to this object
+        # None of which refers back to this object.
+        contents = [shard.contents for unit in units for shard in unit.shards]
         given_back = self.scopes, self.store, contents, self.updates.recorded, self.updates.names, self.collectives, device
-        # To its end, though Ctrl-C comes between: nobody would call it again.
+        # insist: a finalizer runs once, so Ctrl-C must not end it early.
         self._finalizer = weakref.finalize(self, native.insist, partial(shut_down, *given_back))
         try:
             self._resources = Resources(config, plan, units, self.store)
@@ -111,7 +113,8 @@ class Engine:
         self._put_together(stepping)
 
     def _put_together(self, stepping: bool) -> None:
-        """Makes the parts that run while the model runs. What calls back finds this object weakly: the job must not lead to it."""
+        """Builds the parts that run while the model runs. Callbacks refer to this object weakly:
+        the job must not keep it alive."""
         plan, me = self.planned.plan, weakref.ref(self)
         self.gradients = GradientBank(
             self.store, self._resources.grad_staging, self.collectives, in_flight_nbytes=plan.landing_nbytes
@@ -143,12 +146,13 @@ class Engine:
         self.uses.define(State.UNWRAPPED, lambda: not finalizer.alive)
         define_states(self.uses, self.running, self.steps)
         planned = self.activations is not None and self.activations.spare_nbytes is not None and self.config.micro_batch is None
-        if planned and self.ranks.alone:  # ranks have to do the same, and do not measure the same
-            # Sending reads and writes every byte twice, there and back.
+        if planned and self.ranks.alone:  # ranks must decide the same, but measure different times
+            # Sending reads and writes every byte twice, in both directions.
             self.activations.plan_with(ActivationPlanner(self, send_rate=memory_rate() / 4, recomputes=self.config.recompute))
 
     def make_step_context(self) -> StepContext:
-        """Makes what the optimizer is given. Its calls keep this object alive; nothing here keeps it."""
+        """Makes the context of the optimizer. Its callbacks may keep this object alive; this object
+        does not keep the context."""
         known = {each.name: getattr(self, each.name) for each in fields(StepContext) if hasattr(self, each.name)}
         running, handed = self.running, self.handed
         return StepContext(**known | {
@@ -161,7 +165,7 @@ class Engine:
         })  # fmt: skip
 
     def _make_reducer(self) -> Reducer:
-        """Makes what averages gradients over the ranks."""
+        """Makes the reducer, which averages gradients over the ranks."""
         me, steps, makes_ahead = weakref.ref(self), self.steps, self.shadow_policy is not None
         reducer = Reducer(
             self.collectives,
@@ -176,7 +180,8 @@ class Engine:
         return reducer
 
     def attach(self, names: dict[torch.Tensor, list[str]]) -> None:
-        """Makes the parameters managed ones. Their values are at home already: nothing here needs space or the disk."""
+        """Makes the parameters managed ones. Their values are at home: this needs no space and no
+        disk."""
         for unit in self.units:
             for shard in unit.shards:
                 shard.name([names[param][0] for param in shard.params])
@@ -196,10 +201,10 @@ class Engine:
         whole = [unit for unit in self.units if not self.sizes[unit.index].tile_nbytes]
         return [unit for unit in whole if any(p in params for shard in unit.shards for p in shard.params)]
 
-    # --- every use of the engine ---
+    # --- uses of the engine ---
 
     def _make_uses(self) -> Uses:
-        """Makes the door of the engine, which does not lead back to it."""
+        """Makes the entry for all uses of the engine. It refers to the engine weakly."""
         prepare, me = weakref.WeakMethod(self._prepare), weakref.ref(self)
         return Uses(
             self.scopes,
@@ -209,25 +214,30 @@ class Engine:
             settle=lambda: me().handed.settle(),
         )
 
-    @torch.compiler.disable  # a compiled function may be what uses the engine
+    @torch.compiler.disable  # a compiled function may use the engine
     def _prepare(self, repairing: bool) -> None:
-        """Puts right what an exception left, first of all in a use that is not part of another one."""
+        """Restores parked arrays and recovers from an exception, at the start of an outermost use.
+        Raises if the job is halted."""
         refuse_at_the_end()
         self.parking.resume()
         self.recover(finishing=not repairing)
         if (error := self.uses.halted_error()) is not None and not repairing:
-            self.collectives.warn(error)  # other ranks are not to wait for this one
+            self.collectives.warn(error)  # so that other ranks do not wait for this one
             raise error
         self.handed.begin_use(repairing=repairing)
 
     @property
     def is_open(self) -> bool:
-        """Whether the homes are there: until unwrap_model, or the end."""
+        """Whether the homes exist: until unwrap_model, or the end of the process."""
         return self._finalizer.alive
 
     def recover(self, *, finishing: bool = True) -> None:
-        """Puts right what an exception left, if there was one. Asked while no other use is running. ``finishing``: what had to be whole
-        is carried to its end; else that waits for the next use, unless all state is set anew meanwhile."""
+        """Recovers if an exception has left something to repair. Only while no other use is
+        running.
+
+        ``finishing``: also finish the journal; else the next use does, unless all state is loaded
+        first.
+        """
         if self.is_open and is_interrupted(self.job):
             recover(self.job, self.older, finishing=finishing)
 
@@ -238,15 +248,15 @@ class Engine:
 
     @property
     def plan(self) -> MemoryPlan:
-        """What lies where."""
+        """The memory plan: the tier of every array, and the bytes."""
         return self.planned.plan
 
     @property
     def sizes(self) -> list[UnitSize]:
-        """The units' sizes, as they were planned with."""
+        """The units' sizes, as planned."""
         return self.planned.sizes
 
-    # --- what parameters ask ---
+    # --- called by parameters ---
 
     @property
     def computing(self) -> bool:
@@ -254,24 +264,25 @@ class Engine:
         return self.passes.computing
 
     def touch(self, handle: ParamHandle, operation: str) -> None:
-        """Gathers a parameter at home that is used inside a forward or backward, and refuses any other use."""
+        """Gathers a parameter at home that is used inside a forward or backward. Raises UsageError
+        outside."""
         self.store.check_process()
         if not self.computing:
             raise self.refusal(handle, operation)
         self.passes.hold_for_frame(handle.unit)
 
     def refusal(self, handle: ParamHandle, operation: str) -> UsageError:
-        """Makes the error for touching a parameter at home."""
+        """Makes the error for using a parameter at home."""
         own_name = handle.name.removeprefix(self.ranks.stage_prefix)
         instead = mistakes.advice(handle.param) or mistakes.LENT.format(own_name)
         return UsageError(f"{operation} on parameter {handle.name}, which is at home on {handle.shard.weight.tier}. {instead}")
 
     def saving_tensors(self) -> AbstractContextManager:
-        """Has weights that autograd saves inside saved as references."""
+        """Returns a block in which autograd saves weights as references."""
         return self.passes.saving()
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """Sends the value of ``p.copy_(value)``, outside a forward, home, master and all."""
+        """Writes the value of ``p.copy_(value)`` home, master included, outside a forward."""
         with self.uses.begin(), self.handed.loading(handle, value):
             self.edits.write_value(handle, value)
 
@@ -284,7 +295,8 @@ class Engine:
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether what runs now runs a second time in the backward, or this is that time."""
+        """Whether the running forward is recomputed in the backward, or is itself that
+        recomputation."""
         return self.passes.is_recomputed
 
     def hold_for_backward(self, unit: ParamUnit) -> None:
@@ -292,11 +304,12 @@ class Engine:
         self.backward.hold(unit)
 
     def join_backward(self) -> None:
-        """Has the running backward end what it holds."""
+        """Joins the running autograd task, so that its end releases what the backward holds."""
         self.backward.join()
 
     def admit(self, params: Iterable[torch.Tensor], *, moment_count: int, then: Callable[[], None]) -> None:
-        """Steps ``params``, frozen until now. Raises UsageError or CapacityError with nothing changed."""
+        """Steps ``params``, frozen until now. Raises UsageError or CapacityError with nothing
+        changed."""
         if self.average is not None:
             raise UsageError(
                 "add_param_group: the average of this model does not have these parameters. Make infinity.ema or swa afterwards."
@@ -306,22 +319,25 @@ class Engine:
         admit(self.job, self._resources, params, moment_count=moment_count, hook=self.passes.hook, then=then)
 
     def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
-        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward. Returns what ends that."""
+        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward.
+        Returns a function that removes it."""
         return self.backward.listen(listener)
 
     # --- what the optimizer asks ---
 
     def end_step(self) -> None:
-        """Ends a step, whose updates are submitted: the next forward's first units follow them from the disk."""
+        """Ends a step whose updates are submitted. Starts reading the next forward's first units
+        from disk."""
         self.prefetcher.fetch_ahead(self.schedule.first())
         self.updates.end_step()
 
     def wait_idle(self) -> None:
-        """Waits until every byte is at home, what users changed in state dicts and the optimizer's state too. Raises what went wrong."""
+        """Waits until every byte is at home, including users' changes to state dicts and to
+        optimizer state. Blocks on disk. Raises the error of a failed transfer or update."""
         wait_idle(self.job)
 
     def shut_down(self) -> None:
-        """Gives everything back: memory, descriptors, files."""
+        """Frees all memory, descriptors and files."""
         self._finalizer()
         self._resources = None
         self.updates.close()

@@ -1,9 +1,9 @@
 """FixedForm: keeps the form of a wrapped model: which parameters its modules have, on what device
 and in what dtype.
 
-Conversions walk over the modules and change buffers on their way; functions that put something in a
-parameter's place take that off first.
-So both are refused where they begin, and not by the first weight that they touch.
+Conversions walk over the modules and change buffers on the way. Functions that replace a parameter
+remove the old one first. So both are refused at their start, not at the first weight that they
+reach.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..state.handle import handle_of
 
 
 class Removable(Protocol):
-    """Something that was done to a module."""
+    """A change of a module that can be undone."""
 
     def remove(self) -> None:
-        """Takes it back. A second call does nothing."""
+        """Removes the change. Idempotent."""
 
 
 def fix_forms(roots: Iterable[nn.Module]) -> list[Removable]:
-    """Keeps the form of every module of ``roots`` that has managed parameters, its own or in what
-    it contains."""
+    """Keeps the form of every module of ``roots`` that has managed parameters, itself or in a
+    child."""
     modules = dict.fromkeys(module for root in roots for module in root.modules())
     holding = [module for module in modules if any(handle_of(param) is not None for param in module.parameters())]
     return [FixedForm(module) for module in holding]
@@ -51,7 +51,7 @@ class FixedForm:
         module.__dict__["_parameters"] = FixedParameters(module._parameters)
 
     def remove(self) -> None:
-        """Lets the module's form be changed again. A second call does nothing."""
+        """Lets the module's form be changed again. Idempotent."""
         module = self._module()
         if module is None or type(module._parameters) is not FixedParameters:
             return
@@ -63,19 +63,19 @@ class FixedForm:
 
 
 def _refuse_conversion(fn: Callable[[torch.Tensor], torch.Tensor], params: Iterable[nn.Parameter]) -> None:
-    """Raises UsageError where ``fn`` would make another tensor of a managed parameter."""
+    """Raises UsageError if ``fn`` would make another tensor of a managed parameter."""
     for param in params:
         if (handle := handle_of(param)) is None:
             continue
         with torch.no_grad():
-            converted = fn(param)  # of a parameter at home it is refused, or returns that
+            converted = fn(param)  # a parameter at home raises here, or comes back unchanged
         if converted is not param:
             raise handle.engine.refusal(handle, "a conversion of the model")
 
 
 class FixedParameters(dict):
-    """The parameters of one module by name: a managed one is not taken off, and gets no other name.
-    Inside a forward some modules make their own anew."""
+    """The parameters of one module by name. A managed one cannot be removed or registered under
+    another name, except inside a forward: some modules rebuild their parameters there."""
 
     def __setitem__(self, name: str, param: Any) -> None:
         if name not in self:
@@ -87,7 +87,7 @@ class FixedParameters(dict):
         super().__delitem__(name)
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Takes ``name`` off. Raises UsageError for a managed parameter."""
+        """Removes ``name``. Raises UsageError for a managed parameter."""
         _refuse_another_form(self.get(name), "taken off its module")
         return super().pop(name, *default)
 

@@ -1,14 +1,16 @@
-"""HandedOut: sends home what users write to the tensors of state dicts.
+"""HandedOut: sends home the values that users write to the tensors of state dicts.
 
-In torch those are the live tensors, so that ``for v in model.state_dict().values(): v.mul_(0.5)`` halves the weights. Here they are
-copies, so what is written to one goes home at the next use of the engine.
+In torch those are the live tensors, so ``for v in model.state_dict().values(): v.mul_(0.5)`` halves
+the weights. Here they are copies, so a write to one is sent home at the next use of the engine.
 
 handed out   a tensor of a state dict, for as long as anything holds its memory
-stamp        which value at home a tensor is equal to; where that is no longer the one at home, the tensor is a snapshot
-probes       some of a tensor's bytes, and all of a small one's: torch does not count writes through ``.data``, NumPy or DLPack
+stamp        the version of the value at home that a tensor equals; if home has a newer one, the
+             tensor is a snapshot
+probes       some of a tensor's bytes, and all of a small one's: torch does not count writes through
+             ``.data``, NumPy or DLPack
 
-A tensor that nobody has written to costs nothing beyond its own life: it is dropped as its last user lets it go, whenever that is and
-in whatever thread. Only one that NumPy has had, or of which there are views, waits for the next use.
+A tensor that is never written to costs nothing after its own life: it is dropped when its last user
+frees it, in any thread. Only one that was exported to NumPy, or has views, waits for the next use.
 """
 
 from __future__ import annotations
@@ -41,47 +43,54 @@ from ..state.uses import Uses
 from ..storage.store import ShardStore
 from .value_edits import ValueEdits
 
-VALUE = "value"  # of a parameter: what is handed out beside MASTER, STEP and the arrays of moments
-PROBED_NBYTES, PROBES = 4096, 128  # what is looked at whole, and how many bytes of what is larger
+VALUE = "value"  # of a parameter; the other names are MASTER, STEP and the moments' arrays
+PROBED_NBYTES, PROBES = 4096, 128  # compared whole up to this size; probes of a larger tensor
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """Shows the bytes of a storage, which stays one that can be resized. Without torch's dispatcher: it runs wherever a tensor dies."""
+    """Returns the bytes of a storage, which stays resizable. Avoids torch's dispatcher: this runs
+    in any thread that frees a tensor."""
     return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr()))
 
 
 def _probes(storage: torch.UntypedStorage) -> bytes:
-    """Reads the bytes that are looked at."""
+    """Reads the probes of a storage."""
     nbytes = storage.nbytes()
     if nbytes <= PROBED_NBYTES:
         return ctypes.string_at(storage.data_ptr(), nbytes) if nbytes else b""
-    return _bytes_of(storage)[:: nbytes // PROBES | 1].tobytes()  # an odd step: each byte of a number in turn
+    # An odd stride: each byte of a number in turn.
+    return _bytes_of(storage)[:: nbytes // PROBES | 1].tobytes()
 
 
 class _Handed:
-    """One tensor that was handed out, which nothing but its receiver has yet. ``bytes``: our own one over its local part, with the
-    same count of changes."""
+    """One tensor that was handed out, and that only its receiver holds so far. ``bytes``: our own
+    view of its local part, with the same version counter."""
 
     def __init__(self, handle: ParamHandle, array: str, tensor: torch.Tensor, on_death: Any):
         self.handle, self.array, self.bytes = handle, array, local_of(tensor).detach()
         self._counted = [self.bytes]
-        if is_distributed(tensor):  # torch counts the changes of the whole, or of the part, by how they come
+        # torch counts changes of the whole or of the local part, by the call.
+        if is_distributed(tensor):
             self._counted.append(tensor.detach())
         self._storage = self.bytes.untyped_storage()
         self._can_be_looked_at = self.bytes.is_cpu
         self._own_references = storage_guard.references(self.bytes) - 1  # beside the tensor's
         self.tensor = weakref.ref(tensor, on_death)
         self.stamp: Any = None
-        self.index = self._looked_at = -1  # steps: when it was taken, and when its bytes were last looked at
-        self._digest: bytes | None = None  # of what NumPy has had
-        self.is_seen_here_alone = False  # that it was written: ranks compare with what is at home of each
+        # Step of the last note, and of the last comparison of bytes.
+        self.index = self._looked_at = -1
+        self._digest: bytes | None = None  # of a tensor that NumPy may change
+        # Only this rank saw a write: each rank compares with its own home.
+        self.is_seen_here_alone = False
 
     def look(self) -> tuple[list[int], bytes]:
-        """Returns what tells whether the tensor was written to since."""
+        """Returns the version counters and the probes, which show whether the tensor was written
+        to."""
         return self._count(), self._probe()
 
     def note(self, stamp: Any, index: int, looked: tuple[list[int], bytes] | None = None) -> None:
-        """Takes what the tensor holds now, or held when somebody ``looked``, for what is at home."""
+        """Notes that the tensor equals home now, or did at ``looked``, an earlier result of
+        :meth:`look`."""
         self.stamp, self.index = stamp, index
         self._versions, self._bytes = looked if looked is not None else self.look()
         self._digest = self._hash() if self._digest is not None else None
@@ -97,21 +106,22 @@ class _Handed:
 
     @property
     def was_freed(self) -> bool:
-        """Whether its memory was given back under it."""
+        """Whether its memory was freed although the tensor exists."""
         return self._storage.nbytes() == 0
 
     @property
     def is_counted(self) -> bool:
-        """Whether torch has counted a change, or the bytes that are looked at are others."""
+        """Whether torch counted a change, or the probes differ."""
         return not self.was_freed and (self._count() != self._versions or self._probe() != self._bytes)
 
     @property
     def is_exported(self) -> bool:
-        """Whether NumPy, or another process, may have changed it without a word."""
+        """Whether NumPy, or another process, may have changed it unnoticed."""
         return not self.was_freed and storage_guard.is_fixed(self._storage)
 
     def is_written(self, homes: HandedOut, *, is_stale: bool) -> bool:
-        """Tells whether anything has changed it. The bytes of a snapshot are looked at once in a step."""
+        """Tells whether the tensor was changed. The probes of a snapshot are compared once per
+        step."""
         if self._count() != self._versions:
             return not self.was_freed
         if self.was_freed or (is_stale and self._looked_at == homes.steps.index):
@@ -123,7 +133,7 @@ class _Handed:
         return self.is_seen_here_alone
 
     def _differs(self, homes: HandedOut, *, is_stale: bool) -> bool:
-        """Compares all bits: with those at home when it is first asked, and with those of that time from then on."""
+        """Compares all bits: first with those at home, later with those of the last comparison."""
         known, self._digest = self._digest, self._hash()
         if known is not None:
             return known != self._digest
@@ -140,26 +150,29 @@ class _Handed:
         return home.dtype == here.dtype and not bool(same_bits(here, home).all())
 
     def is_held(self, *, dying: bool = False) -> bool:
-        """Tells whether anything but this object has the memory. ``dying``: torch is letting the tensor go, and has it still."""
+        """Tells whether anything else holds the memory. ``dying``: torch is freeing the tensor, and
+        still refers to it."""
         if dying:
             return storage_guard.references(self.bytes) > self._own_references + 1
         return self.tensor() is not None or storage_guard.references(self.bytes) > self._own_references
 
 
 class HandedOut:
-    """The tensors of state dicts of one engine. Given and settled inside a use of the engine; a tensor may die at any time."""
+    """The tensors of state dicts of one engine. Given and settled inside a use of the engine; a
+    tensor may die at any time."""
 
     def __init__(self, store: ShardStore, steps: StepCounter, ranks: DataRanks, lent: LentState, uses: Uses, edits: ValueEdits):
         self.store, self.steps, self.ranks = store, steps, ranks
         self._lent, self._uses, self._edits = lent, uses, edits
-        self._entries: dict[int, _Handed] = {}  # by their storages, which they keep
-        self._keys: dict[ParamHandle, set[int]] = {}  # of each parameter's entries
-        self._filled: weakref.ref[dict] | None = None  # the state dict that was begun last
+        self._entries: dict[int, _Handed] = {}  # by their storages, which they keep alive
+        self._keys: dict[ParamHandle, set[int]] = {}  # keys of each parameter's entries
+        self._filled: weakref.ref[dict] | None = None  # the state dict that was filled last
         self._is_filling = False
 
     @contextmanager
     def filling(self, state: dict) -> Iterator[None]:
-        """Surrounds what puts values of one module into ``state``: what is in there already is not looked at for each of them."""
+        """Surrounds code that puts one module's values into ``state``, so that the values already
+        in it are not compared again for each module."""
         filled = self._filled() if self._filled is not None else None
         self._is_filling = filled is state
         try:
@@ -169,7 +182,7 @@ class HandedOut:
             self._is_filling = False
 
     def give(self, handle: ParamHandle, array: str, tensor: torch.Tensor) -> None:
-        """Watches ``tensor``, which has the value of ``array`` at home and is about to be a user's."""
+        """Watches ``tensor``, a copy of ``array`` at home that is about to be given to a user."""
         if tensor.is_inference() or not local_of(tensor).numel():
             return
         key, me = storage_guard.identity(local_of(tensor)), weakref.ref(self)
@@ -188,7 +201,7 @@ class HandedOut:
         return [entry for key in keys.copy() if (entry := self._entries.get(key)) is not None] if keys else []
 
     def died(self, key: int, reference: weakref.ref) -> None:
-        """Drops what nobody has written to. At any moment, in any thread."""
+        """Drops a tensor that was never written to. Called at any time, in any thread."""
         entry = self._entries.get(key)
         if entry is None or entry.tensor is not reference:
             return
@@ -197,7 +210,8 @@ class HandedOut:
 
     @contextmanager
     def loading(self, handle: ParamHandle, value: torch.Tensor) -> Iterator[None]:
-        """Surrounds what makes ``value`` the parameter's: a tensor that was handed out is the newest one then."""
+        """Surrounds code that sets the parameter to ``value``: if ``value`` was handed out, it is
+        current afterwards."""
         self.settle()
         yield
         if self._entries and not local_of(value).is_meta and local_of(value).layout is torch.strided:
@@ -206,29 +220,31 @@ class HandedOut:
                 entry.note(self._stamp(entry), self.steps.index)
 
     def begin_use(self, *, repairing: bool) -> None:
-        """Sends home what was written, at the beginning of a use. Several ranks do so where all of them come by."""
+        """Sends writes home at the beginning of a use. With several ranks :meth:`settle_on_ranks`
+        does."""
         if self._entries and self.ranks.alone and not repairing:
             self.settle()
 
     def settle_on_ranks(self) -> None:
-        """Sends home what was written, where several ranks come by; one has done so as the use began."""
+        """Sends writes home if there are several ranks; every rank calls this. A lone rank did so
+        in begin_use."""
         if not self.ranks.alone:
             self.settle()
 
     def settle_with_lent(self) -> None:
-        """Sends home what was written to state dicts, and to the optimizer's state."""
+        """Sends home the writes to state dicts and to the optimizer's state."""
         self.settle()
         self._lent.settle()
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Surrounds what reads the newest values."""
+        """Surrounds code that reads the newest values."""
         self.settle()
         yield
 
     def settle(self) -> None:
-        """Sends home what was written since the last time. Raises UsageError, with nothing changed, for what cannot be: once for each
-        writing. With several ranks all of them settle."""
+        """Sends home the writes since the last call. Every rank calls this. Raises UsageError, with
+        nothing changed, for a write that cannot go home: once for each write."""
         if not self._entries or self._is_filling or self._uses.is_in(State.UNWRAPPED):
             return
         written: list[_Handed] = []
@@ -241,7 +257,8 @@ class HandedOut:
             self._send(left)
 
     def refuse_in_backward(self, unit: ParamUnit) -> None:
-        """Raises UsageError where values of ``unit`` were written to since the forward, that the running backward needs."""
+        """Raises UsageError if values of ``unit`` that the running backward needs were written to
+        since the forward."""
         for entry in [each for handle in unit.handles for each in self._of(handle)] if self._entries else ():
             if entry.array == VALUE and not self._is_stale(entry) and entry.is_counted:
                 raise UsageError(
@@ -257,15 +274,16 @@ class HandedOut:
 
     def _is_stale(self, entry: _Handed) -> bool:
         if entry.stamp is not None and entry.stamp != self._stamp(entry):
-            entry.stamp = None  # what was changed once stays so
+            entry.stamp = None  # once a snapshot, always one
         return entry.stamp is None
 
     def _without_taken(self, written: list[_Handed]) -> list[_Handed]:
-        """Leaves out state that has become another optimizer's, whose load_state_dict() copies nothing: its steps are not for us."""
+        """Leaves out state that another optimizer took over (its load_state_dict() copies nothing):
+        its steps write to that state, but not for us."""
         of_others: set[int] = set()
         if any(entry.array != VALUE and entry.tensor() is not None for entry in written):
             for each in gc.get_objects():
-                # Not ours, which show what is at home.
+                # Infinity's own optimizers have another class of state.
                 if issubclass(type(each), torch.optim.Optimizer) and type(state := each.__dict__.get("state")) in (
                     dict,
                     defaultdict,
@@ -283,11 +301,11 @@ class HandedOut:
     def _send(self, written: list[_Handed]) -> None:
         self._uses.check(Operation.WRITE_STATE_DICT)
         if moments := [entry for entry in written if entry.array not in (VALUE, MASTER)]:
-            self._lent.settle()  # what was written through optimizer.state, too, makes these stale
+            self._lent.settle()  # writes through optimizer.state make these entries stale
         try:
             self._check(written)
         except UsageError:
-            for entry in written:  # told once: what they hold is their user's from here on
+            for entry in written:  # raise once: these tensors are snapshots from here on
                 entry.note(None, entry.index)
             raise
         with torch.inference_mode(False), torch.no_grad():
@@ -299,7 +317,7 @@ class HandedOut:
                 self._drop(key, entry)
 
     def _check(self, written: list[_Handed]) -> None:
-        """Raises UsageError where one of ``written`` cannot go home."""
+        """Raises UsageError if one of ``written`` cannot go home."""
         seen: dict[tuple[ParamHandle, str], _Handed] = {}
         for entry in written:
             name = entry.handle.name
@@ -330,7 +348,7 @@ class HandedOut:
                 )
 
     def _alike(self, entry: _Handed) -> list[_Handed]:
-        """Lists the tensors that show the same value, as of now."""
+        """Lists the current tensors that show the same value."""
         return [each for each in self._of(entry.handle) if each.array == entry.array and not self._is_stale(each)]
 
     def _send_values(self, written: list[_Handed]) -> None:
@@ -338,7 +356,7 @@ class HandedOut:
             return
         of_each = [(self._alike(entry), entry.look()) for entry in written]
 
-        def then() -> None:  # maybe by a later use, when more was written
+        def then() -> None:  # may run in a later use, when more was written
             for entry, (alike, looked) in zip(written, of_each):
                 self._follow(entry, alike, looked)
 
@@ -357,7 +375,8 @@ class HandedOut:
         self._lent.write(entry.handle, {entry.array: whole}, then)
 
     def _follow(self, entry: _Handed, alike: list[_Handed], looked: tuple[list[int], bytes]) -> None:
-        """Notes what was written as what is at home, and shows it in the other state dicts that have it."""
+        """Notes that ``entry`` equals home, and copies it to the other state dicts' tensors of that
+        value."""
         for each in alike:
             if each is not entry:
                 each.bytes.copy_(entry.bytes)
@@ -365,5 +384,5 @@ class HandedOut:
 
 
 def _died(owner: weakref.ref[HandedOut], key: int, reference: weakref.ref, *, is_over: Callable = sys.is_finalizing) -> None:
-    if not is_over() and (handed := owner()) is not None:  # at the end modules are no more what they were
+    if not is_over() and (handed := owner()) is not None:  # modules are torn down by then
         handed.died(key, reference)

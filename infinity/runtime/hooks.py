@@ -1,4 +1,5 @@
-"""Hooks: tells the engine of every forward and every landed gradient of the modules it owns."""
+"""Hooks on a wrapped model's modules and parameters: they call the engine for forwards and
+gradients."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from .scoped_call import UNCOMPILED, ScopedCall
 
 
 class RefusedCopy:
-    """Has pickling, copying or scripting ``module`` raise a UsageError, until :meth:`remove`: what torch would meet first is a hook of
-    ours."""
+    """Makes pickling, copying or scripting ``module`` raise a UsageError, until :meth:`remove`.
+    Otherwise torch would fail at one of our hooks, with an unclear error."""
 
-    NAMES = ("__reduce_ex__", "__prepare_scriptable__")  # what pickle and copy, and torch.jit.script, look up on the object itself
+    # Looked up on the object itself by pickle and copy, and by torch.jit.script.
+    NAMES = ("__reduce_ex__", "__prepare_scriptable__")
 
     def __init__(self, module: torch.nn.Module):
         self._module, kind = weakref.ref(module), type(module).__name__
@@ -36,17 +38,19 @@ class RefusedCopy:
         module.__dict__ |= dict.fromkeys(self.NAMES, refuse)
 
     def remove(self) -> None:
-        """Lets the module be pickled and copied again. A second call does nothing."""
+        """Lets the module be pickled and copied again. Idempotent."""
         if (module := self._module()) is not None:
             for name in self.NAMES:
                 module.__dict__.pop(name, None)
 
 
 class LandingHook:
-    """Calls ``landed`` with a parameter when autograd has accumulated its gradient, until :meth:`remove`.
+    """Calls ``landed`` with a parameter when autograd has accumulated its gradient, until
+    :meth:`remove`.
 
-    Torch holds a parameter's hooks where the garbage collector does not look. So what is registered must not lead back to a parameter:
-    neither could ever go. ``landed`` refers to the engine weakly, and this object to its parameter.
+    [Note: why only weak references] The garbage collector does not see a parameter's hooks. If a
+    hook referred to a parameter, neither could be freed. So ``landed`` refers to the engine weakly,
+    and this object to its parameter.
     """
 
     def __init__(self, param: torch.Tensor, landed: Callable[[torch.Tensor], None]):
@@ -55,12 +59,14 @@ class LandingHook:
 
     def _register(self, param: torch.Tensor) -> None:
         wanted = param.requires_grad
-        param.requires_grad_(True)  # torch takes hooks of such parameters only; this one may be unfrozen later
+        # torch requires it for the hook; the parameter may be unfrozen later.
+        param.requires_grad_(True)
         self._registered = param.register_post_accumulate_grad_hook(self._landed)
         param.requires_grad_(wanted)
 
     def come_last(self) -> None:
-        """Lets hooks that were registered since run before it: transformers adds partial gradients up over a mesh in one."""
+        """Moves this hook behind later ones: transformers sums partial gradients over a mesh in
+        such a hook."""
         if (param := self._param()) is None:
             return
         hooks = param._post_accumulate_grad_hooks
@@ -69,7 +75,7 @@ class LandingHook:
             self._register(param)
 
     def remove(self) -> None:
-        """Takes the hook off. A second call does nothing."""
+        """Removes the hook. Idempotent."""
         self._registered.remove()
 
 
@@ -85,7 +91,7 @@ class LandingHooks:
             if (running := backward()) is not None:
                 running.landed(param)
 
-        self._landed = landed  # refers to nothing but the backward, weakly: see LandingHook
+        self._landed = landed  # holds only a weak reference to the backward: see LandingHook
 
     def add(self, param: torch.Tensor) -> None:
         """Hooks a parameter that is stepped from now on."""
@@ -93,19 +99,21 @@ class LandingHooks:
         self._late.append(self._hooks[-1].come_last)
 
     def remove(self) -> None:
-        """Takes all of them off. A second call does nothing."""
+        """Removes all of the hooks. Idempotent."""
         for hook in self._hooks:
             hook.remove()
 
 
 def _chooses_by_weights(module: torch.nn.Module) -> bool:
-    """Whether a forward asks what kind of tensors its first layer's weights are before it calls that
-    layer: torch's encoder takes nested tensors, whose padded rows are 0, only for plain ones."""
+    """Returns whether a module's forward checks the type of its first layer's weights before it
+    calls that layer. TransformerEncoder uses nested tensors, whose padded rows are 0, only for
+    plain tensors."""
     return isinstance(module, torch.nn.TransformerEncoder) and len(module.layers) > 0
 
 
 def install_hooks(engine: Engine, roots: Sequence[torch.nn.Module], owners: dict[torch.nn.Module, list[ParamUnit]]) -> list:
-    """Installs hooks on ``roots``, every owner, and every stepped parameter. Returns what removes that, each any number of times."""
+    """Installs hooks on ``roots``, every owner, and every stepped parameter. Returns objects whose
+    ``remove`` undoes that, each idempotent."""
     removers: list = []
     encoders = [module for root in roots for module in root.modules() if _chooses_by_weights(module)]
     for module in dict.fromkeys([*roots, *owners, *encoders]):
@@ -121,7 +129,7 @@ def install_hooks(engine: Engine, roots: Sequence[torch.nn.Module], owners: dict
         def after(module, args, kwargs, output):
             return engine.passes.leave(module, args, kwargs, output)
 
-        # A compiled model breaks its graph here: what moves weights is nothing to be compiled.
+        # The graph of a compiled model breaks here: moving weights cannot be compiled.
         before, after = (torch.compiler.disable(hook, reason=UNCOMPILED) for hook in (before, after))
         before.is_infinity = after.is_infinity = True
         removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))

@@ -1,13 +1,17 @@
-"""InCommon: compares, where they meet anyway, what ranks with other parts of the same tensors must have in common.
+"""InCommon: compares what ranks with other local parts of the same tensors must have in common, at
+barriers that they reach anyway.
 
-given     the tensors that a root forward gets: their digests are compared before anything is computed with them
-drawn     the state in which a generator was before a root forward drew from it, torch's, NumPy's or Python's: compared at the meeting that
-          follows
-changed   buffers that were changed since the wrap: these are compared as what is given is
-sample    a few elements of a tensor: of gradients of parameters that each of these ranks has whole, compared before a step within rounding
-sketch    a random projection of a gradient, with its norm: of what reaches an output. Where an output is the same on all ranks, this must be, too
+given     the tensors that a root forward gets: their digests are compared before compute
+drawn     the state of a generator (torch's, NumPy's or Python's) before a root forward drew from
+          it: compared at the next barrier
+changed   buffers that were changed since the wrap: compared as the given tensors are
+sample    a few elements of a gradient that each of these ranks has whole: compared before a step,
+          within rounding
+sketch    a random projection, and its norm, of the gradient that reaches an output. If an output is
+          the same on all ranks, its sketch must be, too
 
-Reading what lies on an accelerator waits for it: there values are compared in the first steps, and in some of the later ones.
+Reading values from an accelerator waits for it. So there they are compared only in the first steps,
+and in some of the later ones.
 """
 
 from __future__ import annotations
@@ -34,11 +38,12 @@ from ..state.handle import ParamHandle, handle_of
 from ..state.step_counter import StepCounter
 from .described import mode_of, number_of, shape_of, tensors_in
 
-FIRST_STEPS, LATER_STEPS = 8, 32  # on an accelerator: the first so many are compared, and one of so many later
-FORWARDS = 4  # of such a step whose values are compared
-MASK = 2**62 - 1  # of a number that is said at a meeting
+FIRST_STEPS, LATER_STEPS = 8, 32  # on an accelerator: number of first steps, interval later
+FORWARDS = 4  # of such a step, whose values are compared
+MASK = 2**62 - 1  # of a number that ranks exchange
 MOST_OUTPUTS = 256  # between two steps
-TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the norm, by which projections may differ
+# Of the norm, by which projections may differ.
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
 OTHER_TOLERANCE = 3e-2
 SAME_BATCH = "Give all ranks of one coordinate of the data axes the same batch (a sampler by mesh.get_local_rank('dp'), not by the rank), in the same mode."
 SAME_SEED = (
@@ -49,7 +54,8 @@ SAME_LOSS = "Compute the same loss on all ranks of one coordinate of the data ax
 
 
 class InCommon:
-    """Compares over the ranks of the tp axis, or of ep where they share a batch. Elsewhere it does nothing."""
+    """Compares over the ranks of the tp axis, or of ep if they share a batch. Otherwise it does
+    nothing."""
 
     def __init__(
         self,
@@ -62,19 +68,23 @@ class InCommon:
         self._collectives, self._device, self._steps = collectives, device, steps
         self._gradients, self._trained = gradients, trained
         self._channel = collectives.ranks.tensor
-        self._buffers: list[tuple[torch.nn.Module, str, str]] = []  # and their names
-        self._versions: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # of what was compared last
-        self._before: dict[str, int] = {}  # states of the generators as the running forward began
-        self._drawn: dict[str, int] = {}  # of those that forwards have drawn from since the last meeting
-        self._of_parts = weakref.WeakKeyDictionary[torch.nn.Module, bool]()  # roots, and whether they are given parts of a sequence
+        self._buffers: list[tuple[torch.nn.Module, str, str]] = []  # module, key and name
+        # Of the buffers compared last.
+        self._versions: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._before: dict[str, int] = {}  # generators' states before the running forward
+        # Generators that forwards drew from since the last barrier.
+        self._drawn: dict[str, int] = {}
+        # Roots, and whether they get parts of a sequence.
+        self._of_parts = weakref.WeakKeyDictionary[torch.nn.Module, bool]()
         self._step, self._forwards = -1, 0  # root forwards since that step
-        self._is_compared = False  # what forwards are given: as the batch that it is a part of
+        self._is_compared = False  # inputs are compared already, as the batch they are part of
         self._root: torch.nn.Module | None = None  # whose forward runs
-        # Of an output that a backward has reached, a sample, and the sketch of its gradient; of more than so many the last ones.
+        # The last outputs that a backward reached: a sample, and the gradient's sketch.
         self._outputs: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=MOST_OUTPUTS)
 
     def note_buffers(self, model: torch.nn.Module) -> None:
-        """Takes the buffers of ``model`` as they are for the same on all of these ranks, or for a rank's own."""
+        """Takes the buffers of ``model`` as they are, whether equal on these ranks or a rank's
+        own."""
         if self._channel is not None:
             self._buffers = [
                 (module, key, f"buffer {path}.{key}" if path else f"buffer {key}")
@@ -84,7 +94,7 @@ class InCommon:
             self._changed_buffers()
 
     def _changed_buffers(self) -> dict[str, torch.Tensor]:
-        """Lists the buffers that were changed since the last time."""
+        """Returns the buffers that were changed since the last call."""
         found: dict[str, torch.Tensor] = {}
         for module, key, name in self._buffers:
             if (buffer := module._buffers.get(key)) is None or buffer.is_inference():
@@ -98,7 +108,8 @@ class InCommon:
     # --- a root forward ---
 
     def begin(self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Begins a root forward. Raises UsageError, on all of these ranks, where they were given other tensors."""
+        """Begins a root forward. Every rank calls this, and waits for the others. Raises
+        UsageError, on all of these ranks, if they were given different tensors."""
         if self._channel is None:
             return
         if self._step != self._steps.index:
@@ -108,11 +119,11 @@ class InCommon:
         if not self._is_compared:
             buffers = {name: self.describe(buffer) for name, buffer in self._changed_buffers().items()}
             self.compare("a forward", {"the mode": mode_of(root, self._device), **self._described(root, args, kwargs), **buffers})
-        # Ranks that are given parts of a sequence drop in parts, too.
+        # Ranks with parts of a sequence draw other dropout masks, too.
         self._before, self._root = {} if self._takes_parts(root) else self._states(), root
 
     def end(self, module: torch.nn.Module, outputs: Iterable[torch.Tensor]) -> None:
-        """Ends the forward of ``module``, if that is a root's, with its ``outputs``."""
+        """Ends the forward of ``module``, if it is a root's, with its ``outputs``."""
         if self._root is not module:
             return
         self._root = None
@@ -124,7 +135,7 @@ class InCommon:
                     self._watch(output)
 
     def _watch(self, output: torch.Tensor) -> None:
-        """Takes a sketch of the gradient that reaches ``output``."""
+        """Hooks ``output``, so that its gradient is sketched."""
         me, sample = weakref.ref(self), sample_of(local_of(output))
 
         def note(grad: torch.Tensor) -> None:
@@ -135,8 +146,9 @@ class InCommon:
 
     @contextmanager
     def compared(self) -> Iterator[None]:
-        """Has forwards inside the block compare nothing: a schedule makes them, whose batch is compared. What passes between stages may be cut,
-        and what torch tries them out with is nobody's."""
+        """Skips comparisons of forwards inside the block: a pipeline schedule runs them, and
+        compares its whole batch. Tensors between stages may be cut, and torch's trial inputs are
+        arbitrary."""
         self._is_compared = True
         try:
             yield
@@ -144,7 +156,9 @@ class InCommon:
             self._is_compared = False
 
     def compare(self, what: str, given: dict[str, str]) -> None:
-        """Raises UsageError, on all of these ranks, where they do not come to ``what`` with the same, or have drawn other random numbers."""
+        """Raises UsageError, on all of these ranks, if they reach ``what`` with different
+        ``given``, or drew different random numbers. Every rank calls this, and waits for the
+        others."""
         if self._channel is None:
             return
         collectives = self._collectives
@@ -159,7 +173,8 @@ class InCommon:
         return self._of_parts[root]
 
     def compare_batch(self, what: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Raises UsageError, on all of these ranks, where what they come to ``what`` with is not one batch."""
+        """Raises UsageError, on all of these ranks, if they reach ``what`` with different
+        batches."""
         named = tensors_in([*enumerate(args), *kwargs.items()], "")
         self.compare(what, {name: self.describe(tensor) for name, tensor in named})
 
@@ -170,7 +185,8 @@ class InCommon:
         return {name or "the input": self.describe(tensor, with_values=not are_parts) for name, tensor in named} | plain
 
     def describe(self, tensor: torch.Tensor, *, with_values: bool = True) -> str:
-        """Describes what was given so that it compares: by its values, too, where they are the same on all ranks and can be read."""
+        """Describes a tensor as a string that compares equal. Includes a digest of its values if
+        they are the same on all ranks and can be read."""
         told, local = shape_of(tensor), local_of(tensor)
         is_read = self._is_due or local.device.type == "cpu"
         if not (with_values and is_read and is_common(tensor) and _has_bytes(local)):
@@ -181,7 +197,7 @@ class InCommon:
     # --- a step ---
 
     def values(self) -> list[int]:
-        """Makes what is said where the ranks meet for a step."""
+        """Returns the numbers that this rank contributes to a step's barrier."""
         if self._channel is None:
             return []
         grads = [sample for _, sample in self._samples()]
@@ -191,14 +207,15 @@ class InCommon:
         return [number_of(self._drawn), *said]
 
     def agrees(self, spans: list[tuple[int, int]]) -> bool:
-        """Tells whether the ``spans`` of what these ranks have said show that they have the same: the next step compares what comes from here on."""
+        """Tells whether ``spans``, the (least, most) of all ranks' :meth:`values`, are equal. If
+        so, clears what was drawn: the next step compares from here."""
         if any(self._apart(spans)):
             return False
         self._drawn = {}
         return True
 
     def check(self, spans: list[tuple[int, int]]) -> None:
-        """Raises UsageError, on all of these ranks, where ``spans`` show that they do not have the same."""
+        """Raises UsageError, on all of these ranks, if ``spans`` show a difference."""
         drawn, losses, grads = self._apart(spans)
         if drawn:
             self._refuse("a step", {})
@@ -211,7 +228,8 @@ class InCommon:
             self._refuse_gradients()
 
     def _apart(self, spans: list[tuple[int, int]]) -> tuple[bool, bool, bool]:
-        """Tells what differs: what was drawn, gradients of outputs that do not, gradients of parameters."""
+        """Returns three flags: a difference in drawn numbers, in gradients of equal outputs, in
+        gradients of parameters."""
         drawn, *others = spans
         grads, outputs, reached = (self._differ(*others[begin : begin + 2]) for begin in (0, 2, 4))
         return drawn[0] != drawn[1], reached and not outputs, grads
@@ -228,7 +246,7 @@ class InCommon:
         dtypes = {handle.shard.spec.grad_dtype for handle, _ in self._samples()}
         return max((TOLERANCES.get(dtype, OTHER_TOLERANCE) for dtype in dtypes), default=OTHER_TOLERANCE)
 
-    # --- where they differ ---
+    # --- errors ---
 
     def _refuse(self, what: str, given: dict[str, str]) -> NoReturn:
         drawn = {f"the state of {name} before what was drawn": f"digest {state:016x}" for name, state in self._drawn.items()}
@@ -266,7 +284,7 @@ class InCommon:
         self._collectives.fail_elsewhere(self._channel, error)
         raise error
 
-    # --- what is read ---
+    # --- readings ---
 
     @property
     def _is_due(self) -> bool:
@@ -274,7 +292,7 @@ class InCommon:
         return self._device.is_host or (is_compared and self._forwards <= FORWARDS)
 
     def _states(self) -> dict[str, int]:
-        """Digests of the generators that dropout draws from."""
+        """Computes digests of the generators that dropout draws from."""
         found = {
             "torch's generator": native.crc32c(torch.get_rng_state()),
             "NumPy's generator": _numpy_state(),
@@ -287,7 +305,8 @@ class InCommon:
 
 
 def _sketch_of(grad: torch.Tensor) -> torch.Tensor:
-    """Projects the rows of ``grad`` on signs, and these sums again: [the projection, the norm of the sums], fp32. Reads it once."""
+    """Projects the rows of ``grad`` on signs, and these sums again. Returns [projection, norm of
+    the sums] in fp32. Reads ``grad`` once."""
     with torch.no_grad():
         rows = grad.detach().reshape(-1, grad.size(-1) if grad.dim() else 1)
         sums = (rows @ _signs(rows.size(1), rows)).float()
@@ -295,13 +314,13 @@ def _sketch_of(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _signs(count: int, like: torch.Tensor) -> torch.Tensor:
-    """Makes so many signs, the same on every rank."""
+    """Makes ``count`` signs, the same on every rank."""
     numbers = torch.arange(1, count + 1, device=like.device)
     return (1 - 2 * ((numbers * 2654435761 >> 15) & 1)).to(like.dtype)
 
 
 def _projected(tensors: list[torch.Tensor]) -> tuple[float, float]:
-    """Projects all elements of ``tensors`` on signs. Returns that, and their norm."""
+    """Projects all elements of ``tensors`` on signs. Returns the projection and their norm."""
     if not tensors:
         return 0.0, 0.0
     flat = torch.cat([each.float() for each in tensors]).double().cpu()
@@ -309,19 +328,21 @@ def _projected(tensors: list[torch.Tensor]) -> tuple[float, float]:
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    """Tells whether ``tensor`` is a plain one whose elements lie somewhere: not on meta or at home, and no transform's or fake mode's stand-in."""
+    """Tells whether ``tensor`` is a plain tensor with memory: not on meta, not at home, not a
+    functorch or fake tensor."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return is_plain and not tensor.is_meta and tensor.layout is torch.strided and handle_of(tensor) is None
 
 
 def _python_state() -> int:
     _, internal, gauss = random.getstate()
-    return hash((internal, 0.0 if gauss is None else gauss)) & MASK  # None has another hash in each process
+    # hash(None) differs between processes
+    return hash((internal, 0.0 if gauss is None else gauss)) & MASK
 
 
 def _numpy_state() -> int:
     told = numpy.random.get_state(legacy=False)
-    if told["bit_generator"] != "MT19937":  # another one was set
+    if told["bit_generator"] != "MT19937":  # the user set another one
         return number_of(told) & MASK
     key = native.crc32c(torch.from_numpy(told["state"]["key"].view(numpy.int32)))
     return hash((key, told["state"]["pos"], told["has_gauss"], told["gauss"])) & MASK
@@ -332,12 +353,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def _ordered(number: float) -> int:
-    """Makes an int64 of a number so that larger ones have larger ones; of what is none, that of infinity."""
+    """Converts a float to an int64 that keeps its order; NaN counts as infinity."""
     bits = struct.unpack("<q", struct.pack("<d", number if number == number else float("inf")))[0]
     return bits if bits >= 0 else -(bits & 0x7FFF_FFFF_FFFF_FFFF)
 
 
 def _number(ordered: int) -> float:
-    """Makes the number again."""
+    """Inverts :func:`_ordered`."""
     found = struct.unpack("<d", struct.pack("<q", abs(ordered)))[0]
     return found if ordered >= 0 else -found

@@ -1,8 +1,8 @@
-"""Job: what stays of one wrapped model after the wrap, and does nothing by itself.
+"""Job: the parts of one wrapped model that stay after the wrap. It has no behaviour.
 
-A part of the engine is given the job, or the few of its fields that it needs. The job refers to no
-part that is given it, and not to the engine: so whatever holds a part, the homes go as soon as the
-model and its optimizer are gone.
+A part of the engine is given the job, or the few of its fields that it needs. The job holds no
+reference to a part that is given it, nor to the engine. So the homes are freed as soon as the model
+and its optimizer are gone, even if something else still holds a part.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from .sequences import Sequences
 
 @dataclass(eq=False)
 class Planned:
-    """What the job was planned with. Admission of parameters makes it another."""
+    """The plan of the job and the sizes behind it. Replaced when parameters are admitted later."""
 
     plan: MemoryPlan
-    sizes: list[UnitSize]  # of the units
+    sizes: list[UnitSize]  # one per unit
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One wrapped model's lasting parts."""
+    """The lasting parts of one wrapped model."""
 
     config: Config
     planned: Planned
@@ -63,24 +63,24 @@ class Job:
     ledger: Ledger
     store: ShardStore
 
-    # How far training is, and what of it has to be whole.
+    # Progress of training, and the journal of changes that must not stay half done.
     uses: Uses
     scopes: native.Scopes
     journal: Journal
     schedule: Schedule
     steps: StepCounter
 
-    # State at home, and what users hold of it.
+    # State at home, and the tensors of it that users hold.
     storages: WeightStorages  # of the units' device buffers
     gradients: GradientBank
-    reducer: Reducer | None  # None: gradients are averaged with nobody
+    reducer: Reducer | None  # None: gradients are not averaged over ranks
     updates: Updates
     lent: LentState
     handed: HandedOut
 
-    # What moves units and activations, and what compares ranks.
+    # Transfers of units and activations, and comparisons between ranks.
     prefetcher: Prefetcher
-    activations: ActivationStore | None  # None: what a forward saves stays with torch
+    activations: ActivationStore | None  # None: torch keeps the saved tensors
     in_common: InCommon
     sequences: Sequences
 
@@ -88,8 +88,8 @@ class Job:
 
 
 def wait_idle(job: Job) -> None:
-    """Waits until every byte is at home, what users changed in state dicts and the optimizer's state
-    too. Raises what went wrong."""
+    """Waits until every byte is at home, including users' changes to state dicts and to optimizer
+    state. Blocks on disk. Raises the error of a failed transfer or update."""
     job.handed.settle_with_lent()
     for unit in job.units:
         for shard in unit.shards:

@@ -1,7 +1,8 @@
 """JoinedPass: makes several forwards and backwards one pass.
 
-Micro-batches, and the stages of a pipeline, use the same weights several times before a step. Joined, they record one trace, nothing is
-reduced, sent home or met for between them, units stay while the window has room, and gradients land once, at the end.
+Micro-batches, and the stages of a pipeline, use the same weights several times before a step. In a
+joined pass they record one trace, and between them nothing is reduced or sent home, and ranks do
+not meet. Units stay while the window has room. Gradients land once, at the end.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from .job import Job
 
 
 class JoinedPass:
-    """The pass that several forwards and backwards make together. Used from the thread that runs the model."""
+    """The pass that several forwards and backwards make together. Used from the thread that runs
+    the model."""
 
     def __init__(self, job: Job, backward: Backward):
         self._job, self._pass, self._backward = job, job.running, backward
 
     @contextmanager
     def opened(self, finish: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Joins all forwards and backwards inside the block. Left by an exception, what they added to gradients is torn.
+        """Joins all forwards and backwards inside the block. If an exception leaves it, the
+        gradients that they changed become invalid.
 
-        ``finish``: what is to be done to the gradients once they have landed, before anybody steps them; cut short, they are torn, too.
+        ``finish`` changes the gradients after they have landed and before a step; its failure
+        invalidates them too.
 
-        Raises UsageError where a pass is open already, or runs.
+        Raises UsageError if a pass is open already, or runs.
         """
         uses = self._job.uses
         uses.check(Operation.JOINED_PASS)
@@ -38,7 +42,7 @@ class JoinedPass:
             with uses.begin():
                 self._close(finish)
         except BaseException:
-            uses.interrupt()  # the next use puts things right, once nothing runs
+            uses.interrupt()  # the next use recovers, once nothing runs
             raise
 
     def _open(self) -> None:
@@ -52,8 +56,9 @@ class JoinedPass:
     def _close(self, finish: Callable[[], None]) -> None:
         job = self._job
         if not self._pass.is_joined:
-            return  # something inside failed, was caught, and all was put right since
-        job.uses.interrupt()  # an exception from here on leaves partial gradients: they are torn
+            return  # an error inside was caught, and recovered from
+        # An exception from here on leaves partial gradients: mark them invalid.
+        job.uses.interrupt()
         self._pass.is_joined = False
         with job.store.guarding():
             job.gradients.land_together(job.units)
@@ -70,7 +75,8 @@ class JoinedPass:
         job.scopes.interrupted = False
 
     def begin_anew(self) -> None:
-        """Has the next root forward begin the pass once more: what ran until now only tried things out."""
+        """Restarts the pass with the next root forward: the forwards until now were only a
+        trial."""
         if self._pass.is_joined and self._pass.has_begun:
             self._job.schedule.forget()
             self._pass.has_begun = False

@@ -1,7 +1,9 @@
-"""OlderWeights: runs an engine on two versions of its weights, where updates are made while what began before them goes on.
+"""OlderWeights: double-buffered weights. An update runs while earlier micro-batches still use the
+old ones (PipeDream-2BW).
 
-One update late: batch t computes with the weights that update t - 1 began with, max(t - 1, 0) updates after the first ones, and its gradients
-are applied to those of now. Arrays of the older weights lie beside the home, two bytes a parameter in bf16.
+Updates are one step late. Batch t computes with the weights that update t - 1 started from, that is
+after max(t - 1, 0) updates. Its gradients are applied to the newest weights. The older weights are
+at the same home, two bytes a parameter in bf16.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from .job import Job
 
 
 class OlderWeights:
-    """The older weights of one engine. Used from the thread that runs the model, between forwards and backwards."""
+    """The older weights of one engine. Used from the thread that runs the model, between forwards
+    and backwards."""
 
     def __init__(self, job: Job):
-        """Takes room for them on every rank. Raises CapacityError where there is none, and PeerError where
-        another rank has none: nothing is changed then."""
+        """Allocates the older weights; every rank calls this. Raises CapacityError if there is no
+        room, and PeerError if another rank has none; nothing is changed then."""
         self._job, self._pass = job, job.running
         self._first = 0  # the engine's step when the run began
         self._versions: list[UnitVersions] = []
@@ -50,25 +53,28 @@ class OlderWeights:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Keeps both versions inside the block. It begins with one, and ends with the newest alone."""
+        """Keeps both versions inside the block. It begins with one, and ends with the newest
+        alone."""
         try:
             self._first, self._pass.is_stale, self._pass.is_updating = self._job.steps.index, True, False
             yield
             with self._job.uses.begin():
-                # What was fetched ahead is for a batch that does not come.
+                # Units fetched ahead are for a batch that does not come.
                 self._job.prefetcher.release_all([versions.unit for versions in self._versions])
                 for versions in self._versions:
                     versions.compute_with(older=False)
             self._pass.is_stale = False
         except BaseException:
-            self._job.uses.interrupt()  # in an update, perhaps, that has not been made: the next use puts right which weights are which
+            # An update may be half done: the next use restores which version is which.
+            self._job.uses.interrupt()
             self._pass.is_stale = False
             raise
 
     def compute_for(self, batch: int) -> None:
-        """Has what runs from now on have the weights of ``batch``, counted from the beginning of the run.
+        """Selects the weights of ``batch``, counted from the beginning of the run, for the next
+        forwards.
 
-        Raises UsageError where an exception has ended the run, though somebody caught it.
+        Raises UsageError if an exception has ended the run, even if it was caught.
         """
         if not self._pass.is_stale:
             raise UsageError(
@@ -83,7 +89,8 @@ class OlderWeights:
             versions.compute_with(older=wanted < made)
 
     def update(self, step: Callable[[], object]) -> None:
-        """Makes an update by ``step``, between two uses of the engine: the weights that it begins with become the older ones."""
+        """Runs ``step``, between two uses of the engine: the weights before it become the older
+        ones."""
         job = self._job
         with job.uses.begin():
             for versions in self._versions:
@@ -93,6 +100,7 @@ class OlderWeights:
         self._pass.is_updating = False
 
     def settle(self) -> None:
-        """Goes back to the newest weights alone, whatever an exception left. Only while nothing is running."""
+        """Returns to the newest weights alone, after an exception. Only while nothing is
+        running."""
         for versions in self._versions:
             versions.settle()

@@ -1,9 +1,10 @@
-"""One thread: keeps the uses of an engine by several threads apart.
+"""One thread: serialises uses of an engine by several threads.
 
 use    a scope of the engine, or a run of autograd that reached it
 
-What passes is one thing: frames, holds, units on the device. So one thread uses the engine at a time, and another waits at the
-beginning of its own use, a forward say, where nothing has changed yet.
+[Note: why one thread at a time] The state of a pass (frames, holds, units on the device) exists
+once. So another thread waits at the beginning of its own use, a forward for example, when nothing
+has changed yet.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from functools import partial
 from .. import native
 from ..errors import UsageError
 
-PATIENCE = 60.0  # seconds in which other threads neither begin nor end anything: they may be waiting for this one
-PAUSE = 0.0002  # seconds between two looks
+PATIENCE = 60.0  # seconds without progress of other threads: they may wait for this one
+PAUSE = 0.0002  # seconds between two polls
 
 
 def wait_for_others(scopes: native.Scopes) -> None:
-    """Waits until no other thread uses the engine of ``scopes`` and none came before. Raises UsageError when others do not come further. Scopes
-    and tasks call it as they are entered, look again, and are counted in the same step."""
+    """Waits until no other thread uses the engine of ``scopes`` or is ahead in the queue. Raises
+    UsageError if the others make no progress for PATIENCE seconds. Scopes and tasks call this as
+    they are entered, and then check again and register in one atomic step."""
     changes, since = scopes.changes, time.monotonic()
     while scopes.has_to_wait:
         time.sleep(PAUSE)
@@ -36,9 +38,10 @@ def wait_for_others(scopes: native.Scopes) -> None:
 
 
 def begin_task(scopes: native.Scopes) -> native.Task:
-    """Returns what counts a run of autograd for as long as autograd holds it, once no other thread uses the engine. Raises UsageError
-    as :func:`wait_for_others` does."""
-    # Autograd's own threads, one for each accelerator, work for whoever called backward, maybe inside a scope of theirs.
+    """Returns a token that counts a run of autograd as long as autograd holds it. Waits until no
+    other thread uses the engine. Raises UsageError as :func:`wait_for_others` does."""
+    # Autograd has its own thread for each accelerator. It works for the caller of backward, maybe
+    # inside a scope of the caller's thread.
     of_python = threading.get_ident() in {thread.ident for thread in threading.enumerate()}
     return scopes.task(partial(wait_for_others, scopes) if of_python else None)
 

@@ -1,9 +1,10 @@
-"""Parking: keeps everything that an engine has in memory on a disk for a while, so that something else can have the memory.
+"""Parking: moves all of an engine's arrays in memory to disk for a while, to free the memory.
 
-parked   of an array: its bytes are in a swap file, and its memory has been given back to the system; its address stays
+parked   of an array: its bytes are in a swap file, and its memory was returned to the system; its
+         address stays
 
-An array is written out before its memory goes, and is on the list from before its memory goes until its bytes are back: whatever cuts
-either way short, :meth:`Parking.resume` makes it whole.
+An array is written out before its memory is freed. It is on the list from then until its bytes are
+back. So :meth:`Parking.resume` restores it, even after an interrupt.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ PIECE_NBYTES = 8 * 1024 * 1024  # in memory at once
 
 
 class Parking:
-    """The arrays of one engine that are parked. Used from one thread, inside a use of the engine."""
+    """The parked arrays of one engine. Used from one thread, inside a use of the engine."""
 
     def __init__(self, store: ShardStore):
         self._store = store
-        self._parked: list[tuple[StateArray, StateArray]] = []  # what is parked, and where on the disk
+        self._parked: list[tuple[StateArray, StateArray]] = []  # each array, and its copy on disk
 
     @property
     def nbytes(self) -> int:
@@ -34,8 +35,9 @@ class Parking:
         return sum(array.nbytes for array, _ in self._parked)
 
     def park(self, arrays: list[StateArray], folder: str) -> None:
-        """Writes ``arrays`` to a swap file in ``folder`` and gives their memory back. Raises CapacityError or StorageError where the disk has no room: what
-        was parked by then stays parked."""
+        """Writes ``arrays`` to a swap file in ``folder`` and frees their memory. Blocks on the
+        disk. Raises CapacityError or StorageError if the disk has no room; arrays parked by then
+        stay parked."""
         if arrays:
             self._store.need_service()
         for array in arrays:
@@ -47,7 +49,8 @@ class Parking:
             self._store.empty(array)
 
     def resume(self) -> None:
-        """Reads everything back, if anything is parked. Interrupted, it is to be called again."""
+        """Reads all parked arrays back, if any. Blocks on the disk. After an interrupt, call it
+        again."""
         while self._parked:
             array, place = self._parked[-1]
             self._store.refill(array)
@@ -60,7 +63,8 @@ class Parking:
 
 
 def arrays_in_memory(units: list[ParamUnit]) -> list[StateArray]:
-    """Lists the arrays of all units that are not on a disk, but gradients that are not there."""
+    """Lists the arrays of all units that are not on a disk, without gradient arrays that hold no
+    gradient."""
     shards = [shard for unit in units for shard in unit.shards]
     there = {handle.shard for unit in units for handle in unit.handles if handle.grad and handle.grad.state is not GradState.ABSENT}
     return [
@@ -76,7 +80,7 @@ def _arrays(shard: ParamShard) -> list[tuple[str, StateArray]]:
 
 
 def give_back_heap() -> None:
-    """Gives the system what torch and the C library keep of memory that was freed."""
+    """Returns the freed memory that torch and the C library cache to the system."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     native.trim_heap()

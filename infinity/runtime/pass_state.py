@@ -1,15 +1,16 @@
-"""Pass: all that runs just now, in one object that recovery drops.
+"""Pass: the state of everything that runs now, in one object that recovery drops.
 
 frame      one running forward of a module that owns units, or of a root
 task       one run of autograd; a reentrant checkpoint nests them
 joined     several forwards and backwards make one pass: micro-batches, stages of a pipeline
-stale      a pipeline runs without flush: what runs began with the weights before the last update
+stale      a pipeline runs without flush: running micro-batches use the weights from before the
+           last update
 
-[Note: three kinds of state] What stays after the wrap is in :mod:`.job`. What survives a process
-is at the homes and in the journal. What is left is here, whichever part of the engine writes it. So
-an exception, at any line of any part, leaves nothing that has to be put right piece by piece: the
-next use drops this object's content, discards the gradients that were being changed, and finishes
-the journal (:mod:`.recovery`). A part that keeps state of a pass in itself breaks that.
+[Note: three kinds of state] State that stays after the wrap is in :mod:`.job`. State that survives
+a process is at the homes and in the journal. The rest is here, whichever part of the engine writes
+it. So an exception in any part leaves nothing to repair piece by piece. The next use drops this
+object's content, discards the gradients that were being changed, and finishes the journal
+(:mod:`.recovery`). A part that keeps state of a pass in itself breaks that.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Frame:
 
     module: torch.nn.Module
     units: list[ParamUnit]  # held until it ends
-    looked_at: list[ParamUnit] = field(default_factory=list)  # held until their own module's forward ends
+    # Held until the forward of their own module ends.
+    looked_at: list[ParamUnit] = field(default_factory=list)
     is_recomputed: bool = False  # inside a checkpoint
     hooks: int = 0  # pairs of our saved-tensor hooks that this thread had before
     start: float = field(default_factory=time.perf_counter)
@@ -42,34 +44,39 @@ class Frame:
 
 @dataclass(eq=False)
 class Pass:
-    """What runs. Written by the thread that runs the model."""
+    """State of the running pass. Written by the thread that runs the model."""
 
     # Forwards, the innermost last.
     frames: list[Frame] = field(default_factory=list)
 
-    # Units on the device, the least recently used first, and how many hold each of them.
+    # Units on the device, the least recently used first, and the number of holds of each.
     resident: dict[ParamUnit, None] = field(default_factory=dict)
     holds: Counter[ParamUnit] = field(default_factory=Counter)
-    computing: tuple[int, float] | None = None  # the unit that was asked for last, and since when it is there
+    # The unit that was used last, and the time since when it is resident.
+    computing: tuple[int, float] | None = None
 
-    # The backward. A token of each task is held by autograd alone: one that is gone, without the end
-    # of its task having been told, is of a task that was cut short.
+    # The backward. Only autograd holds the token of a task. A token that is gone although its task
+    # has not ended here means that the task was interrupted.
     tokens: dict[int, weakref.ref] = field(default_factory=dict)
-    awaited: dict[ParamUnit, set[ParamHandle]] = field(default_factory=dict)  # held, least recently used first
-    expected: dict[ParamUnit, set[ParamHandle]] = field(default_factory=dict)  # what each still has to get, held or not
-    since: dict[ParamUnit, float] = field(default_factory=dict)  # when the backward came to each that is held
-    reached: set[ParamUnit] = field(default_factory=set)  # units that got a gradient in this backward
+    # Held, least recently used first.
+    awaited: dict[ParamUnit, set[ParamHandle]] = field(default_factory=dict)
+    # Gradients still to come, of each unit, held or not.
+    expected: dict[ParamUnit, set[ParamHandle]] = field(default_factory=dict)
+    # When the backward reached each held unit.
+    since: dict[ParamUnit, float] = field(default_factory=dict)
+    # Units that got a gradient in this backward.
+    reached: set[ParamUnit] = field(default_factory=set)
 
     is_joined: bool = False
     has_begun: bool = False  # a joined pass begins with its first root forward
-    backward_count: int = 0  # that ended in a joined pass
+    backward_count: int = 0  # backwards that ended in a joined pass
 
     is_stale: bool = False
     is_updating: bool = False  # by the pipeline itself, between two of its batches
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether a forward or backward was left by an exception. Asked where none is running."""
+        """Whether an exception left a forward or backward. Valid only while none is running."""
         return bool(self.tokens or self.frames)
 
     def begin_root(self) -> bool:
@@ -79,13 +86,13 @@ class Pass:
         return begins
 
     def drop(self) -> None:
-        """Forgets all that ran. Only while nothing is running."""
+        """Resets all state of the pass. Only while nothing is running."""
         vars(self).update(vars(Pass()))
 
 
 def define_states(uses: Uses, running: Pass, steps: StepCounter) -> None:
-    """Tells ``uses`` the states that follow from what runs. What was interrupted is in none of them: the
-    next use ends it."""
+    """Defines in ``uses`` the states that follow from the running pass. An interrupted pass is in
+    none of them: the next use recovers from it."""
     scopes = uses.scopes
 
     def is_whole() -> bool:

@@ -1,9 +1,10 @@
-"""Passes: holds units while a forward of the model needs them, and has its backward tell when that comes to them.
+"""Passes: holds units while a forward of the model needs them, and hooks their use in the backward.
 
 owner       a module whose forward needs a unit: it holds some of its parameters
 frame       one running forward of an owner (or of the root), with the units it holds
 
-Forward holds a unit from its owner's pre-hook to its post-hook. What the backward holds is :mod:`infinity.runtime.backward`'s.
+A forward holds a unit from its owner's pre-hook to its post-hook. The holds of the backward are in
+:mod:`infinity.runtime.backward`.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from .saved_weights import OPAQUE, is_checkpoint, saving_hooks
 
 
 class Passes:
-    """The forwards that are running, and the backward behind them."""
+    """The running forwards, and their links to the backward."""
 
     def __init__(self, job: Job, backward: Backward):
         self.job, self.scopes, self._pass, self.backward = job, job.scopes, job.running, backward
-        self._hook: Callable[[torch.Tensor], None] | None = None  # hooks parameters that come later
-        self.landing_hooks: list[Callable[[], None]] = []  # that are to run after every other, which a forward may have registered
+        # For parameters that are stepped later.
+        self._hook: Callable[[torch.Tensor], None] | None = None
+        # Run last, after hooks that a forward may have registered.
+        self.landing_hooks: list[Callable[[], None]] = []
 
     @property
     def frames(self) -> list[Frame]:
@@ -49,13 +52,14 @@ class Passes:
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether what runs now runs a second time in the backward, or this is that time: it then has to be the same."""
+        """Whether the running forward is recomputed in the backward, or is itself that
+        recomputation. Both have to compute the same."""
         if torch._C._current_graph_task_id() != -1 or (self.frames and self.frames[-1].is_recomputed):
             return True
         return is_checkpoint(torch._C._autograd._top_saved_tensors_default_hooks(True))
 
     def hook_later(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Has ``hook`` called with each parameter that is stepped from some later time on."""
+        """Sets ``hook`` to be called with each parameter that is stepped from a later time on."""
         self._hook = hook
 
     def hook(self, param: torch.Tensor) -> None:
@@ -68,7 +72,8 @@ class Passes:
     def enter(
         self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool, args: tuple = (), kwargs: dict | None = None
     ) -> None:
-        """Begins a forward of ``module``, which is given ``args`` and ``kwargs``."""
+        """Begins a forward of ``module``, called with ``args`` and ``kwargs``. Blocks until its
+        units are resident, so it may wait for the disk and for other ranks."""
         self.job.store.check_process()
         self.job.uses.check(Operation.FORWARD, f"this forward of {type(module).__name__}")
         in_backward = torch._C._current_graph_task_id() != -1
@@ -78,7 +83,7 @@ class Passes:
             self.job.sequences.begin(module, args, kwargs or {})
             self.job.in_common.begin(module, args, kwargs or {})
             self._begin(training=torch.is_grad_enabled())
-        # Before anything is held: a module of unknown tensors may raise here.
+        # Before any unit is held: this may raise, for a module with tensors of an unknown kind.
         keeping = self.job.activations if torch.is_grad_enabled() and not self.frames and not in_backward else None
         foreign = self._foreign_storages(module) if keeping is not None else set()
         held: list[ParamUnit] = []
@@ -95,22 +100,25 @@ class Passes:
             raise
         self.frames.append(Frame(module, held, is_recomputed=self.is_recomputed, hooks=self.scopes.hooks))
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if keeping is not None and not is_checkpoint(outer):  # what is computed again is not kept anywhere
+        # A checkpoint recomputes: nothing is kept.
+        if keeping is not None and not is_checkpoint(outer):
             keeping.begin(foreign)
             self.scopes.push_hooks(*keeping.hooks(outer))
         if units and torch.is_grad_enabled():
             self.scopes.push_hooks(*self._saving_hooks())
 
     def _begin(self, *, training: bool) -> None:
-        """Begins a root forward."""
+        """Begins the pass of a root forward, unless a joined pass has begun already."""
         job = self.job
         if not self._pass.begin_root():
             return
         if not self._pass.is_joined:
             job.uses.check(Operation.LONE_FORWARD)
-        kind = "unflushed" if self._pass.is_stale else "train"  # in which units come in other versions, too
+        # Without flush, units are used in another version too.
+        kind = "unflushed" if self._pass.is_stale else "train"
         for handle in job.trained if training else ():
-            set_raw_grad(handle.param, None)  # of a backward that was cut short before the engine heard of it
+            # Left by a backward that was interrupted before the engine knew of it.
+            set_raw_grad(handle.param, None)
         if training:
             job.gradients.let_go_unheld()
         job.schedule.begin(kind if training else "infer")
@@ -118,21 +126,25 @@ class Passes:
 
     @staticmethod
     def _foreign_storages(module: torch.nn.Module) -> set[int]:
-        """Storages of what the module keeps itself: buffers, and parameters that the engine does not move."""
+        """Returns the storages that the module keeps itself: buffers, and parameters that the
+        engine does not move."""
         own = [*module.buffers(), *(param for param in module.parameters() if handle_of(param) is None)]
         return {local_of(tensor).untyped_storage()._cdata for tensor in own if tensor.layout is torch.strided}
 
     def leave(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        """Ends the forward of ``module``, with an output or with an exception (then the output is None).
+        """Ends the forward of ``module``, with an output or with an exception (then the output is
+        None).
 
-        Returns the output, with copies of what in it was a view of a weight: the weight may be gone before it is used.
+        Returns the output, with views of weights replaced by copies: the weight may be released
+        before the view is used.
         """
         if all(frame.module is not module for frame in self.frames):
             return output  # its pre-hook failed before it entered
         if self.frames[0].module is module and any(handle_of(tensor) is not None for tensor in _tensors(output)):
-            # A parameter itself: what comes home after this frame could not be used in a loss.
+            # A parameter itself is at home after this frame, so a loss could not use it.
             output = tree_map_only(torch.Tensor, lambda t: t.clone() if handle_of(t) is not None else t, output)
-        while (frame := self.frames.pop()).module is not module:  # one that an exception ended, of which torch told no hook
+        # Ended by an exception, for which torch called no hook.
+        while (frame := self.frames.pop()).module is not module:
             self._unhold(frame)
         for unit in frame.units:
             self.job.traffic.mark("forward", unit.name, frame.start)
@@ -153,8 +165,8 @@ class Passes:
         return output
 
     def look_at(self, units: list[ParamUnit]) -> None:
-        """Holds ``units``, whose weights the running forward looks at before their own module is
-        called, until that module's forward ends."""
+        """Holds ``units``, whose weights the running forward inspects before it calls their own
+        module, until that module's forward ends."""
         for unit in units:
             self.job.prefetcher.hold(unit)
             self.frames[-1].looked_at.append(unit)
@@ -175,7 +187,8 @@ class Passes:
         return self.job.storages.find(local_of(tensor)) is not None
 
     def hold_for_frame(self, unit: ParamUnit) -> None:
-        """Holds a unit that is used outside its owners, until the outermost forward (or the backward) ends."""
+        """Holds a unit that is used outside its owners until the outermost forward (or the
+        backward) ends."""
         if torch._C._current_graph_task_id() != -1:
             self.backward.hold(unit)
         elif unit not in self.frames[0].units:
@@ -183,21 +196,23 @@ class Passes:
             self.frames[0].units.append(unit)
 
     def _watch_backward(self, frame: Frame, args: tuple, kwargs: dict, output: Any) -> None:
-        """Has the backward tell when it reaches ``frame``'s units, and for frozen ones when it leaves them."""
+        """Hooks tensors so that the backward holds ``frame``'s units when it reaches them, and
+        releases the frozen ones when it leaves them."""
         me = weakref.ref(self.backward)
         units = frame.units
         if not self.frames and any(tensor.grad_fn is not None for tensor in _tensors((args, kwargs))):
 
             def come_from_another(_grad: torch.Tensor) -> None:
                 if backward := me():
-                    backward.join()  # whose end takes the mark back, whether any gradient lands or not
+                    backward.join()  # clears the mark at its end, even if no gradient arrives
                     backward.job.gradients.add_to_consumed()
 
             for tensor in _computed(output):
                 tensor.register_hook(come_from_another)
         if units and next(frame.module.children(), None) is not None:
-            # Only for modules with children: a checkpoint inside this forward saves weights out of our sight. What
-            # autograd saves of a leaf's own weights says itself when it is needed (an embedding's never is).
+            # Only modules with children: a checkpoint inside this forward hides the saved weights
+            # from our hooks. The weights that autograd saves of a leaf module have their own unpack
+            # hook, and an embedding's are never needed.
             def arrive(_grad: torch.Tensor) -> None:
                 if backward := me():
                     for unit in units:
@@ -213,16 +228,17 @@ class Passes:
                     for unit in frozen:
                         backward.let_go(unit)
 
-            # One that is still needed after the first of several inputs got its gradient is held again when it is used. A leaf is left
-            # alone: the user keeps it, so hooks would add up on it, and its gradient comes last anyway.
+            # With several inputs, a unit still needed after the first input's gradient is held
+            # again when it is used. Leaf tensors get no hook: they outlive the graph, so hooks
+            # would accumulate on them, and their gradients come last.
             for tensor in _tensors((args, kwargs)):
                 if type(tensor) is not Logits and tensor.grad_fn is not None:
                     tensor.register_hook(depart)
 
-    # --- what autograd saves ---
+    # --- saved tensors ---
 
     def saving(self) -> AbstractContextManager:
-        """Has weights saved inside the block saved as references to their units."""
+        """Returns a block that saves weights as references to their units."""
         return self.scopes.scope(*self._saving_hooks())
 
     def _saving_hooks(self) -> tuple[Callable, Callable]:
@@ -238,16 +254,17 @@ class Passes:
 
 
 def _computed(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in ``value`` that a hook may be put on: those that go with the graph they are of. A leaf stays, a parameter or the
-    user's own, and so would its hooks, one more with each forward.
+    """Yields the tensors in ``value`` that may get a hook: those that are freed with their graph. A
+    leaf (a parameter, or a user's tensor) stays, and would gather one more hook with each forward.
 
-    The gradient of logits that nobody asked for reaches the hidden states they are made of.
+    The gradient of unused logits still reaches the hidden states that they are computed from.
     """
     return (tensor for tensor in _tensors(value) if type(tensor) is not Logits and tensor.grad_fn is not None)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors inside nested containers, dataclasses and simple objects (caches, model outputs)."""
+    """Yields the tensors inside nested containers, dataclasses and simple objects (caches, model
+    outputs)."""
     pending, seen = [value], set()
     while pending:
         item = pending.pop()

@@ -1,9 +1,11 @@
-"""Prefetcher: makes units resident in time and keeps the device window and the staging pool within their plan.
+"""Prefetcher: makes units resident in time, within the device window and the staging pool.
 
-hold      a reason why a unit must stay resident: a forward that runs in it, a backward that will need it
-idle      resident without a hold; such units make room when the window is full: what is needed last goes first
+hold      a reason why a unit must stay resident: a forward that runs in it, or a backward that will
+          need it
+idle      resident without a hold; a full window evicts idle units, the one needed last first
 window    device bytes for gathered weights
-older     a unit's weights before the last update, where those are kept: a unit of their own here, which a hold of the unit may mean
+older     a unit's weights before the last update, if kept: a unit of its own here, which a hold of
+          the unit may mean
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from .staging_slots import StagingSlots
 from .window import Window
 
 COPIES_AHEAD = 2  # units on their way to the device beside the one that computes
-# The same with other ranks in a forward, whose units may still be stepped: each is waited for before the compute starts.
+# The same in a forward with several ranks. A later unit may still be stepped, and compute would
+# wait for that.
 GATHERS_AHEAD = 1
 
 
@@ -56,16 +59,16 @@ class Prefetcher:
         self.units, self.schedule = units, schedule
         self._store, self._ledger, self._journal = store, ledger, journal
         self._window, self._slots = Window(window_nbytes), StagingSlots(units, store)
-        # Beside a device that computes by itself the host does not see how long that takes.
+        # The host cannot time the compute of a device that runs asynchronously.
         self.look_ahead = LookAhead(units_ahead, is_fixed=device.overlaps)
         self._collectives, self._ranks, self._device = collectives, collectives.ranks, device
-        self._give_way = give_way  # asks the backward to let a unit go; False when it cannot
-        self._before_gather = before_gather  # starts what comes first on every rank
+        self._give_way = give_way  # lets the backward release a unit; False when it has none
+        self._before_gather = before_gather  # starts the reductions due before a gather
         self._pass = running
-        self.misses = 0  # units waited for that nobody had fetched ahead
+        self.misses = 0  # units that were not fetched ahead of their use
 
     def add(self, units: Sequence[ParamUnit]) -> None:
-        """Moves ``units``, too: those that come are numbered from the last one on. Where no budget limits the device they have room of their own."""
+        """Adds ``units``, numbered after the last one; without a device budget the window grows."""
         self.units = [*self.units, *units]
         if self._ledger.accounts[Tier.DEVICE].budget_nbytes is None:
             self._window.widen(sum(unit.weight_nbytes for unit in units))
@@ -75,13 +78,13 @@ class Prefetcher:
 
     @apart
     def hold(self, unit: ParamUnit, *, backward: bool = False, offered: int = 0) -> int | None:
-        """Makes ``unit`` resident and keeps it so until :meth:`unhold`. Returns what :meth:`ensure` does."""
+        """Makes ``unit`` resident until :meth:`unhold`. Blocks and returns as :meth:`ensure`."""
         unit = unit.in_use
         self._pass.holds[unit] += 1
         try:
             least = self.ensure(unit, backward=backward, offered=offered)
         except BaseException:
-            # Not unhold(): edits of a unit that was not exposed would be those of its last use.
+            # Not unhold(): the unit is not exposed, so its edits would be those of its last use.
             self._take_off(unit)
             raise
         if self._pass.holds[unit] == 1:
@@ -90,7 +93,7 @@ class Prefetcher:
 
     @apart
     def unhold(self, unit: ParamUnit) -> None:
-        """Takes one hold off; without any the unit is idle."""
+        """Takes one hold off. The last makes the unit idle, and sends its edits home."""
         unit = unit.in_use
         if self._take_off(unit):
             unit.note_use(self._device.now())
@@ -109,11 +112,11 @@ class Prefetcher:
         return True
 
     def is_held(self, unit: ParamUnit) -> bool:
-        """Tells whether something computes with ``unit``, or is about to."""
+        """Tells whether a forward or backward holds ``unit``."""
         return unit.in_use in self._pass.holds
 
     def release_all(self, units: Iterable[ParamUnit]) -> None:
-        """Sends ``units`` home, whatever stage they are in: their bytes there are about to change, or did."""
+        """Releases ``units`` from device and staging, in any state: their homes change."""
         for unit in units:
             for each in (unit,) if unit.older is None else (unit, unit.older):
                 self._release(each)
@@ -128,8 +131,8 @@ class Prefetcher:
             self._evict(unit)
 
     def pass_on(self, unit: ParamUnit, older: ParamUnit, change: Callable[[], None]) -> None:
-        """Makes what is gathered of ``unit`` that of ``older``, by ``change``: an update is about to make new weights of it. Those that were
-        older until now are gone."""
+        """Makes the gathered weights of ``unit`` those of ``older``, by ``change``, before an
+        update writes new ones. The previous older weights are dropped."""
         self._release(older)
         if unit.residency is not Residency.RESIDENT:
             self._release(unit)
@@ -140,7 +143,8 @@ class Prefetcher:
 
     @apart
     def release_idle(self) -> None:
-        """Sends every idle unit home where the pass is over, but where another one is about to use them."""
+        """Ends the pass and releases every idle unit, unless ranks, or a pipeline without flush,
+        keep weights. Does nothing inside a joined pass."""
         if self._pass.is_joined:
             return
         self._collectives.end_pass()
@@ -152,10 +156,11 @@ class Prefetcher:
     # --- residency ---
 
     def ensure(self, unit: ParamUnit, *, backward: bool = False, offered: int = 0) -> int | None:
-        """Makes ``unit`` resident now, then starts fetching what the schedule expects next.
+        """Makes ``unit`` resident now, then starts fetching the next units of the schedule. Blocks
+        on the disk, and on the other ranks for a gather.
 
-        ``offered``: reductions of gradients that this rank could start. Returns the least number that any rank of the row offered,
-        None where the ranks did not meet for a gather.
+        ``offered``: reductions of gradients that this rank could start. Returns the smallest number
+        that a rank of the shard group offered, or None without a gather.
         """
         least = None
         self._note_compute()
@@ -164,7 +169,7 @@ class Prefetcher:
         if unit.residency is not Residency.RESIDENT:
             least = self._bring(unit, offered)
         else:
-            unit.arriving.precede()  # this may be another stream than the one that waited for it
+            unit.arriving.precede()  # this stream may not be the one that waited for the gather
             if unit in self._pass.resident:
                 self._pass.resident[unit] = self._pass.resident.pop(unit)  # most recently used
         for shard in unit.shards:
@@ -185,7 +190,7 @@ class Prefetcher:
         return least
 
     def begin_pass(self, *, training: bool) -> None:
-        """Begins a root forward: the schedule knows what is expected."""
+        """Begins a root forward with the trace that the schedule expects."""
         self._pass.computing = None
         self.look_ahead.begin_pass(self.schedule.expected())
         self._collectives.begin_pass(self.schedule.expected(), [unit.index for unit in self._pass.resident], training=training)
@@ -196,10 +201,11 @@ class Prefetcher:
             self.look_ahead.note_compute(unit, time.perf_counter() - since)
 
     def _gather_ahead(self, upcoming: Iterable[int], offered: int) -> int | None:
-        """Starts gathering the next units while this one computes. Returns what all ranks offered, None where none starts.
+        """Starts gathering the next units while this one computes. Returns the number of reductions
+        all ranks offered, or None if no gather started.
 
-        Every rank must decide the same, so a unit that has not arrived is waited for. Until the traces of
-        a pass agree over the ranks, nothing is gathered before it is used.
+        Every rank must decide the same, so this blocks until a staged unit has arrived. Nothing is
+        gathered ahead in a pass whose trace differs between ranks.
         """
         coming, least = [self.units[index] for index in upcoming], None
         if not self._collectives.traces_agree:
@@ -207,7 +213,7 @@ class Prefetcher:
         for unit in coming:
             if unit.residency in (Residency.RESIDENT, Residency.GATHERING):
                 continue
-            # Where the plan has room for one unit, and further ahead, to wait for the disk would hold up the compute.
+            # Compute would stall on the disk, for units further ahead or with room for one unit.
             if unit.is_staged_from_disk and (self.look_ahead.depth == 0 or unit is not coming[0]):
                 break
             if not self._finds_room(unit, coming):
@@ -221,25 +227,25 @@ class Prefetcher:
         return least
 
     def _copy_ahead(self, upcoming: Iterable[int]) -> None:
-        """Starts copying the next units to the device while this one computes: those that are ready at home, as far as the
-        window reaches without what comes before them."""
+        """Starts copying the next units to the device while this one computes. Only units that are
+        ready at home, and only as far as the window has room without evicting earlier ones."""
         coming = [self.units[index] for index in upcoming]
         for unit in coming:
             if unit.residency in (Residency.RESIDENT, Residency.GATHERING):
                 continue
             if not unit.is_ready:
-                return  # the compute is not to wait for a later unit's update or disk
+                return  # compute must not wait for a later unit's update or disk read
             if not self._finds_room(unit, coming):
                 return
             self._stage(unit)
             try:
                 unit.start_gather(self._store, self._ledger)
-            except CapacityError:  # activations have the room: it comes when it is needed
+            except CapacityError:  # activations use the room: the unit is copied on demand
                 return
             self._pass.resident[unit] = None
 
     def fetch_ahead(self, upcoming: Iterable[int]) -> None:
-        """Starts reading the next units that come from disk, as far as the staging pool reaches."""
+        """Starts reading the next units from disk, as far as the staging pool has room."""
         self._slots.fetch_ahead(upcoming, self.look_ahead.depth)
 
     def _bring(self, unit: ParamUnit, offered: int) -> int | None:
@@ -253,7 +259,7 @@ class Prefetcher:
         return least
 
     def _stage(self, unit: ParamUnit) -> None:
-        """Has the unit's bytes in memory here."""
+        """Brings the unit's bytes into memory. Blocks on the disk and on running updates."""
         if unit.is_staged_from_disk:
             if unit.residency is Residency.STORED:
                 self.misses += 1
@@ -266,14 +272,15 @@ class Prefetcher:
                 shard.wait()
 
     def narrow(self, nbytes: int) -> None:
-        """Leaves ``nbytes`` of the planned window to something else, until it is called again; between passes. Ranks of a row give the same.
-        Raises CapacityError, with the window as it was, where the largest unit would not fit what is left."""
+        """Takes ``nbytes`` of the planned window away until the next call; between passes, and the
+        same on all ranks of a shard group. Raises CapacityError, with nothing changed, if the
+        largest unit would not fit."""
         self._window.narrow(nbytes, largest_nbytes=max((unit.weight_nbytes for unit in self.units), default=0))
         while self._resident_nbytes() > self._window.nbytes and (idle := self._idle()):
             self._evict(idle[0])
 
     def _finds_room(self, unit: ParamUnit, coming: Sequence[ParamUnit]) -> bool:
-        """Whether ``unit`` fits the window, ahead of its use, once others that are idle and not ``coming`` have made room."""
+        """Evicts idle units not in ``coming`` until ``unit`` fits. Returns whether it does."""
         if self._fits(unit):
             return True
         for other in self._idle() if not self._ranks.keeps_weights else ():
@@ -287,7 +294,7 @@ class Prefetcher:
         return self._resident_nbytes() + unit.weight_nbytes <= self._window.nbytes
 
     def _make_room(self, unit: ParamUnit) -> None:
-        """Evicts idle units, then ones that the backward can do without for now, until ``unit`` fits the window."""
+        """Evicts idle units, then ones the backward can spare, until ``unit`` fits."""
         while not self._fits(unit):
             idle = self._idle()
             if idle:
@@ -304,10 +311,10 @@ class Prefetcher:
             )
 
     def _idle(self) -> list[ParamUnit]:
-        """Lists the resident units that nobody holds, in the order in which they make room: by their next use, the farthest first,
-        where this pass is expected to go as the last one; of equals, and else, the least recently used first.
+        """Lists the resident units without holds, in the order of eviction: farthest next use first
+        if the pass follows the last one, then least recently used.
 
-        Ranks of a row go by their traces only where these agree, so that all choose the same.
+        Several ranks order by next use only if their traces agree, so that all choose the same.
         """
         idle = [other for other in self._pass.resident if other not in self._pass.holds]
         if self._ranks.size == 1 or self._collectives.traces_agree:

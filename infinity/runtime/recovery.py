@@ -1,7 +1,7 @@
-"""Recovery: puts a job right after an exception, whatever it struck (docs/recovery.md).
+"""Recovery: recovers a job after an exception at any line (docs/recovery.md).
 
-Drain what moves bytes, drop the pass, discard the gradients that were being changed, finish the
-journal. Interrupted, or not finished, all of it is done again by the next use.
+Drain the transfers, drop the pass, discard the gradients that were being changed, finish the
+journal. If recovery is interrupted or not finished, the next use starts it over.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from .older_weights import OlderWeights
 
 
 def is_interrupted(job: Job) -> bool:
-    """Tells whether an exception has left something that has to be put right. Asked while no use runs."""
+    """Tells whether an exception has left something to recover from. Only while no use runs."""
     return job.scopes.interrupted or job.running.is_cut_short or not job.journal.is_clear
 
 
 def is_sound(job: Job) -> bool:
-    """Tells whether the state is whole, and nothing of the last use waits to be put right."""
+    """Tells whether the job is usable, its storage has not failed, and no recovery is due."""
     return not job.uses.is_halted and job.store.failure is None and not is_interrupted(job)
 
 
 def begin_repair(job: Job, why: str) -> None:
-    """Gives the old state up, for all of it is about to be set anew. ``why`` is what every use is told until
-    :meth:`Uses.go_on`. Raises StorageError when an update that is under way fails."""
+    """Gives the old state up, because all of it is about to be loaded. Until :meth:`Uses.go_on`
+    every use raises ``why``. Blocks until transfers are done. Raises StorageError if a running
+    update fails."""
     try:
-        job.journal.finish()  # so that updates which were submitted are known, and waited for, before anything is written
+        # So that submitted updates are known, and waited for, before any write.
+        job.journal.finish()
     except Exception:  # noqa: BLE001 - the journal cannot be completed; all state is about to be loaded anyway
         job.uses.halt(why)
         job.journal.forget()
@@ -37,9 +39,13 @@ def begin_repair(job: Job, why: str) -> None:
 
 
 def recover(job: Job, older: OlderWeights | None, *, finishing: bool) -> None:
-    """Gives up what only a running pass needs, and takes it anew from what is at home. ``finishing``: carries to its end what had to be
-    whole; without it the journal stays as it is, for the next use."""
-    job.scopes.interrupted = True  # what asks for this is cleared on the way: interrupted, all of it is done again
+    """Drops the state of the running pass, and restores the rest from the homes. Blocks until
+    transfers are done.
+
+    ``finishing``: also finish the journal; without it the journal stays as it is, for the next use.
+    """
+    # Set first: if recovery is interrupted, the next use starts it over.
+    job.scopes.interrupted = True
     job.store.check_process()
     job.collectives.strike()
     job.device.drain()
@@ -51,12 +57,12 @@ def recover(job: Job, older: OlderWeights | None, *, finishing: bool) -> None:
     job.ledger.forget_passing()
     for handle in job.trained:
         set_raw_grad(handle.param, None)
-    if job.store.failure is None:  # else nothing more goes to or comes from the disk
+    if job.store.failure is None:  # else the disk gets no more transfers
         _rebuild_homes(job, finishing=finishing)
     if older is not None:
-        older.settle()  # behind the journal: an update may have changed their places
+        older.settle()  # after the journal: an update may have swapped the two versions
     if not finishing:
-        return  # still marked: the next use does the rest
+        return  # still marked as interrupted: the next use does the rest
     if job.steps.streaming:
         if any(handle.grad.state is GradState.CONSUMED for handle in job.trained):
             job.uses.halt("an exception inside step_in_backward left part of a step done")
@@ -72,7 +78,7 @@ def _rebuild_homes(job: Job, *, finishing: bool) -> None:
         job.store.rebuild()
         if not finishing:
             return
-        job.journal.finish()  # a step may make shadows the state
+        job.journal.finish()  # finishing a step may turn shadows into the state
         for unit in job.units:
             for shard in unit.shards:
                 shard.drop_shadow()

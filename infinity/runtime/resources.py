@@ -1,4 +1,5 @@
-"""Resources: takes the memory and disk space that stay for the whole job: homes, staging, slots."""
+"""Resources: allocates the memory and disk space that stay for the whole job: homes, staging,
+slots."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def make_store(
     device: Device,
     collectives: Collectives,
 ) -> ShardStore:
-    """Makes the store of a plan's arrays, whose failure is told to the other ranks. Nothing is allocated yet."""
+    """Makes the store of a plan's arrays, which reports a failure to the other ranks. Allocates
+    nothing yet."""
     ranks = collectives.ranks
     return ShardStore(
         config.nvme_paths if Tier.NVME in plan.tiers.values() or config.activations == "nvme" else (),
@@ -54,9 +56,9 @@ def make_store(
 
 
 class Resources:
-    """The arrays of all units, and the memory that transfers and steps take in turn.
+    """The arrays of all units, and the memory that transfers and steps share.
 
-    Raises CapacityError or StorageError; what was taken by then goes with the store.
+    Raises CapacityError or StorageError; what was allocated by then is freed with the store.
     """
 
     def __init__(self, config: Config, plan: MemoryPlan, units: list[ParamUnit], store: ShardStore):
@@ -70,7 +72,8 @@ class Resources:
         weights = self._pool(plan.staging_nbytes, "staged weights")
         self.grad_staging = self._pool(plan.grad_staging_nbytes, "staged gradients")
         self.activation_staging = self._pool(plan.activation_staging_nbytes, "staged activations")
-        self._slots = self._region(plan.slot_count * plan.slot_nbytes, "optimizer slots")  # the updater has its address only
+        # Keeps the memory alive: the updater has only its address.
+        self._slots = self._region(plan.slot_count * plan.slot_nbytes, "optimizer slots")
         self._charge(Tier.HOST, plan.terms[Tier.HOST].get("checksums", 0), "checksums")
         for what in ("second slices", "gradients on their way", "optimizer slots", "staged weights"):
             self._charge(Tier.DEVICE, plan.terms[Tier.DEVICE].get(what, 0), what)
@@ -93,10 +96,11 @@ class Resources:
         return native.PinnedPool(region) if region is not None else None
 
     def refit(self, sizes: Sequence[UnitSize]) -> bool:
-        """Makes optimizer slots and gradient staging as large as units of ``sizes`` want, as far as there is room. Returns whether there are
-        other slots now, which want another updater. Only while nothing is stepped and no gradient is in staging.
+        """Enlarges optimizer slots and gradient staging to the best size for ``sizes`` that fits.
+        Returns whether the slots are new, which then need a new updater. Only while nothing is
+        stepped and no gradient is in staging.
 
-        Raises CapacityError, with what was there, where not even the least fits.
+        Raises CapacityError, with nothing changed, if not even the smallest size fits.
         """
         shards, tiers = [shard for unit in sizes for shard in unit.shards], self._plan.tiers
         grads = sorted((shard.nbytes("grad") for shard in shards), reverse=True)
@@ -112,7 +116,8 @@ class Resources:
         return True
 
     def _larger(self, wanted: Sequence[int], nbytes: int, what: str) -> native.Region | None:
-        """Makes memory of the first size in ``wanted`` that fits, largest first; None where ``nbytes``, which is there, is as good."""
+        """Allocates the first size in ``wanted`` that fits, largest first. Returns None if the
+        present ``nbytes`` are as good."""
         for size in wanted:
             if size <= nbytes:
                 return None
@@ -127,7 +132,7 @@ class Resources:
         return None
 
     def make_updater(self) -> native.Updater:
-        """Makes what steps shards on the processor, in threads of its own."""
+        """Makes the updater, which steps shards on the CPU in threads of its own."""
         slots, plan = self._slots, self._plan
         return native.Updater(
             self._store.io,
@@ -141,7 +146,7 @@ class Resources:
         )
 
     def make_activations(self) -> ActivationStore | None:
-        """Makes what takes activations home; None where they stay with torch."""
+        """Makes the store of activations, or returns None if torch keeps them."""
         home, device_memory = self._config.activations, self._config.device_memory
         if home in ("host", "nvme"):
             return ActivationStore(self._store, Tier(home), self.activation_staging, spare_nbytes=None)
@@ -152,6 +157,6 @@ class Resources:
 
 
 def trace_path(path: str | os.PathLike, ranks: DataRanks) -> str:
-    """Names every rank's own timeline: ``trace.json`` becomes ``trace-rank1.json``."""
+    """Returns the name of each rank's own timeline: ``trace.json`` becomes ``trace-rank1.json``."""
     stem, suffix = os.path.splitext(os.fspath(path))
     return os.fspath(path) if ranks.alone else f"{stem}-rank{ranks.world_rank}{suffix}"

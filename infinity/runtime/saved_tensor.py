@@ -2,9 +2,9 @@
 
 SavedTensor    the tensor itself, held by the graph
 WithinBudget   the same, charged to the device's budget
-Saved          a storage that is at home on the host or on NVMe, however many of its views were saved
+Saved          a storage that is at home on the host or on NVMe, once for all its saved views
 SavedDTensor   any of the others, for the local part of a DTensor
-View           one view of a Saved: dtype, size, stride and offset, which it comes back with
+View           one view of a Saved: the dtype, size, stride and offset to restore
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..machine.sizes import round_up
 from ..state.dtensors import is_distributed, local_of, over, spec_of
 from ..storage.arrays import StateArray
 
-LARGEST_EXCESS = 4  # a storage is moved whole unless it is more than so many times what the saved view needs
-ALIGNMENT = 64  # bytes: a part of a storage starts where its bytes lie as they did
+LARGEST_EXCESS = 4  # a storage moves whole unless it is larger than the view's span by this factor
+ALIGNMENT = 64  # bytes: the start of a part keeps the alignment of its elements
 
 
 def blocks(nbytes: int) -> int:
-    """Rounds ``nbytes`` up to whole blocks of a checksum, of which any part can be written."""
+    """Rounds ``nbytes`` up to whole checksum blocks, any range of which can be written."""
     return round_up(nbytes, native.CHECKSUM_NBYTES)
 
 
@@ -37,7 +37,7 @@ def raw_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def storage_span(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
-    """Computes the first byte and the number of bytes of the storage that are to be saved for ``tensor``."""
+    """Computes the first byte and the number of bytes of the storage to save for ``tensor``."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     begin = tensor.storage_offset() * tensor.itemsize // ALIGNMENT * ALIGNMENT
     end = (tensor.storage_offset() + last + 1) * tensor.itemsize
@@ -45,16 +45,18 @@ def storage_span(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
 
 
 class SavedTensor:
-    """A saved tensor that stays as it is, with torch's own check for changes in place, which hooks would switch off."""
+    """A saved tensor that stays in place, with torch's check for in-place changes, which hooks
+    disable."""
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor):
-        self._tensor = tensor.detach()  # the tensor itself would keep the graph that keeps it
+        # Detached: the tensor itself would form a cycle with its graph.
+        self._tensor = tensor.detach()
         self._version = tensor._version
 
     def tensor(self) -> torch.Tensor:
-        """Returns the tensor. Raises RuntimeError, as torch does, when it was changed since."""
+        """Returns the tensor. Raises RuntimeError, as torch does, if it was changed since."""
         if self._tensor._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -66,14 +68,14 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedDTensor:
-    """A saved DTensor: what stands for its local part, and how that lies."""
+    """A saved DTensor: the saved form of its local part, and its spec."""
 
     packed: Any
     spec: Any
 
 
 def through_dtensors(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> tuple[Callable, Callable]:
-    """Has a pair of saved-tensor hooks see the local parts of DTensors."""
+    """Wraps a pair of saved-tensor hooks so that they get the local parts of DTensors."""
 
     def pack_local(tensor: torch.Tensor) -> Any:
         return SavedDTensor(pack(local_of(tensor)), spec_of(tensor)) if is_distributed(tensor) else pack(tensor)
@@ -86,35 +88,37 @@ def through_dtensors(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any]
 
 @dataclass(frozen=True)
 class WithinBudget:
-    """A saved tensor that the device's budget has room for, charged for as long as it is saved. ``packed`` stands for it."""
+    """A saved tensor within the device's budget, charged as long as it is saved. ``packed`` is its
+    saved form."""
 
     packed: Any
     charge: native.Charge
 
 
 class Places(Protocol):
-    """Gives places at home to saved storages, and takes them back."""
+    """Allocates buffers at home for saved storages, and reuses them."""
 
     def take(self, nbytes: int) -> StateArray:
-        """Takes space at home for ``nbytes``. Raises CapacityError over the tier's budget."""
+        """Allocates ``nbytes`` at home. Raises CapacityError over the tier's budget."""
 
     def keep(self, saved: Saved) -> None:
-        """Takes the place of ``saved`` back once nothing refers to that any longer."""
+        """Registers the buffer of ``saved``, which is reused once ``saved`` is freed."""
 
 
 class Saved:
     """Bytes of one storage at home: all of it, or the part that one view needs."""
 
     def __init__(self, places: Places, begin: int, nbytes: int):
-        self.read: tuple[native.Ticket, native.Lease] | None = None  # under way into staging
+        self.read: tuple[native.Ticket, native.Lease] | None = None  # a running read into staging
         self.writes: list[native.Ticket] = []
         self.sent: Event = PAST  # when the bytes are at home
-        self.source: tuple[torch.Tensor, int] | None = None  # what they are of, and its count of changes, until then
-        self.changed = False  # in that time
+        # Until then: the tensor that is sent, and its version counter.
+        self.source: tuple[torch.Tensor, int] | None = None
+        self.changed = False  # whether it was changed in that time
         self.coming: tuple[torch.UntypedStorage, Event] | None = None  # on their way back
         self.begin, self.nbytes = begin, nbytes
-        self.checksum = 0  # of bytes on disk, to tell whether they are still those of a storage on the host
-        self._there: StorageWeakRef | None = None  # where the bytes are on the device again
+        self.checksum = 0  # of bytes on disk: shows whether a host storage still has them
+        self._there: StorageWeakRef | None = None  # the device storage that has the bytes again
         self.place: StateArray = places.take(nbytes)
         places.keep(self)
 
@@ -125,12 +129,13 @@ class Saved:
         return torch.UntypedStorage._new_with_weak_ptr(self._there.cdata)
 
     def was_changed(self) -> bool:
-        """Tells whether the tensor was changed while it was on its way home, so that its bytes there may be either."""
+        """Tells whether the tensor was changed while it was sent, so the bytes at home may be old
+        or new."""
         self.changed |= self.source is not None and self.source[0]._version != self.source[1]
         return self.changed
 
     def check_source(self) -> None:
-        """Raises RuntimeError, as torch does, when it was changed."""
+        """Raises RuntimeError, as torch does, if the tensor was changed while it was sent."""
         if self.was_changed():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation while it was "
@@ -144,7 +149,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class View:
-    """A saved tensor: which bytes, and how it lies in them."""
+    """One view of saved bytes: its dtype and layout."""
 
     saved: Saved
     dtype: torch.dtype
@@ -155,7 +160,7 @@ class View:
     neg: bool
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Makes the tensor, in ``storage`` that has its bytes again."""
+        """Makes the tensor, over ``storage`` that has its bytes again."""
         offset = self.offset - self.saved.begin // self.dtype.itemsize
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, offset, self.size, self.stride)
         tensor = tensor.conj() if self.conj else tensor
@@ -163,7 +168,7 @@ class View:
 
 
 def release_saved(saved: weakref.ref[Saved]) -> None:
-    """Releases the tensor whose bytes are at home: it may be changed."""
+    """Releases the tensor after its bytes arrived at home: it may be changed."""
     if (there := saved()) is not None:
         there.was_changed()
         there.source = None

@@ -1,7 +1,7 @@
-"""SavedWeight: stands in autograd's graph for a weight, so that the graph holds no bytes of it.
+"""SavedWeight: replaces a weight in autograd's graph, so that the graph holds no bytes of it.
 
-Every weight that autograd saves inside an owner is saved as a reference to its unit and made resident when it is
-unpacked, whatever the module returned and however it is checkpointed.
+Inside an owner, autograd saves each weight as a reference to its unit. Unpacking it makes the unit
+resident. This works for any output of the module and any kind of checkpointing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .saved_tensor import SavedTensor, through_dtensors
 
 @dataclass(eq=False)
 class SavedWeight:
-    """A saved tensor that lies in a unit's device buffer: where, instead of the bytes."""
+    """A saved tensor in a unit's device buffer: its location instead of its bytes."""
 
     unit: ParamUnit
-    version: int  # of the unit's values, when it was saved
+    version: int  # of the unit's values when it was saved
     flat: torch.Tensor
     size: torch.Size
     stride: tuple[int, ...]
@@ -35,12 +35,13 @@ class SavedWeight:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, unit: ParamUnit, flat: torch.Tensor) -> SavedWeight:
-        """Refers to ``tensor``, which lies in ``flat``, a device buffer of ``unit``."""
+        """Returns a reference to ``tensor``, a view of ``flat``, a device buffer of ``unit``."""
         view = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
         return cls(unit, unit.in_use.version, flat, *view)
 
     def check(self) -> None:
-        """Raises UsageError where the running backward cannot have the bytes that its forward computed with."""
+        """Raises UsageError if the bytes that the forward computed with are not available in this
+        backward."""
         if self.version != self.unit.in_use.version:
             raise UsageError(
                 f"this backward needs weights of unit {self.unit.name} as they were in its forward, but they were "
@@ -75,14 +76,16 @@ except ImportError:  # pragma: no cover
 
 
 def saving_hooks(storages: WeightStorages, hold: Callable[[ParamUnit], None]) -> tuple[Callable, Callable]:
-    """Makes a pair of saved-tensor hooks that save weights as references, and hand everything else to the hooks around them.
+    """Makes a pair of saved-tensor hooks that save weights as references. Other tensors go to the
+    hooks around them.
 
-    ``storages``: of the units' device buffers. ``hold`` makes a unit resident until the running backward is done with it.
+    ``storages``: of the units' device buffers. ``hold`` makes a unit resident until the running
+    backward is done with it.
     """
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     outer_pack, outer_unpack = outer if outer is not None else (None, None)
-    # A checkpoint counts what is saved, and must count the same in its forward and in its recomputation, in which
-    # the same weight may be saved with or without these hooks.
+    # A checkpoint counts the saved tensors, and must get the same count in its forward and in its
+    # recomputation. There the same weight may be saved with or without these hooks.
     counted = is_checkpoint(outer) or getattr(outer_pack, "is_counted", False)
 
     def pack(tensor: torch.Tensor) -> Any:

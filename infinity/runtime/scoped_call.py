@@ -29,10 +29,12 @@ UNCOMPILED = (
 
 
 class ScopedCall:
-    """Has every call of ``module`` run in a scope of the engine, until :meth:`remove`: whatever ends the call, what its hooks
-    pushed on this thread is popped, and an exception is known of. Torch calls no hook at all after Ctrl-C."""
+    """Runs every call of ``module`` in a scope of the engine, until :meth:`remove`. However the
+    call ends, the scope pops the hooks that it pushed on this thread, and records an exception.
+    Torch calls no hook after Ctrl-C."""
 
-    NAMES = ("_call_impl", "_compiled_call_impl")  # what ``module(...)`` looks up, and first of all when it was compiled
+    # Looked up by ``module(...)``; the second one first, if compiled.
+    NAMES = ("_call_impl", "_compiled_call_impl")
 
     def __init__(self, job: Job, module: torch.nn.Module):
         self._module = weakref.ref(module)
@@ -49,7 +51,7 @@ class ScopedCall:
         module.__dict__.update(self._calls)
 
     def remove(self) -> None:
-        """Puts back what was called; what was compiled since stays compiled. A second call does nothing."""
+        """Restores the module's own call, unless it was compiled since. Idempotent."""
         if (module := self._module()) is None:
             return
         for name, call in self._calls.items():
@@ -61,7 +63,7 @@ class ScopedCall:
 
 
 def refuse_compiled_autograd() -> None:
-    """Raises UsageError where torch would trace the engine's own hooks in the backward."""
+    """Raises UsageError if torch would trace the engine's own hooks in the backward."""
     dynamo = sys.modules.get("torch._dynamo.config")
     if torch.is_grad_enabled() and getattr(dynamo, "compiled_autograd", False):
         raise UsageError(
@@ -73,7 +75,7 @@ def refuse_compiled_autograd() -> None:
 def _scoped(job: Job, call: Callable) -> Callable:
     @partial(torch.compiler.disable, reason=UNCOMPILED)
     def scope() -> AbstractContextManager:
-        if job.uses.is_in(State.UNWRAPPED):  # what was compiled meanwhile calls this after an unwrap too
+        if job.uses.is_in(State.UNWRAPPED):  # a module compiled while wrapped still calls this
             return nullcontext()
         refuse_without_bytes("a forward")
         refuse_compiled_autograd()
@@ -90,20 +92,21 @@ def _scoped(job: Job, call: Callable) -> Callable:
                     raise meant from error
                 raise
 
-    return torch.compiler.disable(scoped, recursive=False, reason=UNCOMPILED)  # what it calls may well be compiled
+    # What it calls may be compiled.
+    return torch.compiler.disable(scoped, recursive=False, reason=UNCOMPILED)
 
 
 def _meaning_of(error: RuntimeError, ranks: DataRanks) -> Exception:
-    """Returns what is raised for ``error`` of a forward. A collective of torch's own in there, as tensor parallelism
-    has them, only says that it has lost its connections, or waited in vain."""
+    """Returns the error to raise for ``error`` of a forward. A collective of torch's own (tensor
+    parallelism) reports only a lost connection or a timeout, not which rank failed."""
     if ranks.alone or isinstance(error, InfinityError) or not farewell.BROKEN.search(str(error)):
         return error
     return ranks_lost("a forward", error)
 
 
 def _named(error: BaseException) -> UsageError:
-    """Makes the error for a forward in which a function looked at a weight without its bytes: by the parameters of the innermost frame that
-    has any."""
+    """Makes the error for a forward in which a function accessed a weight without its bytes. Names
+    the parameters in the innermost frame that has any."""
     names: list[str] = []
     frame = error.__traceback__
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Sequences: compares what ranks with other parts of the same sequences (cp) are given."""
+"""Sequences: compares the inputs of ranks with other parts of the same sequences (cp)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from .described import mode_of, number_of, shape_of, tensors_in
 
 
 class Sequences:
-    """Compares what root forwards are given over the ranks with other parts of the same sequences (cp): shapes, dtypes and the mode, without
-    which what these ranks exchange does not fit. Elsewhere it does nothing."""
+    """Compares the inputs of root forwards over the ranks of the cp axis: shapes, dtypes and the
+    mode. If these differ, the tensors that the ranks exchange do not fit. Without cp it does
+    nothing."""
 
     def __init__(self, collectives: Collectives, device: Device):
         self._collectives, self._device = collectives, device
         self._channel = collectives.ranks.sequences
 
     def begin(self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Begins a root forward. Raises UsageError, on all of these ranks, where they were given tensors of other shapes."""
+        """Begins a root forward. Every rank calls this, and waits for the others. Raises
+        UsageError, on all of these ranks, if their shapes, dtypes or modes differ."""
         if self._channel is None:
             return
         named = tensors_in([*enumerate(args), *kwargs.items()], "")

@@ -1,4 +1,4 @@
-"""Shut-down: gives everything that an engine holds back, whoever calls, and however often."""
+"""Shut-down: frees everything that an engine holds, from any thread; idempotent."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ def shut_down(
     collectives: Collectives,
     device: Device,
 ) -> None:
-    """Gives everything back. Cut short, it is called again, and does what is left."""
+    """Frees everything. After an interrupt it is called again, and does the rest."""
     if store.pid != os.getpid():
-        return  # a forked child ends (a data loader's worker): everything is the parent's
-    if device.is_own_thread:  # where the garbage collector came by: what follows waits for this very thread
+        return  # a forked child ends (a data loader's worker): the parent owns everything
+    # Called by the garbage collector on the device's own thread, which the rest waits for.
+    if device.is_own_thread:
         threading.Thread(target=shut_down, args=(scopes, store, contents, updaters, names, collectives, device)).start()
         return
     try:
-        wait_for_others(scopes)  # a daemon thread may be in a forward as the process ends: its next one is refused
+        # A daemon thread may be in a forward as the process ends: its next one is refused.
+        wait_for_others(scopes)
     except UsageError:
-        pass  # it does not come further
+        pass  # it makes no progress
     for of_shard in contents:
         of_shard.settle()
     device.close()

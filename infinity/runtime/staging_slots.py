@@ -1,4 +1,4 @@
-"""StagingSlots: leases memory of the staging pool for units on their way from disk, one slot for each shard."""
+"""StagingSlots: leases staging memory for units on their way from disk, one slot for each shard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..state.residency import Residency
 from ..state.unit import ParamUnit
 from ..storage.store import ShardStore
 
-REACH = 4 * DEEPEST  # of the units that come, those among which the next ones from disk are looked for
+REACH = 4 * DEEPEST  # upcoming units that are searched for the next ones from disk
 
 
 class StagingSlots:
@@ -24,7 +24,8 @@ class StagingSlots:
         self._reads_disk = any(unit.lies_on_disk for unit in units)
 
     def fetch_ahead(self, upcoming: Iterable[int], depth: int) -> None:
-        """Starts reading the next ``depth`` units of ``upcoming`` that come from disk, as far as the pool reaches."""
+        """Starts reading the next ``depth`` units of ``upcoming`` that come from disk. Stops at the
+        first that the pool has no room for."""
         ahead = 0
         for index in islice(upcoming, REACH if self._reads_disk else 0):
             unit = self._units[index]
@@ -40,19 +41,20 @@ class StagingSlots:
                 unit.fetch(self._store, slots)
 
     def try_take(self, unit: ParamUnit) -> list[native.Lease] | None:
-        """Takes slots for ``unit``; None where there is no room now."""
+        """Takes slots for ``unit``, or returns None if the pool has no room now."""
         self._store.collect()
         slots = []
         for shard in unit.shards:
             slot = self._store.staging.try_lease(shard.slice_nbytes)
             if slot is None:
-                return None  # what was leased goes back with the list
+                return None  # leased slots go back with the list
             slots.append(slot)
         return slots
 
     def take(self, unit: ParamUnit) -> list[native.Lease]:
-        """Takes slots for a unit that is needed now: units fetched ahead of their use give theirs up, if need be. Raises CapacityError where
-        that is not enough, StorageError where a disk hangs."""
+        """Takes slots for a unit that is needed now. Waits for transfers, then drops units fetched
+        ahead, until the slots are free. Raises CapacityError if that is not enough, StorageError if
+        a disk hangs."""
         ahead = [other for other in self._units if other.residency in (Residency.FETCHING, Residency.STAGED)]
         while (slots := self.try_take(unit)) is None:
             if self._store.collect(wait=True):
@@ -60,7 +62,7 @@ class StagingSlots:
             if not ahead:
                 self._store.refuse_hung()
                 if self._store.staging.wait_for_transfer():
-                    continue  # a read that nobody waits for any more
+                    continue  # a read whose result was dropped
             if not ahead:
                 raise CapacityError(
                     f"unit {unit.name} needs {format_nbytes(unit.weight_nbytes)} of staging memory, but the pool of "

@@ -1,7 +1,9 @@
-"""AutogradTasks: knows which runs of autograd are under way, and hears when the outermost ends.
+"""AutogradTasks: tracks which runs of autograd are under way, and calls a listener as the outermost
+ends.
 
 task        one run of autograd; a reentrant checkpoint nests them
-token       an object that only autograd holds, of each task: one whose token is gone without its end having been told was cut short
+token       an object per task that only autograd holds; if it is gone before the task's end was
+            recorded, the task was interrupted
 outermost   the task inside which the others run
 """
 
@@ -18,10 +20,11 @@ from .pass_state import Pass
 
 
 class TaskListener(Protocol):
-    """Hears of the outermost task."""
+    """Receives the beginning and the end of the outermost task."""
 
     def begin_task(self) -> None:
-        """Begins the outermost task, where no use of the engine is under way: what came before may have been cut short."""
+        """Begins the outermost task, outside any use of the engine: the last one may have been
+        interrupted."""
 
     def end_task(self) -> None:
         """Ends the outermost task."""
@@ -34,13 +37,14 @@ class AutogradTasks:
         self._scopes, self._pass = scopes, running
 
     def __bool__(self) -> bool:
-        """Whether any was begun and not ended. Where none is running: whether one was cut short."""
+        """Whether a task began and has not ended: it is running, or was interrupted."""
         return bool(self._pass.tokens)
 
     def join(self, listener: TaskListener) -> None:
-        """Has autograd call ``listener`` when the task that is running ends; once. Outside of tasks it does nothing.
+        """Calls ``listener`` when the running task ends; once per task. Does nothing outside of
+        tasks.
 
-        Raises UsageError where another thread uses the engine and does not come further.
+        Raises UsageError if another thread uses the engine and makes no progress.
         """
         task = torch._C._current_graph_task_id()
         if task == -1 or task in self._pass.tokens:
@@ -60,9 +64,10 @@ class AutogradTasks:
 
     def _leave(self, task: int, listener: TaskListener) -> None:
         for nested in [other for other, token in self._pass.tokens.items() if other != task and token() is None]:
-            del self._pass.tokens[nested]  # it failed inside this one, which went on all the same
+            del self._pass.tokens[nested]  # it failed inside this task, which went on
         if len(self._pass.tokens) == 1:
             listener.end_task()
-            # Everything is as it should be. A checkpoint ends its recomputations by an exception, say.
+            # The task ended well. An exception inside may be harmless: checkpoints end
+            # recomputation by one.
             self._scopes.interrupted = False
         del self._pass.tokens[task]

@@ -1,4 +1,4 @@
-"""ValueEdits: sends values home that were set outside the optimizer."""
+"""ValueEdits: writes values home that were set outside the optimizer."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ class ValueEdits:
             collectives,
             steps,
         )
-        self._refused: tuple[FrameType | None, str] = None, ""  # the load that was, and why
+        # The load that was refused, and the reason.
+        self._refused: tuple[FrameType | None, str] = None, ""
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """Makes ``value`` the parameter's, master and all. Raises UsageError where other ranks set
-        another one.
+        """Sets the parameter to ``value``, master included. Every rank calls this. Raises
+        UsageError if other ranks set another value.
 
-        torch's load_state_dict() goes on with the next parameter then. All of that load is refused, before ranks meet for any more of it: else
-        those that are at other parameters would never come to the same one, however often they begin anew.
+        [Note: why the whole load is refused] After an error torch's load_state_dict() continues
+        with the next parameter. So the rest of that load is refused before ranks meet for it.
+        Otherwise ranks at different parameters would never meet at the same one.
         """
         load = mistakes.caller("torch/nn/modules/module.py", "load_state_dict")
         refused, error = self._refused
@@ -58,7 +60,8 @@ class ValueEdits:
         flat = handle.shard.flattened(value, handle.index)
         self._prefetcher.release_all([handle.unit])
         is_there = False
-        if handle.has_loaded_master:  # the optimizer's state was loaded first, and may have the master of this very value
+        # Optimizer state was loaded first: it may include this value's master.
+        if handle.has_loaded_master:
             holds = handle.shard.holds(self._store, handle.index, value)
             is_there = bool(self._collectives.least([holds], f"setting {handle.name}")[0])
 
@@ -77,8 +80,9 @@ class ValueEdits:
     def write_changes(
         self, edited: Sequence[tuple[ParamHandle, torch.Tensor]], what: str, then: Callable[[], None] = lambda: None
     ) -> None:
-        """Sends home the elements of the values that differ from their parameters'; the others keep their master's bits. All of it
-        or, where that is refused, nothing. Other ranks make the same change, at ``what``. ``then``: the end of the change."""
+        """Sends home the elements that differ from the parameters' values; other elements keep the
+        bits of their master. All or nothing. Every rank makes the same change, named ``what``.
+        ``then`` ends it."""
         self._prefetcher.release_all([handle.unit for handle, _ in edited])
         found = [(handle, value, handle.shard.changes(self._store, handle.index, value)) for handle, value in edited]
 
@@ -92,8 +96,8 @@ class ValueEdits:
         self._journal.carry_out(change, partial(self._meet, edited, what))
 
     def _meet(self, edited: Sequence[tuple[ParamHandle, torch.Tensor]], what: str, then: Callable[[], None]) -> None:
-        """Compares what was ``edited`` with the other ranks'. ``then``: called as soon as it is known
-        that all have the same."""
+        """Compares ``edited`` with the other ranks. Calls ``then`` as soon as all are known to be
+        equal."""
         collectives, comparisons = self._collectives, []
         views = dict.fromkeys((collectives, collectives.of_experts))
         for view in views if collectives.ranks.data_size > 1 else ():

@@ -1,11 +1,14 @@
-"""WeightAverage: keeps a running average of a wrapped model's trained parameters at home, beside their masters.
+"""WeightAverage: keeps a running average of a wrapped model's trained parameters at home, beside
+their masters.
 
 piece      some elements of one parameter that this rank has at home: what is in memory at once
-blend      makes a new average of the old one, a value and the number of updates so far, in place: torch's ``multi_avg_fn``
-exchanged  while the model has the averages for its weights, and they lie where the averages were
+blend      makes a new average of the old one, a value and the number of updates so far, in place:
+           torch's ``multi_avg_fn``
+exchanged  the model's weights are the averages, and the weights are in the averages' arrays
 
-An update, like an exchange, is carried to its end by the next use of the engine when an exception cuts it short: what a piece becomes is
-computed first, which changes nothing, and written then, which may be done twice.
+If an exception interrupts an update or an exchange, the next use of the engine completes it. The
+new value of a piece is computed first, which changes nothing, and then written, which may be
+repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from ..storage.arrays import StateArray
 from .job import Job, wait_idle
 
 Blend = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
-PIECE_NUMEL = 4 * 1024 * 1024  # whole vectors of every processor, so that each element rounds as in a whole tensor
+# Whole SIMD vectors on every CPU, so that elements round as in a whole tensor.
+PIECE_NUMEL = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -41,16 +45,19 @@ class Piece:
 
 @dataclass
 class Progress:
-    """How far a change has come: pieces that are done, and the one that is computed but may not be written yet."""
+    """Progress of a change: the number of pieces done, and the computed parts of the next, perhaps
+    unwritten."""
 
     at: tuple[int, dict[str, torch.Tensor] | None] = (0, None)
 
 
 class WeightAverage:
-    """The averages of one engine's trained parameters: fp32 where they have masters, else in the parameters' dtype."""
+    """The averages of one engine's trained parameters: fp32 where they have masters, else in the
+    parameters' dtype."""
 
     def __init__(self, job: Job, blend: Blend):
-        self._job, self._blend = weakref.ref(job), blend  # users hold the average, and do not keep the homes
+        # Users hold the average, which must not keep the homes alive.
+        self._job, self._blend = weakref.ref(job), blend
         self.count = 0  # updates
         self.is_exchanged = False
         self._arrays: dict[ParamShard, StateArray] = {}
@@ -68,7 +75,7 @@ class WeightAverage:
 
     @property
     def job(self) -> Job:
-        """The job. Raises UsageError when it is gone."""
+        """The job. Raises UsageError if it is gone."""
         if (job := self._job()) is None or job.uses.is_in(State.UNWRAPPED):
             raise UsageError("the average went with its model, which was unwrapped or is gone")
         return job
@@ -78,7 +85,8 @@ class WeightAverage:
         dtype = torch.float32 if "master" in shard.arrays else shard.spec.dtype
         raw = self.job.store.allocate_more(home.tier, shard.slice_numel * dtype.itemsize, what)
         self._taken.append(raw)
-        if raw.tier is Tier.NVME:  # its space may have been another's, and parts of blocks are written over what is there
+        # Disk space may hold old bytes, which writes of partial blocks would keep.
+        if raw.tier is Tier.NVME:
             for at in range(0, raw.nbytes, PIECE_NUMEL):
                 zeros = torch.zeros(min(PIECE_NUMEL, raw.nbytes - at), dtype=torch.uint8, device="cpu")
                 self.job.store.write(raw, at, zeros, version=self.job.steps.index)
@@ -87,11 +95,11 @@ class WeightAverage:
 
     @property
     def arrays_in_memory(self) -> list[StateArray]:
-        """Lists the averages that are not on a disk."""
+        """The averages that are not on a disk."""
         return [array for array in self._taken if array.flat is not None]
 
     def free(self) -> None:
-        """Gives the memory back. A second call does nothing."""
+        """Frees the memory. Idempotent."""
         self._arrays.clear()
         while self._taken:
             self.job.store.free_more(self._taken.pop())
@@ -107,7 +115,7 @@ class WeightAverage:
                     yield Piece(shard, at, min(end, at + PIECE_NUMEL))
 
     def _value(self, piece: Piece) -> torch.Tensor:
-        """Reads what the optimizer has: the master, or the parameter itself."""
+        """Reads the value that the optimizer steps: the master, or the parameter itself."""
         store, shard = self.job.store, piece.shard
         weight = store.read(shard.weight, piece.begin, piece.end)
         if "master" not in shard.arrays:
@@ -126,7 +134,7 @@ class WeightAverage:
     # --- changes ---
 
     def update(self) -> None:
-        """Takes the parameters as they are now into the average."""
+        """Adds the present parameters to the average. Blocks on running updates and on the disk."""
         job = self.job
         for shard in self._arrays:
             shard.wait()
@@ -144,7 +152,8 @@ class WeightAverage:
         self.count = count
 
     def exchange(self) -> None:
-        """Makes the averages the model's weights, masters and all, and keeps these in their place; a second exchange is the way back."""
+        """Swaps the model's weights, masters included, with their averages; a second call swaps
+        them back. Blocks until all bytes are at home."""
         job = self.job
         wait_idle(job)
         job.prefetcher.release_all(job.units)
@@ -183,23 +192,23 @@ class WeightAverage:
         return self._arrays[handle.shard].dtype
 
     def read(self, handle: ParamHandle) -> torch.Tensor:
-        """Reads a parameter's average, from all ranks, flat, in the order in which its elements lie."""
+        """Reads a parameter's average, flat, in the order of its array. Every rank calls this."""
         return handle.shard.read_part(self.job.store, "weight", handle.index, array=self._arrays[handle.shard])
 
     def read_own(self, handle: ParamHandle) -> torch.Tensor:
-        """Reads what of :meth:`read` is at home here."""
+        """Reads this rank's slice of a parameter's average, flat."""
         shard = handle.shard
         first = shard.own("weight")[0]
         begin, end = (at - first for at in shard.own_part("weight", handle.index))
         return self.job.store.read(self._arrays[shard], begin, end) if begin < end else torch.empty(0, dtype=self.dtype_of(handle))
 
     def write_own(self, handle: ParamHandle, values: torch.Tensor) -> None:
-        """Sets what of a parameter's average is at home here."""
+        """Writes this rank's slice of a parameter's average."""
         first = handle.shard.own("weight")[0]
         begin, end = handle.shard.own_part("weight", handle.index)
         if begin < end:
             self.job.store.write(self._arrays[handle.shard], begin - first, values, version=self.job.steps.index)
 
     def resume(self, count: int) -> None:
-        """Sets the number of updates, whose averages were written."""
+        """Sets the number of updates, after a load of the averages."""
         self.count = count

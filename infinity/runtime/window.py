@@ -7,18 +7,19 @@ from ..machine.sizes import format_nbytes
 
 
 class Window:
-    """What is planned for gathered weights, and what of it is there at the moment."""
+    """The planned bytes for gathered weights, and those available now."""
 
     def __init__(self, planned_nbytes: int):
         self.planned_nbytes = self.nbytes = planned_nbytes
 
     def widen(self, nbytes: int) -> None:
-        """Plans for ``nbytes`` more."""
+        """Adds ``nbytes`` to the plan."""
         self.planned_nbytes += nbytes
         self.nbytes += nbytes
 
     def narrow(self, nbytes: int, *, largest_nbytes: int) -> None:
-        """Leaves ``nbytes`` of what is planned to something else. Raises CapacityError, with nothing changed, where the largest unit would not fit."""
+        """Takes ``nbytes`` of the planned bytes away for another use. Raises CapacityError, with
+        nothing changed, if the largest unit would not fit the rest."""
         planned = self.planned_nbytes
         if planned and planned - nbytes < min(largest_nbytes, planned):
             raise CapacityError(

@@ -1,1 +1,1 @@
-"""Holds a model's state as units of shards, and says what a parameter at home is."""
+"""The state of a model: units, shards and their arrays, and the parameters that represent them."""

@@ -1,12 +1,12 @@
-"""Apart: keeps the engine's own work out of what a user's operations run in, and refuses passes
+"""Apart: runs the engine's own work outside of users' modes and transforms, and refuses passes
 whose tensors have no bytes.
 
-mode        what torch asks in place of the operations of a thread, or around them: counters,
-            selective checkpoints, FakeTensorMode, tracers
+mode        handles or observes a thread's operations in torch: counters, selective checkpoints,
+            FakeTensorMode, tracers
 transform   a level of torch.func
 
-Bytes that come from home under a mode would be what the mode makes of them: nothing, under
-FakeTensorMode, or what it has kept of another time.
+Under a mode, bytes from home would be the mode's result: nothing under FakeTensorMode, or a value
+that it cached earlier.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WITHOUT_BYTES = {
 
 
 def apart(work: Callable[P, R]) -> Callable[P, R]:
-    """Runs ``work``, which is the engine's, outside of all modes and transforms."""
+    """Wraps ``work``, a function of the engine, to run outside of all modes and transforms."""
 
     @functools.wraps(work)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -59,21 +59,20 @@ def _is_plain() -> bool:
 
 
 def is_compiling() -> bool:
-    """Tells whether torch compiles something just now."""
+    """Tells whether torch is compiling."""
     return TracingContext.try_get() is not None
 
 
 def has_bytes(tensor: torch.Tensor) -> bool:
-    """Tells whether ``tensor`` has bytes of its own: not one on meta, of FakeTensorMode, or of a
+    """Tells whether ``tensor`` has bytes of its own: not on meta, of FakeTensorMode, or of a
     transform."""
     local = local_of(tensor)
     return not (local.is_meta or isinstance(local, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(local))
 
 
 def refuse_without_bytes(what: str, *, transforms: bool = True) -> None:
-    """Raises UsageError where ``what`` would run on tensors without bytes, or be recorded to run
-    without the engine. ``transforms``: also where a transform has to keep what its backward
-    needs."""
+    """Raises UsageError if ``what`` would run on tensors without bytes, or be recorded to run
+    without the engine. ``transforms``: also if a transform saves tensors for its backward."""
     if _is_plain() and torch._C._get_tracing_state() is None:
         return
     if (found := _without_bytes(transforms)) is not None:
@@ -90,5 +89,5 @@ def _without_bytes(transforms: bool) -> str | None:
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     levels = torch._C._functorch.get_interpreter_stack() or [] if transforms and torch.is_grad_enabled() else []
-    # What these save for a backward is no tensor with a storage.
+    # The tensors that these save for a backward have no storage.
     return "a transform of torch.func" if any(level.key() != TransformType.Functionalize for level in levels) else None

@@ -1,7 +1,7 @@
-"""ArrayParts: where each parameter lies in one shard's flat arrays, what of them this rank has at home, and reading it.
+"""ArrayParts: each parameter's place in one shard's flat arrays, this rank's slice, and reading.
 
-slice   what of every array this rank has: an equal part of the flat elements, of one rank all of them
-part    what of an array is one parameter's
+slice   a rank's equal part of every array's flat elements; with one rank, all of them
+part    the elements of an array that belong to one parameter
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from .shard_spec import ShardSpec, elements_each
 
 
 class ArrayParts:
-    """One shard's flat arrays, as parameters lie in them. With other ranks, reading a part needs all of them."""
+    """One shard's flat arrays by parameter. To read a part, every rank must call."""
 
     def __init__(self, spec: ShardSpec, params: Sequence[torch.nn.Parameter], collectives: Collectives | None = None):
         self.spec, self.params = spec, tuple(params)
         self.collectives = collectives or Collectives()
         self.ranks = self.collectives.ranks
-        self.names = [f"parameter {i} of a shard" for i in range(len(params))]  # until they are known
+        self.names = [f"parameter {i} of a shard" for i in range(len(params))]  # until set
         self.layout = FlatLayout.of(params, self.ranks.size)
         self.slice_numel = self.layout.numel // self.ranks.size
         self.contents = Contents()
-        self._assembled: dict[str, torch.Tensor] = {}  # whole arrays, while they are read part by part
+        self._assembled: dict[str, torch.Tensor] = {}  # whole arrays, in assembling()
 
     @property
     def arrays(self) -> dict[str, StateArray]:
@@ -37,7 +37,7 @@ class ArrayParts:
         return self.contents.arrays
 
     def own(self, name: str, rank: int | None = None) -> tuple[int, int]:
-        """Returns the elements of the whole array ``name`` that this rank (or ``rank``) has at home: first and behind the last."""
+        """Returns (begin, end), in elements, of array ``name`` at home here (or on ``rank``)."""
         if name == "grad" and self.ranks.keeps_gradients:
             return 0, self.layout.numel
         each = self.slice_numel // elements_each(name)
@@ -46,18 +46,18 @@ class ArrayParts:
 
     @property
     def own_slice(self) -> tuple[int, int]:
-        """Elements that the optimizer steps here: first and behind the last."""
+        """(begin, end) of the elements that the optimizer steps here."""
         return self.ranks.rank * self.slice_numel, (self.ranks.rank + 1) * self.slice_numel
 
     def slice_part(self, index: int, rank: int | None = None) -> tuple[int, int]:
-        """Returns the elements of parameter ``index`` in this rank's slice (or ``rank``'s); none where begin = end."""
+        """Returns (begin, end), maybe empty, of parameter ``index`` in its rank's slice."""
         place = self.layout.placements[index]
         first = (self.ranks.rank if rank is None else rank) * self.slice_numel
         begin, end = max(place.offset, first), min(place.end, first + self.slice_numel)
         return begin, max(begin, end)
 
     def own_part(self, name: str, index: int) -> tuple[int, int]:
-        """Returns the elements of the whole array ``name`` that are parameter ``index``'s and at home; none where begin = end."""
+        """Returns (begin, end), maybe empty, of parameter ``index`` in ``name`` at home here."""
         (begin, end), (low, high) = self.part(name, index), self.own(name)
         begin, end = max(begin, low), min(end, high)
         return begin, max(begin, end)
@@ -67,14 +67,14 @@ class ArrayParts:
         self.names = list(names)
 
     def part(self, name: str, index: int) -> tuple[int, int]:
-        """Returns the elements of array ``name`` that are parameter ``index``'s: first and behind the last."""
+        """Returns (begin, end) of parameter ``index`` in the whole array ``name``."""
         place, each = self.layout.placements[index], elements_each(name)
         return place.offset // each, -(-place.end // each)
 
     @contextmanager
     def assembling(self, store: ArrayIO, names: Iterable[str]) -> Iterator[None]:
-        """Has :meth:`read_part` in the block read of whole arrays ``names``, which are in memory as long: the ranks meet once for each
-        array and not for each part. All ranks do so together."""
+        """Gathers the whole arrays ``names``, from which :meth:`read_part` then reads inside the
+        block. So the ranks meet once per array, not once per part. Every rank calls this."""
         wanted = [name for name in names if name in self.arrays] if self.ranks.size > 1 else []
         try:
             for name in wanted:
@@ -89,7 +89,8 @@ class ArrayParts:
             self._assembled.clear()
 
     def read_part(self, store: ArrayIO, name: str, index: int, *, array: StateArray | None = None) -> torch.Tensor:
-        """Reads parameter ``index``'s part of array ``name`` as it lies there. ``array``: another one that is laid out as that is."""
+        """Reads parameter ``index``'s part of array ``name``, flat. ``array``: another array of the
+        same layout. Every rank calls this, except inside :meth:`assembling`."""
         begin, end = self.part(name, index)
         if name in self._assembled and array is None:
             return self._assembled[name][begin:end].clone()
@@ -110,7 +111,7 @@ class ArrayParts:
         return out
 
     def read_own_part(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
-        """Reads what of :meth:`read_part` is at home here."""
+        """Reads the part of :meth:`read_part` that is at home here."""
         begin, end = self.own_part(name, index)
         if begin == end:
             return torch.empty(0, dtype=self.arrays[name].dtype, device="cpu")
@@ -118,7 +119,7 @@ class ArrayParts:
         return store.read(self.arrays[name], begin - first, end - first)
 
     def see_own_part(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
-        """Returns what :meth:`read_own_part` does, to look at: where the home is memory it is that, and changes with it."""
+        """Returns :meth:`read_own_part`, read-only: a view of a host home, not a copy."""
         begin, end = self.own_part(name, index)
         array, first = self.arrays[name], self.own(name)[0]
         if begin < end and array.flat is not None and array.flat.is_cpu:

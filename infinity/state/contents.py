@@ -1,11 +1,12 @@
-"""Contents: holds one shard's arrays, and what is under way in them.
+"""Contents: one shard's arrays, and the running updates of them.
 
-    AT_HOME    nothing is under way
-    STEPPING   an update is under way: the bytes at home are its once it is over
-    SHADOWED   the results of an update made ahead lie beside the state, or are on their way there
+    AT_HOME    nothing is running
+    STEPPING   an update is running, and defines the bytes at home once it is done
+    SHADOWED   the results of an update made ahead are beside the state, or on their way there
 
-Contents refer to no parameter. Whoever gives an engine's memory back when the engine is gone holds them until then, in a table of the
-process; what users hang on their parameters, often the model itself, must not live as long.
+[Note: why contents refer to no parameter] A table of the process holds them until an engine's
+memory is freed, which may be after the engine is gone. Objects that users attach to parameters,
+often the model itself, must not live as long.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..storage.arrays import StateArray
 
 
 class Activity(Enum):
-    """What goes on in a shard's arrays."""
+    """The running activity in a shard's arrays."""
 
     AT_HOME = auto()
     STEPPING = auto()
@@ -38,59 +39,63 @@ class Update(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it is over."""
+        """Whether it is done."""
 
     def wait(self) -> None:
-        """Blocks until it is over. Raises what went wrong with it."""
+        """Blocks until it is done. Raises its error."""
 
 
 @dataclass(frozen=True, eq=False)
 class Shadow:
-    """An update made ahead, and all that it was made with: a step with other inputs is another one."""
+    """An update made ahead, and all its inputs: a step with other inputs cannot use it."""
 
     update: native.UnitUpdate
     inputs: object
 
     @property
     def ticket(self) -> native.Ticket | None:
-        """None before it is submitted."""
+        """The ticket; None before the update is submitted."""
         return self.update.ticket
 
 
 @dataclass(eq=False)
 class Contents:
-    """The arrays of one shard, and the updates of them that are under way."""
+    """The arrays of one shard, and their running updates."""
 
     arrays: dict[str, StateArray] = field(default_factory=dict)
-    beside: dict[str, StateArray] = field(default_factory=dict)  # room for a shadow; empty where none are made
-    reserved: list[StateArray] = field(default_factory=list)  # places on disk of what is cached on the host
+    # Buffers of a shadow; empty if none are made.
+    beside: dict[str, StateArray] = field(default_factory=dict)
+    # Disk space of arrays that are cached on the host.
+    reserved: list[StateArray] = field(default_factory=list)
     update: Update | None = None  # the last one that was submitted
     shadow: Shadow | None = None
 
     @property
     def activity(self) -> Activity:
-        """Reads it off what there is, so that an exception between two statements cannot leave it untrue."""
+        """Derived from the fields, so that an exception between two statements cannot leave it
+        wrong."""
         if self.shadow is not None:
             return Activity.SHADOWED
         return Activity.AT_HOME if self.update is None else Activity.STEPPING
 
     def wait(self) -> None:
-        """Waits until the last step's bytes are at home (STEPPING -> AT_HOME). Raises what went wrong with it."""
+        """Waits until the last step's bytes are at home (STEPPING -> AT_HOME). Raises its error."""
         if self.update is not None:
             self.update.wait()
             self.update = None
 
     def drop_shadow(self) -> None:
-        """Forgets the shadow once it is over (SHADOWED -> AT_HOME). Raises what went wrong with it."""
+        """Waits for the shadow and drops it (SHADOWED -> AT_HOME). Raises its error."""
         if self.shadow is not None and (ticket := self.shadow.ticket) is not None:
             try:
                 ticket.wait()
-            finally:  # where the wait itself was interrupted the update is still under way, and not forgotten
+            finally:  # keeps the update if it still runs because the wait was interrupted
                 self.shadow = self.shadow if not ticket.done else None
         self.shadow = None
 
     def settle(self) -> None:
-        """Waits for what is under way, whatever comes of it (-> AT_HOME): the engine is being shut down."""
+        """Waits for running updates and ignores their errors (-> AT_HOME): the engine is being shut
+        down."""
         for wait in (self.drop_shadow, self.wait):
             try:
                 wait()
@@ -99,7 +104,7 @@ class Contents:
         self.update = self.shadow = None
 
     def clear(self) -> None:
-        """Drops the arrays. Units and their handles refer to each other: the memory must not wait for them."""
+        """Drops the arrays. Units and handles form a cycle, for which the memory must not wait."""
         self.arrays.clear()
         self.beside.clear()
         self.reserved.clear()

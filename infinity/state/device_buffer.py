@@ -1,17 +1,16 @@
 """DeviceBuffer: holds the weights of one shard on the device, and makes its parameters views of
 them.
 
-The storage of a buffer is emptied and filled again, and not replaced: views that a graph or a
-module has kept stay valid.
+The storage of a buffer is resized to zero and back, not replaced, so that views kept by a graph or
+a module stay valid.
 
-held    somebody beside the engine refers to the storage: an array of NumPy, an export by DLPack, a
-        view that a module has kept
+held    something beside the engine refers to the storage: a NumPy array, a DLPack export, a view
+        that a module has kept
 fixed   torch cannot resize the storage any more: NumPy had it, or it was moved to shared memory
-left    the unit is at home, and its memory stays all the same, since it is held
+left    the unit is at home, but its memory stays because it is held
 
-Memory that is held is never freed, and a fixed storage that is not held is replaced by another one,
-which nobody can tell from it. So nothing
-that is done with weights in a forward can keep the engine from taking a unit home.
+Held memory is never freed. A fixed storage that is not held is replaced by another one, which
+nothing can notice. So no use of weights in a forward can keep the engine from releasing a unit.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceBuffer:
-    """The device's memory of one shard. ``flat`` is the whole of it, and stays the same object.
-    What is asked of its storage is asked while that is accessible."""
+    """The device memory of one shard. ``flat`` is the whole of it, and stays the same object.
+    Properties of its storage are read only while that is accessible."""
 
-    _has_told = False  # of memory that is left
+    _has_told = False  # whether the warning about left memory was logged
 
     def __init__(self, shard: ParamShard, flat: torch.Tensor, device: Device):
         self.shard, self.flat, self._device = shard, flat, device
         self._views = [place.view(flat) for place in shard.layout.placements]  # of the parameters
-        self._storages: WeightStorages | None = None  # that it is listed in
-        self._left_sum: int | None = None  # of the bits of memory that is left
+        self._storages: WeightStorages | None = None  # the registry of its storage
+        self._left_sum: int | None = None  # sum of bits of left memory
 
     def list_in(self, storages: WeightStorages, unit: object) -> None:
-        """Enters its storage, now and whenever another one is taken, into ``storages`` as one of
+        """Registers its storage, now and after each replacement, in ``storages`` as one of
         ``unit``."""
         self._storages = storages
         storages.enter(unit, self.flat)
@@ -60,14 +59,14 @@ class DeviceBuffer:
 
     @property
     def _is_shown(self) -> bool:
-        """Whether the parameters are views of this buffer: not while they are of another version of
-        the weights."""
+        """Whether the parameters are views of this buffer, not of another version of the
+        weights."""
         with DisableTorchFunction():
             return storage_guard.identity(local_of(self.shard.params[0])) == storage_guard.identity(self.flat)
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody beside the engine refers to its storage."""
+        """Whether anything beside the engine refers to its storage."""
         shown = len(self.shard.params) if self._is_shown else 0
         return storage_guard.references(self.flat) > 1 + len(self._views) + shown
 
@@ -78,7 +77,7 @@ class DeviceBuffer:
 
     @property
     def is_exported(self) -> bool:
-        """Whether its values can be changed, or were, where torch does not count it."""
+        """Whether its values can be, or were, changed in a way that torch does not count."""
         return self.is_fixed or self.is_held
 
     @property
@@ -86,16 +85,16 @@ class DeviceBuffer:
         """Whether its values were moved to memory that processes share."""
         return storage_guard.is_moved(self.flat.untyped_storage())
 
-    # --- memory comes and goes ---
+    # --- memory ---
 
     def fill(self) -> None:
-        """Gives it its memory. Called inside work of the queue ``in``."""
+        """Allocates its memory. Called inside work of the queue ``in``."""
         self._device.resize(self.flat.untyped_storage(), self.shard.weight_nbytes)
         self._left_sum = None
 
     def empty(self, behind: Event) -> None:
-        """Takes its memory away after what was computed so far and ``behind``. Memory that it
-        cannot take is made inaccessible to torch."""
+        """Frees its memory after the compute so far and ``behind``. If the memory is held, makes it
+        inaccessible to torch instead."""
         storage_guard.open(self.flat.untyped_storage())
         if self.is_held and not self.is_moved:
             self._leave(behind)
@@ -106,8 +105,8 @@ class DeviceBuffer:
         self._device.resize(self.flat.untyped_storage(), 0, behind=behind)
 
     def _leave(self, behind: Event) -> None:
-        """Leaves the memory to those who hold it, as if they had a copy. The next time it is filled
-        where it is."""
+        """Leaves the memory to its holders, as if it were their copy. The next fill reuses it in
+        place."""
         storage = self.flat.untyped_storage()
         if storage.nbytes() and self._left_sum is None:
             self._left_sum = sum_of_bits(self.flat)
@@ -125,8 +124,8 @@ class DeviceBuffer:
             )
 
     def check_left(self) -> None:
-        """Raises UsageError, once, where memory that was left has been written to since: the home
-        does not have that."""
+        """Raises UsageError, once, if left memory was written to since: home does not have that
+        change."""
         if self._left_sum is None:
             return
         storage = self.flat.untyped_storage()
@@ -140,11 +139,11 @@ class DeviceBuffer:
                 "writeback=True)`."
             )
 
-    # --- another storage ---
+    # --- replacement of the storage ---
 
     def _move_to(self, other: torch.UntypedStorage) -> None:
-        """Moves everything of the engine's to ``other``. Cut short, :meth:`align` takes it back:
-        what it goes by comes last."""
+        """Moves all views to ``other``. If interrupted, :meth:`align` undoes it: it decides by
+        ``flat``, set last."""
         is_shown = self._is_shown
         if self._storages is not None:
             self._storages.replace(self.flat, other)
@@ -160,15 +159,15 @@ class DeviceBuffer:
                 view.set_(storage, view.storage_offset(), view.size(), view.stride())
 
     def align(self, *, shows: bool) -> None:
-        """Puts right what an exception left of a move to another storage. ``shows``: makes the
-        parameters views of this buffer."""
+        """Undoes an interrupted move to another storage. ``shows``: makes the parameters views of
+        this buffer."""
         if any(storage_guard.identity(view) != storage_guard.identity(self.flat) for view in self._views):
             self._put_views(self.flat.untyped_storage())
         if shows and not self._is_shown:
             self.show()
 
     def return_home(self) -> None:
-        """Makes a buffer that is the home itself lie there again, where it was moved from."""
+        """Moves a buffer that is the home itself back to the home's memory."""
         home = self.shard.weight
         if self.is_moved and home.region is not None:
             self._move_to(native.tensor_at(home.region, home.region.address, home.numel, home.dtype).untyped_storage())

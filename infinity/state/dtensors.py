@@ -1,7 +1,8 @@
-"""DTensors: reads and replaces the local part of a parameter that tensor parallelism has cut over a DeviceMesh.
+"""DTensors: reads and replaces the local part of a parameter that tensor parallelism has sharded
+over a DeviceMesh.
 
-A distributed parameter stays the DTensor that its owner made. Arrays, homes and kernels see its local part only: what is elsewhere is
-another rank's.
+A distributed parameter stays the DTensor that its owner made. Arrays, homes and kernels see its
+local part only; the rest is on other ranks.
 
 local part   the elements of a distributed parameter that this rank computes with
 placement    how one axis of the mesh divides the global tensor: Shard, or Replicate
@@ -23,7 +24,7 @@ try:
 except ImportError:  # a build of torch without torch.distributed
 
     class DTensor:  # type: ignore[no-redef]
-        """Stands for a class of which there are no instances."""
+        """Replaces a class that this build lacks; it has no instances."""
 
     Partial = Replicate = Shard = distribute_tensor = DTensorSpec = TensorMeta = compute_local_shape_and_global_offset = None
 
@@ -36,17 +37,19 @@ def is_distributed(tensor: Any) -> bool:
 
 
 def ranks_over(tensor: torch.Tensor) -> list[int]:
-    """Lists the ranks over which ``tensor`` is cut; none for a plain one."""
+    """Lists the ranks over which ``tensor`` is distributed; none for a plain one."""
     return tensor.device_mesh.mesh.flatten().tolist() if isinstance(tensor, DTensor) else []
 
 
 def is_distributed_parameter(tensor: Any) -> bool:
-    """Tells whether ``tensor`` is a Parameter that is exactly a DTensor over a plain local tensor."""
+    """Tells whether ``tensor`` is a Parameter that is exactly a DTensor over a plain local
+    tensor."""
     return type(tensor) is DTensor and isinstance(tensor, torch.nn.Parameter) and type(tensor._local_tensor) is torch.Tensor
 
 
 def check_placements(name: str, param: torch.Tensor) -> None:
-    """Raises ConfigError for a distributed parameter whose local parts do not add up to the global tensor once each."""
+    """Raises ConfigError for a distributed parameter with a placement other than Shard or
+    Replicate."""
     if not is_distributed(param):
         return
     for placement in param.placements:
@@ -69,48 +72,54 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Returns ``local`` as a part of a tensor that lies as distributed ``param`` does; ``local`` itself for a plain one."""
+    """Returns ``local`` as a DTensor with the placements of distributed ``param``; itself for a
+    plain one."""
     if not isinstance(param, DTensor):
         return local
     lies = param._spec.tensor_meta
-    # Not DTensor.from_local, which takes a view of what may be a stand-in.
+    # Not DTensor.from_local, which makes a view of a possible stand-in.
     spec = DTensorSpec(param.device_mesh, param.placements, TensorMeta(lies.shape, lies.stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)
 
 
 def global_of(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Gathers the global tensor of which ``local`` is this rank's part; every rank of ``param``'s mesh calls. ``local`` of a plain one."""
+    """Gathers the global tensor of which ``local`` is this rank's part. Every rank of ``param``'s
+    mesh calls this. Returns ``local`` itself for a plain ``param``."""
     value = like(param, local)
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def over(spec: Any, local: torch.Tensor) -> torch.Tensor:
-    """Returns the DTensor of ``local`` with ``spec``, which :func:`spec_of` gave; ``local`` itself where that is None."""
+    """Returns the DTensor of ``local`` with ``spec`` from :func:`spec_of`; ``local`` itself if that
+    is None."""
     return local if spec is None else DTensor(local, spec, requires_grad=False)
 
 
 def spec_of(tensor: torch.Tensor) -> Any:
-    """Returns what makes a local part a DTensor again; None of a plain tensor."""
+    """Returns the spec that makes a local part a DTensor again; None for a plain tensor."""
     return tensor._spec if isinstance(tensor, DTensor) else None
 
 
 def plain_class(param: torch.Tensor) -> type:
-    """Returns the class that ``param`` has where nothing manages it."""
+    """Returns the class of ``param`` when it is not managed."""
     return DTensor if isinstance(param, DTensor) else torch.nn.Parameter
 
 
 def set_bytes(param: torch.Tensor, view: torch.Tensor) -> None:
-    """Makes ``view`` what ``param``, or its local part, lies in."""
+    """Makes ``param``, or its local part, a view of ``view``'s memory."""
     if isinstance(param, DTensor):
-        param._local_tensor = view.data  # with a count of changes of its own, as the setter of a plain parameter gives it
+        # With its own version counter, as the setter of a plain parameter does.
+        param._local_tensor = view.data
     else:
         param.data = view
 
 
 def part_of(param: torch.Tensor, value: torch.Tensor, what: str) -> torch.Tensor:
-    """Returns the local part of ``value``, a tensor of ``param``'s global shape that lies in any way: cut or joined as ``param`` is.
+    """Returns the local part of ``value``, a tensor of ``param``'s global shape with any
+    placements, sharded or gathered as ``param`` is.
 
-    A collective over ``param``'s mesh where ``value`` lies otherwise. Raises UsageError for a value of another mesh.
+    A collective over ``param``'s mesh if the placements differ. Raises UsageError for a value of
+    another mesh or shape.
     """
     if not isinstance(param, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
@@ -126,7 +135,8 @@ def part_of(param: torch.Tensor, value: torch.Tensor, what: str) -> torch.Tensor
 
 
 def counts_here(param: torch.Tensor) -> bool:
-    """Tells whether this rank's copy of ``param`` is the one that is counted: of replicas over the mesh the first is."""
+    """Tells whether this rank's copy of ``param`` is counted: the first one of the mesh's
+    replicas."""
     if not isinstance(param, DTensor):
         return True
     coordinate = param.device_mesh.get_coordinate() or ()
@@ -134,16 +144,19 @@ def counts_here(param: torch.Tensor) -> bool:
 
 
 def empty_parameter_like(param: torch.Tensor) -> torch.nn.Parameter:
-    """Makes a distributed parameter as ``param``, which is on meta, whose local part has no storage."""
+    """Makes a distributed parameter like ``param``, which is on meta, with a local part without
+    storage."""
     local = torch.empty_like(param._local_tensor, device="cpu")
     local.untyped_storage().resize_(0)
     return torch.nn.Parameter(DTensor(local, param._spec, requires_grad=False), requires_grad=param.requires_grad)
 
 
 def span_of(param: torch.Tensor) -> int:
-    """Counts the elements that ``param`` is given room for: those of the largest local part on any rank of its mesh.
+    """Counts the elements reserved for ``param``: those of the largest local part on any rank of
+    its mesh.
 
-    So that all ranks lay the same parameters out at the same places, whatever remainder a division leaves to one of them.
+    So all ranks place the same parameters at the same offsets, whatever the remainders of the
+    division.
     """
     if not isinstance(param, DTensor):
         return param.numel()
@@ -155,15 +168,15 @@ def span_of(param: torch.Tensor) -> int:
 
 
 def part_offset(param: torch.Tensor) -> tuple[int, ...]:
-    """Finds the first element of this rank's local part, in every dimension of the global tensor."""
+    """Returns the first element of this rank's local part, in every dimension of the global
+    tensor."""
     if not isinstance(param, DTensor):
         return (0,) * param.dim()
     return tuple(compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)[1])
 
 
 def let_scalers_mix() -> None:
-    """Has torch's GradScaler take gradients of which some are DTensors and some are not, which torch refuses. Doing it twice is doing
-    it once."""
+    """Makes torch's GradScaler accept a mix of DTensor and plain gradients. Idempotent."""
     if DTensorSpec is None:
         return
     op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -185,7 +198,8 @@ def let_scalers_mix() -> None:
 
 
 def mesh_of_parameters(params: Iterable[torch.Tensor]) -> Any:
-    """Finds the mesh of a whole job from its distributed parameters: the one that theirs is a part of. None without any."""
+    """Returns the whole job's mesh, the root of a distributed parameter's mesh. None without
+    any."""
     for param in params:
         if isinstance(param, DTensor):
             mesh = param.device_mesh
@@ -200,8 +214,8 @@ def is_common(param: torch.Tensor) -> bool:
 
 
 def takes_parts(model: torch.nn.Module) -> bool:
-    """Tells whether ``model`` is given another part of its input on every rank of the mesh: the first of its layers that torch has cut takes a
-    Shard of what comes (sequence parallelism from the first layer on)."""
+    """Tells whether each rank of the mesh gets another part of ``model``'s input (sequence
+    parallelism from the first layer on): its first distributed layer takes a Shard."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             if (layouts := _layouts_of(hook)) is not None:
@@ -210,16 +224,18 @@ def takes_parts(model: torch.nn.Module) -> bool:
 
 
 def _layouts_of(hook: Any) -> tuple | None:
-    """Finds the placements of what a layer takes in the hook by which torch distributes that; None of another hook."""
+    """Returns the input placements in a hook of torch's distributed layers; None for another
+    hook."""
     found = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
     found += [argument for each in found if isinstance(each, partial) for argument in each.args]
     for each in found:
-        layouts = getattr(each, "input_layouts", each)  # torch's own hooks are given them, or the style that has them
+        # torch's hooks hold the layouts, or the style that has them.
+        layouts = getattr(each, "input_layouts", each)
         if isinstance(layouts, (tuple, list)) and any(isinstance(layout, (Shard, Replicate)) for layout in layouts):
             return tuple(layouts)
     return None
 
 
 def describe_placements(param: torch.Tensor) -> str:
-    """Describes how ``param`` is divided; empty for a plain one."""
+    """Describes the placements of ``param``; empty for a plain one."""
     return f" {param.placements} over {tuple(param.device_mesh.shape)}" if isinstance(param, DTensor) else ""

@@ -1,4 +1,5 @@
-"""Experts: marks modules whose experts are divided among data ranks: the rank of a token sends it to the rank that has its expert."""
+"""Experts: marks modules with divided experts. Tokens travel to the data rank that has their
+expert."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""FlatLayout: where each parameter of a shard lies in its one flat buffer.
+"""FlatLayout: the place of each parameter of a shard in its one flat buffer.
 
-Offsets are multiples of 64 elements, so that every parameter starts as aligned as torch would have allocated it and
-at a block of 8-bit moments, and the whole is padded to 4096 elements for every rank, so that each rank's slice of an
-array of any element size is whole disk blocks.
+Offsets are multiples of 64 elements, so every parameter is as aligned as torch would allocate it,
+and starts at a block of 8-bit moments. The length is padded to 4096 elements per rank. So each
+rank's slice is whole disk blocks, for any element size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ SHARD_ALIGNMENT = 4096  # elements
 
 
 def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Tells whether the strides visit ``numel`` consecutive elements once each, in any order of dimensions."""
+    """Tells whether the strides visit ``numel`` consecutive elements once each, in any order of
+    dimensions."""
     expected = 1
     for extent, step in sorted(((n, s) for n, s in zip(shape, stride) if n != 1), key=lambda pair: pair[1]):
         if step != expected:
@@ -31,7 +32,8 @@ def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Placement:
-    """One parameter's place in the flat buffer, in elements; the strides are the parameter's own."""
+    """One parameter's place in the flat buffer, in elements; the strides are the parameter's
+    own."""
 
     offset: int
     shape: torch.Size
@@ -47,7 +49,7 @@ class Placement:
 
     @property
     def is_row_major(self) -> bool:
-        """Whether the elements lie in the order in which they are counted."""
+        """Whether the elements are stored in row-major order."""
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
@@ -64,7 +66,7 @@ class FlatLayout:
 
     @classmethod
     def of(cls, params: Sequence[torch.Tensor], slices: int = 1) -> FlatLayout:
-        """Lays ``params`` out one after the other, the whole divisible into ``slices``."""
+        """Lays ``params`` out one after the other, padded to be divisible into ``slices``."""
         placements, offset = [], 0
         for param in params:
             local = local_of(param)

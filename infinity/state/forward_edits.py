@@ -1,4 +1,5 @@
-"""ForwardEdits: finds what a forward changed in its own parameters, and sends it home."""
+"""ForwardEdits: finds the changes that a forward made to its own parameters, and sends them
+home."""
 
 from __future__ import annotations
 
@@ -20,27 +21,29 @@ COMPARED_FIRST = 4  # times that a unit is resident: two forwards with their bac
 
 
 def _count(param: torch.Tensor) -> int:
-    """Reads torch's count of changes; of a DTensor its own, and that of its local part."""
+    """Returns torch's version counter; for a DTensor, the sum of its own and its local part's."""
     return param._version + (local_of(param)._version if is_distributed(param) else 0)
 
 
 class ForwardEdits:
-    """Changes of one unit's parameters while they are resident: by torch's count or, of ``.data``, by comparison."""
+    """Changes of one unit's parameters while they are resident, by version counter or, for
+    ``.data``, by comparison."""
 
     def __init__(self, shards: Sequence[ParamShard]):
         self._shards = shards
-        self._watched: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # and the value before, where home does not tell
-        self._versions: list[int] = []  # torch's counts when the parameters became resident
-        # DTensors of which no count tells that they were changed through .data or detach(): the first times they are compared, and
-        # for good once a change was found.
+        # With the value before, if home does not have it.
+        self._watched: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        self._versions: list[int] = []  # torch's counters when the parameters became resident
+        # No counter shows changes of DTensors through .data or detach(). They are compared the
+        # first times, and always after a change was found.
         self._distributed = [param for shard in shards for param in shard.params if is_distributed(param)]
         self._compared = 0
         self._edited: set[torch.nn.Parameter] = set()
         self._sums: dict[torch.nn.Parameter, int] = {}
 
     def begin(self, exported: Sequence[torch.nn.Parameter] = ()) -> None:
-        """Begins to look for changes: the parameters are about to be computed with. ``exported``: those that somebody can change where torch
-        does not count it."""
+        """Begins to watch for changes, before compute. ``exported``: parameters that may be changed
+        in a way that torch does not count."""
         self._watched.clear()
         self._versions = [_count(param) for shard in self._shards for param in shard.params]
         compared = self._distributed if self._compared < COMPARED_FIRST else self._edited
@@ -48,23 +51,25 @@ class ForwardEdits:
         self._compared += bool(self._distributed)
 
     def forget(self) -> None:
-        """Drops what was watched: it was given up."""
+        """Drops everything watched."""
         self._watched.clear()
         self._sums = {}
 
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor, can_be_compared: bool) -> None:
-        """Looks for changes of ``param`` through ``data``. ``can_be_compared``: with what is at home."""
+        """Watches for changes of ``param`` through ``data``. ``can_be_compared``: with the value at
+        home."""
         if param not in self._watched:
             self._watched[param] = None if can_be_compared else data.clone()
 
     def knows(self, param: torch.nn.Parameter) -> bool:
-        """Tells whether a change of ``param`` will be found, however it was made."""
+        """Tells whether any change of ``param`` will be found, however it is made."""
         return param in self._sums or param in self._watched
 
     def look(self) -> bool:
-        """Looks whether any parameter was changed, or handed out so that it may have been."""
+        """Tells whether any parameter was changed, or given to a user who may have changed it."""
         for param, before in self._sums.items():
-            if sum_of_bits(own_bytes(param)) != before:  # on every data rank: each has the whole local part
+            # On every data rank: each has the whole local part.
+            if sum_of_bits(own_bytes(param)) != before:
                 if is_distributed(param):
                     self._edited.add(param)
                 self._watched.setdefault(param, None)
@@ -72,7 +77,8 @@ class ForwardEdits:
         return any(_count(param) != counted or param in self._watched for param, counted in zip(params, self._versions))
 
     def find(self) -> bool:
-        """Finds whether any parameter was changed. What was handed out is compared with its value before, and counts as changed without one."""
+        """Tells whether any parameter was changed. One given to a user is compared with its value
+        before, or counts as changed if that was not kept."""
         if not self.look():
             return False
         params = [param for shard in self._shards for param in shard.params]
@@ -85,10 +91,11 @@ class ForwardEdits:
         return not same_bits(own_bytes(param), local_of(before)).all()
 
     def write(self, store: ShardStore, journal: Journal, collectives: Collectives, *, compresses: bool, stays: bool) -> None:
-        """Sends every change home.
+        """Sends every change home. If any parameter was changed, ranks compare it, so every rank
+        calls this.
 
-        ``compresses``: gathered weights are not what is at home. ``stays``: the device's bytes are what is at home. Raises UsageError
-        where a change cannot be told from the value before.
+        ``compresses``: gathered weights differ from home. ``stays``: the device's bytes are the
+        home. Raises UsageError if a change cannot be distinguished from the value before.
         """
         params = [(shard, i, param) for shard in self._shards for i, param in enumerate(shard.params)]
         for (shard, index, param), counted in zip(params, self._versions):

@@ -1,6 +1,7 @@
-"""ParamHandle: says to which unit, shard and engine a parameter belongs.
+"""ParamHandle: links a parameter to its unit, shard and engine.
 
-Owner, Unit and Loan are those of which it says so, as a parameter sees them.
+Owner, Unit and Loan: the interfaces that a parameter needs of its engine, its unit, and a borrowed
+view.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 
 class GradStandIns(Protocol):
-    """Gives and takes ``p.grad`` of a parameter at home."""
+    """Gets and sets ``p.grad`` of a parameter at home."""
 
     def get(self, handle: ParamHandle) -> torch.Tensor | None:
-        """Returns what stands for the gradient, None where there is none."""
+        """Returns the stand-in of the gradient, or None without one."""
 
     def set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
         """Makes ``value`` the gradient."""
@@ -37,7 +38,7 @@ class Owner(Protocol):
     """The engine, as a parameter sees it."""
 
     gradients: GradStandIns
-    device: Device  # what computes
+    device: Device  # the device that computes
     uses: Uses
     steps: StepCounter
 
@@ -52,13 +53,13 @@ class Owner(Protocol):
         """Returns the error for ``operation`` on a parameter at home."""
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """Sends ``value`` home."""
+        """Writes ``value`` home."""
 
     def read_value(self, handle: ParamHandle) -> torch.Tensor:
         """Returns the value at home."""
 
     def saving_tensors(self) -> AbstractContextManager[Any]:
-        """Has weights that autograd saves inside saved as references."""
+        """Returns a block in which autograd saves weights as references."""
 
 
 class Unit(Protocol):
@@ -68,19 +69,19 @@ class Unit(Protocol):
     version: int  # counts changes of the values at home
 
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
-        """Watches for changes through ``data``, which was handed out: torch does not count them."""
+        """Watches for changes through ``data``, which a user got: torch does not count them."""
 
 
 class Loan(Protocol):
-    """What a parameter stands for in a block of full_params."""
+    """The tensor that replaces a parameter inside a block of full_params."""
 
     tensor: torch.Tensor
     version: int  # of the parameter's value
 
 
 class ParamHandle:
-    """Links a parameter to its unit, shard and engine. All three are held weakly: a parameter must not keep them alive, nor, through the
-    unit that has it, itself."""
+    """Links a parameter to its unit, shard and engine. All three are weak references. A parameter
+    must not keep them alive, nor itself through its unit."""
 
     __slots__ = (
         "names",
@@ -103,16 +104,21 @@ class ParamHandle:
     def __init__(self, names: list[str], unit: Unit, shard: ParamShard, index: int, engine: Owner):
         self.names, self.index = names, index
         self._unit, self._shard = weakref.ref(unit), weakref.ref(shard)
-        self.grad: Any = None  # the GradientBank's record; None when the optimizer does not step this parameter
+        # The GradientBank's record; None if the optimizer does not step this parameter.
+        self.grad: Any = None
         self.step = 0  # optimizer steps applied
-        self.keeps_moments = False  # though ``step`` is 0: the user set the count back
-        self.version = 0  # counts changes of the value at home, but those that forwards make themselves
-        self.forward_edits = 0  # counts these
-        self.has_loaded_master = False  # since the last step: a load of the value it belongs to leaves its bits
-        self.lent: weakref.ref[Loan] | None = None  # what the parameter stands for in a block of full_params
-        self.is_counted = is_counted(self.param)  # in norms and checkpoints: not, where another stage's copy is
+        self.keeps_moments = False  # although ``step`` is 0: the user reset the count
+        self.version = 0  # counts changes of the value at home, without those of forwards
+        self.forward_edits = 0  # counts those
+        # Since the last step: loading the value that it belongs to keeps its bits.
+        self.has_loaded_master = False
+        # Replaces the parameter inside a block of full_params.
+        self.lent: weakref.ref[Loan] | None = None
+        # In norms and checkpoints; false if another stage's copy is counted.
+        self.is_counted = is_counted(self.param)
         self.is_tied = is_shared(self.param)  # with another stage's copy
-        self.edits = 0  # of a tied one: a digest of the values that users have set since the wrap, or a load
+        # Of a tied one: digest of the values that users set since the wrap or a load.
+        self.edits = 0
         self._engine = weakref.ref(engine)
 
     @property
@@ -121,12 +127,12 @@ class ParamHandle:
 
     @property
     def unit(self) -> Unit:
-        """The unit. Raises UsageError when the engine is gone."""
+        """The unit. Raises UsageError if the engine is gone."""
         return self._there(self._unit)
 
     @property
     def shard(self) -> ParamShard:
-        """The shard. Raises UsageError when the engine is gone."""
+        """The shard. Raises UsageError if the engine is gone."""
         return self._there(self._shard)
 
     @property
@@ -140,12 +146,13 @@ class ParamHandle:
         return self.step > 0 or self.keeps_moments
 
     def note_edit(self, value: torch.Tensor) -> None:
-        """Notes that a user sets the value, which another stage has to do, too, where it has a copy."""
+        """Notes a value set by a user. Another stage with a copy has to set it, too."""
         if self.is_tied:
             self.edits = checksum_of(local_of(value), self.edits)
 
     def changed(self, *, by_load: bool = False) -> None:
-        """Notes that the value at home is about to be another one; ``by_load``: the same on all ranks."""
+        """Notes that the value at home is about to change; ``by_load``: to the same on all
+        ranks."""
         self.edits = 0 if by_load else self.edits
         self.version += 1
         self.unit.version += 1
@@ -153,12 +160,12 @@ class ParamHandle:
 
     @property
     def engine(self) -> Owner:
-        """The engine that has the bytes. Raises UsageError when it is gone."""
+        """The engine that has the bytes. Raises UsageError if it is gone."""
         return self._there(self._engine)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine is there."""
+        """Whether the engine exists."""
         return self._engine() is not None
 
     def _there(self, reference: weakref.ref[Any]) -> Any:
@@ -176,7 +183,8 @@ def handle_of(param: torch.Tensor | None) -> ParamHandle | None:
 
 
 def managed(param: torch.Tensor) -> ParamHandle:
-    """Returns the handle of a parameter that is known to be managed. Raises InternalError for any other tensor."""
+    """Returns the handle of a parameter that is known to be managed. Raises InternalError for any
+    other tensor."""
     handle = handle_of(param)
     if handle is None:
         raise InternalError(f"a tensor of shape {tuple(param.shape)} is not managed")
@@ -184,18 +192,19 @@ def managed(param: torch.Tensor) -> ParamHandle:
 
 
 def own_bytes(param: torch.Tensor) -> torch.Tensor:
-    """Returns the detached tensor over a parameter's device bytes, whatever its class is just now. Valid while it is resident."""
+    """Returns a detached tensor of a parameter's device bytes, whatever its class. Valid while it
+    is resident."""
     with DisableTorchFunction():
         return torch.Tensor.detach(local_of(param))
 
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Returns what autograd accumulated into ``param.grad`` itself."""
+    """Returns the value that autograd accumulated into ``param.grad`` itself."""
     with DisableTorchFunction():
         return torch.Tensor.grad.__get__(param)
 
 
 def set_raw_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Replaces what autograd accumulates into."""
+    """Replaces the tensor that autograd accumulates into."""
     with DisableTorchFunction():
         torch.Tensor.grad.__set__(param, value)

@@ -1,8 +1,9 @@
-"""Journal: changes that must be whole, written down before they begin and struck out when they are done.
+"""Journal: changes that must be completed. They are recorded before they begin and removed when
+done.
 
-A change is a function that may be called again from the start, however far it came before: it sets things to what they are to
-be, and never by how much. Whatever interrupts one (Ctrl-C at any line, memory that runs out), the next use of the engine
-carries it out to its end before it does anything else (:mod:`infinity.runtime.recovery`).
+A change is a function that may be called again from the start, however far it got. It sets values,
+and never increments them. If it is interrupted (Ctrl-C at any line, out of memory), the next use of
+the engine completes it first (:mod:`infinity.runtime.recovery`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from functools import partial
 from operator import call
 
 Change = Callable[[], None]
-Meet = Callable[[Change], None]  # meets other ranks, and calls what it is given at the moment when all are known to agree
+# Meets other ranks, and calls its argument as soon as all are known to agree.
+Meet = Callable[[Change], None]
 
 
 class Journal:
@@ -23,31 +25,32 @@ class Journal:
 
     @property
     def is_clear(self) -> bool:
-        """Whether nothing was left half done."""
+        """Whether no change was left unfinished."""
         return not self._begun
 
     def carry_out(self, change: Change, meet: Meet = call) -> None:
-        """Makes ``change``, where other ranks make it too as soon as they ``meet``: one that is
-        struck as it hears of that makes it all the same."""
+        """Makes ``change`` once ``meet`` shows that other ranks make it too. A rank that is
+        interrupted right then still makes it, in recovery. Blocks if ``meet`` does."""
         meet(partial(self.begin, change))
         self.end(change)
 
     def begin(self, change: Change) -> None:
-        """Writes down a change that :meth:`finish` will make. Doing so again changes nothing."""
+        """Records a change that :meth:`finish` will make. Idempotent."""
         if all(each is not change for each in self._begun):
             self._begun.append(change)
 
     def end(self, change: Change) -> None:
-        """Makes a change that has begun, and strikes it out."""
+        """Makes a recorded change, and removes it."""
         change()
         self._begun.remove(change)
 
     def finish(self) -> None:
-        """Makes every change that stands here, in order. One that raises stays, and is made anew next time."""
+        """Makes every recorded change, in order. One that raises stays, and is made again next
+        time."""
         while self._begun:
             self._begun[0]()
             self._begun.pop(0)
 
     def forget(self) -> None:
-        """Strikes everything out: all of the state is about to be set anew."""
+        """Removes all changes: the whole state is about to be loaded."""
         self._begun.clear()

@@ -1,7 +1,8 @@
-"""Kept dtypes: which parameters a transformers model keeps in fp32 when the rest of it is of a 16-bit dtype.
+"""Kept dtypes: the parameters that a transformers model keeps in fp32 when the rest has a 16-bit
+dtype.
 
-Routers, correction biases and the like choose experts by small differences, which 16 bits round away: ``from_pretrained(dtype=...)`` leaves
-them in fp32 whatever dtype was asked for.
+Routers, correction biases and similar parameters choose experts by small differences, which 16 bits
+round away. So ``from_pretrained(dtype=...)`` leaves them in fp32 for any dtype.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from .parts import parts_of
 
 
 def keeps_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Returns what tells of a parameter's name in ``model`` whether it stays in fp32 where the model is to be of ``dtype``; None: as it is."""
+    """Returns a predicate of parameter names of ``model``: true if the parameter stays in fp32 in a
+    model of ``dtype``. None: the model keeps its dtypes, and no name is true."""
     found: list[tuple[str, re.Pattern[str]]] = []
-    covered: list[str] = []  # a model's plan has those of the models in it
+    covered: list[str] = []  # a model's plan covers the models inside it
     for path, module in (pair for part in parts_of(model)[:1] for pair in part.named_modules()):
         plan = getattr(module, "_get_dtype_plan", None) if dtype is not None else None
         prefix = f"{path}." if path else ""
@@ -28,15 +30,16 @@ def keeps_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], b
                 found.append((prefix, re.compile("|".join(pattern.replace("*", ".*") for pattern in patterns))))
 
     def keeps(name: str) -> bool:
-        plain = name.replace(".base_layer.", ".")  # as PEFT calls what it has adapted
+        plain = name.replace(".base_layer.", ".")  # PEFT's name for adapted layers
         return any(plain.startswith(prefix) and pattern.search(plain.removeprefix(prefix)) for prefix, pattern in found)
 
     return keeps
 
 
 def computing_dtypes(model: nn.Module, param_dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.dtype]:
-    """Returns what gives the dtype that a parameter of ``model`` computes in: ``param_dtype``, or its own where there is none, where it
-    has no floating point, and where the model keeps it in fp32."""
+    """Returns a function from parameters of ``model`` to their compute dtypes: ``param_dtype``, or
+    the parameter's own. The own one applies without a ``param_dtype``, to a parameter that is not
+    floating point, and to one that is kept in fp32."""
     keeps = keeps_fp32(model, param_dtype)
     kept = {param for name, param in model.named_parameters(remove_duplicate=False) if keeps(name)}
 

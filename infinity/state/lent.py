@@ -1,4 +1,4 @@
-"""Lent: lets a parameter stand for its whole value inside a block of full_params."""
+"""Lent: replaces a parameter by its whole value inside a block of full_params."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from .handle import handle_of
 
 
 class Lent:
-    """A parameter's value as a block of :func:`infinity.full_params` has it: a copy of its own, and a gradient of it is the
-    parameter's. While the block runs, the parameter itself stands for it; whoever holds this object keeps that so."""
+    """A parameter's value inside a block of :func:`infinity.full_params`: a copy, whose gradient is
+    the parameter's. While this object lives and the block runs, uses of the parameter use the copy.
+    """
 
     def __init__(self, param: torch.Tensor, value: torch.Tensor):
         self._handle, self._before = handle_of(param), handle_of(param).lent
         self.version = self._handle.version
-        # Not a view, of which autograd would take the base for what was computed.
+        # Not a view: autograd would take its base for the computed tensor.
         self.tensor = value = torch.empty(0, dtype=value.dtype, device=value.device).set_(
             value.untyped_storage(), value.storage_offset(), value.size(), value.stride()
         )
@@ -28,19 +29,19 @@ class Lent:
         self._handle.lent = weakref.ref(self)
 
     def end(self) -> None:
-        """Ends the block: the parameter is at rest again. A second call does nothing."""
+        """Ends the block: the parameter is at rest again. Idempotent."""
         lent = self._handle.lent
         if lent is not None and lent() is self:
             self._handle.lent = self._before
 
 
 class _Lend(torch.autograd.Function):
-    """The value, with the parameter as what it was computed from."""
+    """The value, as computed from the parameter."""
 
     @staticmethod
     def forward(ctx, param, value, version):
         ctx.handle, ctx.version = handle_of(param), version
-        ctx.mark_dirty(value)  # it is that very tensor, which may be edited in place
+        ctx.mark_dirty(value)  # the same tensor is returned, and may be edited in place
         return value
 
     @staticmethod
@@ -54,9 +55,11 @@ class _Lend(torch.autograd.Function):
 
 
 def lent_to(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns what a parameter at rest stands for just now; None outside a block of full_params and while its model computes."""
+    """Returns the tensor that replaces a parameter at rest now. None outside a block of
+    full_params, and while its model computes."""
     handle = handle_of(tensor)
     lent = handle.lent() if handle is not None and handle.lent is not None else None
-    if lent is None or handle.engine.computing or handle.version != lent.version:  # a step has changed it since
+    # A step has changed it since.
+    if lent is None or handle.engine.computing or handle.version != lent.version:
         return None
     return lent.tensor

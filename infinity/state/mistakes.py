@@ -1,7 +1,7 @@
-"""Mistakes: who touched a parameter that is at home, and what they should have done.
+"""Mistakes: finds the known function that used a parameter at home, and what to do instead.
 
-The operation alone says little: the optimizer that was given to wrap_model fails in ``zeros_like``, a new embedding size in ``mean``. The
-function of a known library that is running says what was meant.
+The operation alone shows little: the optimizer given to wrap_model fails in ``zeros_like``, a new
+embedding size in ``mean``. The running function of a known library shows the intent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ ONLY_SOME = (
     "inputs; or set their gradients: for p, grad in zip(params, torch.autograd.grad(loss, params)): p.grad = grad"
 )
 
-# End of a path, names of functions there (none: any) -> what was done, and what to do. The first frame that fits, from the inside.
+# End of a path, names of functions there (none: any) -> the mistake, and what to do. The innermost
+# frame that matches counts.
 KNOWN: list[tuple[str, frozenset[str], str]] = [
     (path, frozenset(names.split()), advice)
     for path, names, advice in [
@@ -33,7 +34,9 @@ KNOWN: list[tuple[str, frozenset[str], str]] = [
         ("diffusers/training_utils.py", "", "An average of weights at home is infinity.ema(model, decay), whose update() follows each step; EMAModel copies "
          "every weight."),
         ("torch/optim/", "step _init_group", "This is not the optimizer that wrap_model returned: it would need the weights at home. Take the result, model, optimizer = "
-         "infinity.wrap_model(model, optimizer, config), step that optimizer, and give wrap_model an optimizer if it got none."),
+         "infinity.wrap_model(model, optimizer, config), and step that optimizer. Several optimizers for one model are one with a parameter group each; "
+         "a new one is built after unwrap_model, and wrapped with the model again."),
+        ("torch/autograd/graph.py", "register_multi_grad_hook _get_grad_fn_or_grad_acc", "Register one hook for each parameter: param.register_post_accumulate_grad_hook(hook)."),
         ("trl/trainer/callbacks.py", "_sync_target_model", "sync_ref_model changes the reference model's weights outside its forward: leave it out, or "
          "keep a plain reference model."),
         ("peft/", "merge merge_and_unload _unload_and_optionally_merge merge_adapter unmerge_adapter get_delta_weight", "Adapters are merged into weights at "
@@ -58,11 +61,12 @@ KNOWN: list[tuple[str, frozenset[str], str]] = [
         ("torch/nn/init.py", "", "Initialise before wrap_model, or inside `with infinity.full_params(model, writeback=True)`."),
     ]
 ]  # fmt: skip
-DEEPEST = 60  # frames that are looked at
+DEEPEST = 60  # frames that are searched
 
 
 def advice(param: torch.Tensor | None = None) -> str:
-    """Says what to do instead, by who is calling, and ``param``, which it touched; empty where nobody known is."""
+    """Returns a hint for the calling library, or for ``param`` if its module was called alone; else
+    an empty string."""
     frame = sys._getframe(1)
     for _ in range(DEEPEST):
         if frame is None:
@@ -76,13 +80,13 @@ def advice(param: torch.Tensor | None = None) -> str:
 
 
 def is_called_from(path: str, name: str = "") -> bool:
-    """Tells whether a function of the file that ends in ``path`` is running; of a ``name``, if one
-    is given."""
+    """Tells whether a function of the file that ends in ``path`` is running; of a ``name``, if
+    given."""
     return caller(path, name) is not None
 
 
 def called_alone(param: torch.Tensor) -> str:
-    """Says what to call instead, where a module that has ``param`` was called by itself; empty elsewhere."""
+    """Returns a hint if a module that has ``param`` was called by itself; else an empty string."""
     frame = caller("torch/nn/modules/module.py", "_call_impl")
     module = frame.f_locals.get("self") if frame is not None else None
     if module is None or all(each is not param for each in module.parameters()):
@@ -95,7 +99,7 @@ def called_alone(param: torch.Tensor) -> str:
 
 
 def caller(path: str, name: str = "") -> FrameType | None:
-    """Returns the frame of such a function, the innermost one."""
+    """Returns the innermost frame of such a function, or None."""
     frame = sys._getframe(1)
     for _ in range(DEEPEST):
         if frame is None:

@@ -1,12 +1,13 @@
-"""Operations: what users can ask a job for, and in which states it is refused.
+"""Operations: calls that users make of a job, and the states in which each is refused.
 
 operation   one call that users make: of the model, of its optimizer or of this package
-state       what goes on when the call comes; several can go on at once
+state       a running activity at the time of the call; several can run at once
 
-A cell of the table is a dot where the operation is allowed. A letter there is the state's: the call
-raises UsageError with the remedy for that state, before anything changed. What a call is given may
-be refused all the same. Two states stand outside the table, since no operation is asked about them:
-a process that was forked refuses everything, a job whose state was lost everything but a load.
+A cell of the table is a dot if the operation is allowed. Otherwise it has the state's letter: the
+call raises UsageError with the remedy for that state, before anything changed. The arguments of an
+allowed call may still be refused. Two states are outside the table, since they concern all
+operations. A forked process refuses everything, and a job whose state was lost everything but a
+load.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from ..errors import UsageError
 
 
 class State(Enum):
-    """What goes on. The value is the letter in the table."""
+    """A running activity. The value is its letter in the table."""
 
-    UNWRAPPED = "u"  # unwrap_model has given plain objects back
+    UNWRAPPED = "u"  # unwrap_model has returned plain objects
     FORWARD = "f"  # a forward of the model runs: the call comes from a hook or a module
     BACKWARD = "b"  # a backward runs: the call comes from a hook
     ACCUMULATING = "a"  # gradients of several micro-batches wait for the end of their pass
@@ -27,11 +28,11 @@ class State(Enum):
     STEPPED = "p"  # between that block and optimizer.step(): part of the units are stepped
     AVERAGED = "e"  # inside `with average.applied()`: the averages are the model's weights
     STALE = "w"  # a pipeline runs without flush
-    BETWEEN = "o"  # the same, but for the updates that it makes itself
+    BETWEEN = "o"  # the same, except for the updates that it makes itself
 
 
 class Operation(Enum):
-    """What users ask for. The value is its name in messages."""
+    """A call of a user. The value is its name in messages."""
 
     FORWARD = "a forward"
     LONE_FORWARD = "a forward of its own"
@@ -68,9 +69,9 @@ class Operation(Enum):
     UNWRAP = "unwrap_model"
 
 
-# Three reasons fill the table. A weight is not read while units or stages have weights of different
-# steps. Values are not set where what goes on would lose them, or would use both. What gives homes
-# away, or takes all of them anew, needs a job in which nothing goes on.
+# Three reasons fill the table. Weights are not read while units or stages are at different steps.
+# Values are not set if a running activity would lose them, or use both old and new. Operations that
+# free all homes, or load all of them, need an idle job.
 TABLE = """
                                u f b a s p e w o
     FORWARD                    u . . . . . . . .
@@ -108,8 +109,8 @@ TABLE = """
     UNWRAP                     u f b a s p e w .
 """
 
-# Asked in every pass, or from inside a use: the states are looked at as they are. Every other
-# operation first puts right what an exception left, and takes what users wrote to state dicts.
+# Checked in every pass, or inside a use, against the states as they are. All other operations first
+# recover from an exception, and send home what users wrote to state dicts.
 QUICK = {
     Operation.FORWARD,
     Operation.LONE_FORWARD,
@@ -146,7 +147,7 @@ REMEDIES = {
     State.STALE: STALE_REMEDY,
     State.BETWEEN: STALE_REMEDY,
 }
-# What helps in one cell more than the remedy for the state does.
+# Better remedies for single cells than the state's.
 SPECIAL = {
     (Operation.STEP, State.BACKWARD): "optimizer.step() inside a backward, from a hook: to step units while it runs, use "
     "`with optimizer.step_in_backward(): loss.backward()`, and call step() after that.",

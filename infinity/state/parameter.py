@@ -1,11 +1,13 @@
-"""Parameters at rest. While a unit is at home its parameters keep identity, shape, dtype and device, and no storage.
+"""Parameters at rest. While a unit is at home its parameters keep identity, shape, dtype and
+device, and have no storage.
 
-ResidentParameter   the bytes are there; torch treats it as any Parameter
-StoredParameter     the bytes are at home; metadata answers, ``detach`` and ``data`` give a StoredAlias, a full
-                    ``copy_`` writes home, and anything else gathers (inside a forward or backward) or raises
+ResidentParameter   the bytes are on the device; torch treats it as any Parameter
+StoredParameter     the bytes are at home. Metadata is available, ``detach`` and ``data`` give a
+                    StoredAlias, a full ``copy_`` writes home. Any other use gathers (inside a
+                    forward or backward) or raises
 StoredAlias         the detached counterpart of a StoredParameter, under the same rules
-StoredDTensor       a distributed parameter whose local part is at home; while that is on the device its class is exactly DTensor,
-                    which torch dispatches fast
+StoredDTensor       a distributed parameter whose local part is at home; while that is on the device
+                    its class is exactly DTensor, which torch dispatches fast
 
 ``grad`` of both parameter classes is the engine's: see :mod:`infinity.gradients`.
 """
@@ -27,7 +29,7 @@ from .lent import lent_to
 
 
 class _ManagedGrad:
-    """The ``grad`` of a managed parameter: the engine's stand-in for what landed."""
+    """The ``grad`` of a managed parameter: the engine's stand-in for the landed gradient."""
 
     def __get__(self, param, owner=None):
         if param is None:
@@ -36,7 +38,7 @@ class _ManagedGrad:
         if handle is None or handle.grad is None:
             return raw_grad(param)
         if torch._C._current_graph_task_id() != -1 and (accumulated := raw_grad(param)) is not None:
-            return accumulated  # which has not landed: a hook of somebody else's runs before ours
+            return accumulated  # not yet landed: another hook runs before ours
         return handle.engine.gradients.get(handle)
 
     def __set__(self, param, value):
@@ -51,7 +53,8 @@ class _ManagedGrad:
 
 
 class _WatchedData:
-    """``p.data`` of a resident parameter: what is changed through it inside a forward must reach the home too."""
+    """``p.data`` of a resident parameter: changes through it inside a forward must reach the home
+    too."""
 
     def __get__(self, param, owner=None):
         if param is None:
@@ -89,7 +92,7 @@ class ResidentParameter(torch.nn.Parameter):
 
 
 def _metadata_functions() -> set:
-    """Functions that read or write what a tensor is, never its bytes."""
+    """Returns functions that read or write a tensor's metadata, never its bytes."""
     attributes = (
         "shape dtype device requires_grad grad_fn is_leaf layout ndim names is_cuda is_cpu is_meta is_sparse "
         "is_sparse_csr is_quantized is_mkldnn is_nested is_mps is_xpu is_mtia is_vulkan is_ipu is_maia _version "
@@ -112,7 +115,7 @@ def _metadata_functions() -> set:
 
 
 _METADATA = _metadata_functions()
-# What these return has the shape, dtype and device of a tensor, and nothing of its bytes.
+# Their results have the shape, dtype and device of a tensor, and none of its bytes.
 _LIKE = {getattr(torch, f"{kind}_like") for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")} | {
     getattr(torch.Tensor, f"new_{kind}") for kind in ("empty", "empty_strided", "zeros", "ones", "full", "tensor")
 }
@@ -136,7 +139,7 @@ class _Stored:
             with DisableTorchFunction():
                 return func(*args, **kwargs)
         if func is torch.Tensor.is_pinned:
-            return False  # torch looks at the address
+            return False  # torch would read the address
         subject = args[0] if args and isinstance(args[0], _Stored) else None
         leaves = tree_flatten((args, kwargs))[0]
         if func in _LIKE and subject is not None and not any(isinstance(leaf, _Stored) for leaf in leaves[1:]):
@@ -163,7 +166,8 @@ class _Stored:
                 return subject
             for tensor in touched:
                 handle_of(tensor).engine.touch(handle_of(tensor), getattr(func, "__name__", str(func)))
-                if isinstance(tensor, torch.nn.Parameter):  # so that its next use comes by here too
+                # So that its next use is routed through here too.
+                if isinstance(tensor, torch.nn.Parameter):
                     tensor.__class__ = StoredDTensor if is_distributed(tensor) else StoredParameter
             args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs))
             with engine.saving_tensors(), DisableTorchFunction():
@@ -201,15 +205,15 @@ class StoredDTensor(_Stored, DTensor):
     __torch_function__ = _Stored.__torch_function__
 
     def to_local(self, *args, **kwargs):
-        """Gathers the local part inside a forward or backward; refused elsewhere."""
+        """Gathers the local part inside a forward or backward; raises UsageError elsewhere."""
         return self._gathered("to_local").to_local(*args, **kwargs)
 
     def full_tensor(self, *args, **kwargs):
-        """Gathers the global tensor inside a forward or backward; refused elsewhere."""
+        """Gathers the global tensor inside a forward or backward; raises UsageError elsewhere."""
         return self._gathered("full_tensor").full_tensor(*args, **kwargs)
 
     def redistribute(self, *args, **kwargs):
-        """Redistributes the tensor inside a forward or backward; refused elsewhere."""
+        """Redistributes the tensor inside a forward or backward; raises UsageError elsewhere."""
         return self._gathered("redistribute").redistribute(*args, **kwargs)
 
     def _gathered(self, what: str) -> DTensor:
@@ -238,7 +242,8 @@ def _detached(subject: torch.Tensor) -> torch.Tensor:
 
 
 class StoredAlias(_Stored, torch.Tensor):
-    """The detached tensor of a StoredParameter: same rules, no gradient, and nothing behind it that could be read."""
+    """The detached tensor of a StoredParameter: same rules, no gradient, and no readable
+    storage."""
 
     @staticmethod
     def of(source: torch.Tensor) -> StoredAlias:
@@ -261,8 +266,8 @@ class StoredAlias(_Stored, torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        # Only what goes around __torch_function__ gets here: torch.tensor(alias), say. What goes around this too
-        # (DLPack) meets the guard.
+        # Only calls that bypass __torch_function__ arrive here: torch.tensor(alias), for example.
+        # Calls that bypass this too (DLPack) meet the storage guard.
         aliases = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, StoredAlias)]
         engine = handle_of(aliases[0]).engine
         with engine.uses.begin():
@@ -278,7 +283,8 @@ STORED = StoredParameter, StoredDTensor
 
 
 def _like(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
-    """``func`` of a tensor at rest, of which it asks its shape. Raises UsageError where a known mistake begins with that."""
+    """Calls ``func``, which needs only the shape of a tensor at rest. Raises UsageError for a known
+    misuse."""
     handle = handle_of(subject)
     if mistakes.advice():
         raise handle.engine.refusal(handle, func.__name__)
@@ -287,7 +293,8 @@ def _like(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tenso
 
 
 def _grad_of_places(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.grad`` of parameters at rest: what it asks for is their place in the graph, not their bytes."""
+    """Calls ``torch.autograd.grad`` for parameters at rest: it needs their nodes in the graph, not
+    their bytes."""
 
     def place(tensor: Any) -> Any:
         if tensor.__class__ not in STORED:
@@ -300,7 +307,7 @@ def _grad_of_places(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def _on_lent(func, args: tuple, kwargs: dict) -> Any:
-    """``func`` of what the parameters among its arguments stand for."""
+    """Calls ``func`` with the borrowed tensors of the parameters among its arguments."""
 
     def replaced(param: torch.Tensor) -> torch.Tensor:
         lent = lent_to(param)
@@ -311,11 +318,13 @@ def _on_lent(func, args: tuple, kwargs: dict) -> Any:
             lent_to(args[0]).copy_(args[1])
         return None
     result = func(*(new := tree_map_only(STORED, replaced, (args, kwargs)))[0], **new[1])
-    return args[0] if args and args[0].__class__ in STORED and result is new[0][0] else result  # in place
+    # In place.
+    return args[0] if args and args[0].__class__ in STORED and result is new[0][0] else result
 
 
 def _equal(one: Any, other: Any) -> bool | None:
-    """``torch.equal`` of a parameter at rest: libraries look for one among others by it. None where that takes a forward's gather."""
+    """Compares a parameter at rest as ``torch.equal`` does: libraries search for one among others
+    that way. Returns None if a forward has to gather for it."""
     if not isinstance(other, torch.Tensor) or handle_of(one).engine.computing:
         return None
     if handle_of(one) is handle_of(other):
@@ -332,7 +341,7 @@ _TYPE_NAMES = {dtype: torch.empty(0, dtype=dtype).type().removeprefix("torch.") 
 
 
 def _converts_to_itself(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> bool:
-    """Whether a conversion asks for what the tensor already is, so that torch would return it unchanged."""
+    """Returns whether a conversion would return the tensor unchanged."""
     with torch.device("meta"):
         probe = torch.empty_strided(tuple(subject.shape), subject.stride(), dtype=subject.dtype, device="meta")
     if kwargs.get("copy"):
@@ -352,11 +361,11 @@ def _converts_to_itself(func, subject: torch.Tensor, args: tuple, kwargs: dict) 
     return func(probe, *rest, **named) is probe
 
 
-_META = torch.device("meta")  # of the probe of a conversion, in place of the tensor's own
+_META = torch.device("meta")  # stands for the tensor's own device in the probe of a conversion
 
 
 def _device(value: Any) -> torch.device | None:
-    """Returns the device that an argument names; None where it names none."""
+    """Returns the device that an argument names, or None."""
     if isinstance(value, (str, int)) and not isinstance(value, bool):
         try:
             return torch.device(value)
@@ -373,7 +382,8 @@ def _is_own_device(value: Any, subject: torch.Tensor) -> bool:
 
 
 def _set_data(subject: torch.Tensor, value: torch.Tensor) -> None:
-    """``p.data = p`` is what module.to() does when nothing changes; anything else would part from the home."""
+    """Allows ``p.data = p``, which an unchanged module.to() does. Any other value would not reach
+    home, and raises."""
     if value is subject or handle_of(value) is handle_of(subject):
         return
     name = handle_of(subject).name

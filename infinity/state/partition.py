@@ -1,8 +1,10 @@
-"""Partition: which parameters move together, found from the model itself.
+"""Partition: groups the parameters that move together, from the model's structure.
 
-block   a child of a ModuleList, ModuleDict or Sequential with a sibling of the same class: the repeated part of a model
-rest    everything else; a module whose own parameters are large is a unit, small ones share one
-owner   a module whose forward needs a unit: the block, or any module that holds one of the unit's parameters
+block   a child of a ModuleList, ModuleDict or Sequential with a sibling of the same class: the
+        repeated part of a model
+rest    everything else: a module with large parameters of its own is a unit, small ones share one
+owner   a module whose forward needs a unit: the block, or any module that holds one of the unit's
+        parameters
 """
 
 from __future__ import annotations
@@ -30,21 +32,25 @@ class Group:
     name: str
     params: list[nn.Parameter]
     owners: list[nn.Module]
-    block: nn.Module | None = None  # the module that is this unit, where it is one
-    tile_rows: int = 0  # its one weight comes to the device in tiles of so many rows; 0: whole
-    is_divided: bool = False  # experts that other data ranks have others of
+    block: nn.Module | None = None  # the module that is this unit, if it is one
+    # Its one weight is brought to the device in tiles of this many rows; 0: whole.
+    tile_rows: int = 0
+    is_divided: bool = False  # experts, of which other data ranks have others
 
 
 def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
-    """Tells whether the engine moves ``param``. Parameter subclasses (quantised ones, say) stay where they are."""
+    """Tells whether the engine moves ``param``. Parameter subclasses (quantised ones, for example)
+    stay in place."""
     return type(param) is nn.Parameter or is_distributed_parameter(param)
 
 
 def partition(model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.Parameter, int] | None = None) -> list[Group]:
-    """Makes the groups of ``model`` in the order of its modules; every managed parameter is in exactly one.
+    """Makes the groups of ``model`` in the order of its modules; every managed parameter is in
+    exactly one.
 
-    ``units``: "auto", or class names of the modules that are units. ``tiled``: weights that run in tiles -> rows of a
-    tile; each is a group of its own, which nobody owns. Raises ConfigError for a name without a module.
+    ``units``: "auto", or class names of the modules that are units. ``tiled``: weights that run in
+    tiles -> rows of a tile; each is a group of its own without an owner. Raises ConfigError for a
+    name without a module.
     """
     blocks = list(_repeated_blocks("", model)) if isinstance(units, str) else _named_blocks(model, units)
     names = parameter_names(model)
@@ -53,11 +59,13 @@ def partition(model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.
     for param in [
         param for param in dict.fromkeys(model.parameters()) if is_shared(param) and is_managed(param) and param not in taken
     ]:
-        groups.append(Group(names[param][0], [param], []))  # alone, so that it lies alike on both of its stages
+        # Alone, so that both of its stages have the same layout.
+        groups.append(Group(names[param][0], [param], []))
         taken.add(param)
     for name, module in model.named_modules():
         if params := [p for p in divided_parameters(module) if is_managed(p) and p not in taken]:
-            groups.append(Group(name, params, [module], is_divided=True))  # of other ranks than what is around them
+            # On other ranks than the modules around them.
+            groups.append(Group(name, params, [module], is_divided=True))
             taken |= set(params)
     for name, block in blocks:
         params = [p for p in dict.fromkeys(block.parameters()) if is_managed(p) and p not in taken]
@@ -75,7 +83,7 @@ def _nbytes(params: list[nn.Parameter]) -> int:
 
 
 def _repeated_blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Outermost blocks first in module order; nothing inside a block is looked at."""
+    """Yields the outermost blocks in module order, without searching inside a block."""
     repeated: set[type] = set()
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         counts = Counter(type(child) for child in module.children())
@@ -102,7 +110,8 @@ def _named_blocks(model: nn.Module, units: tuple[str, ...]) -> list[tuple[str, n
 
 
 def _rest(model: nn.Module, taken: set[nn.Parameter], *, small: int, cap: int) -> list[Group]:
-    """Groups of the parameters outside blocks: one per module with much, one for those with little (up to ``cap``)."""
+    """Groups the parameters outside blocks: one group per module with more than ``small`` bytes;
+    smaller ones share groups of up to ``cap`` bytes."""
     groups: list[Group] = []
     shared: Group | None = None
     for name, module in model.named_modules():
@@ -123,7 +132,7 @@ def _rest(model: nn.Module, taken: set[nn.Parameter], *, small: int, cap: int) -
 
 
 def _add_outside_owners(model: nn.Module, groups: list[Group]) -> None:
-    """Tied parameters: every module that holds one outside its group's owners is an owner too."""
+    """Makes every module that holds a tied parameter an owner of that parameter's group."""
     group_of = {param: group for group in groups for param in group.params}
     inside = {id(group): {m for owner in group.owners for m in owner.modules()} for group in groups}
     for module in model.modules():
@@ -134,10 +143,11 @@ def _add_outside_owners(model: nn.Module, groups: list[Group]) -> None:
 
 
 def held_nbytes(model: nn.Module, groups: list[Group], nbytes_of: dict[int, int]) -> int:
-    """Counts the most weight bytes that a forward or backward holds at once. ``nbytes_of``: id(group) -> bytes.
+    """Returns the most weight bytes that a forward or backward holds at once. ``nbytes_of``:
+    id(group) -> bytes.
 
-    Nested forwards hold the units of all of them, and a backward holds a unit of several owners (tied weights, small
-    ones that share a unit) from its first use to its last.
+    Nested forwards hold the units of all of them. A backward holds a unit of several owners (tied
+    weights, small ones that share a unit) from its first use to its last.
     """
     owned: dict[nn.Module, list[Group]] = {}
     for group in groups:
@@ -158,7 +168,8 @@ def held_nbytes(model: nn.Module, groups: list[Group], nbytes_of: dict[int, int]
 
 
 def parameter_names(model: nn.Module) -> dict[torch.Tensor, list[str]]:
-    """Maps each parameter to all its names, in the order of ``named_parameters(remove_duplicate=False)``."""
+    """Maps each parameter to all its names, in the order of
+    ``named_parameters(remove_duplicate=False)``."""
     names: dict[torch.Tensor, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)

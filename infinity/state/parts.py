@@ -1,4 +1,4 @@
-"""Parts: makes one module of several that are parts of one model: what a rank of a pipeline has of it."""
+"""Parts: one module made of several parts of one model, those of a pipeline's rank."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 class Parts(nn.Module):
     """Holds several modules as one, each parameter under the name that it has in its part.
 
-    Parts whose parameters have the same names for different tensors (two Sequentials) are told apart by their number: ``0.weight`` of the
-    second one is ``1.0.weight``. Never called: the parts are.
+    If parts have the same names for different tensors (two Sequentials), their number is prefixed:
+    ``0.weight`` of the second one is ``1.0.weight``. Never called: the parts are.
     """
 
     def __init__(self, parts: Sequence[nn.Module]):
         super().__init__()
         self.__dict__["merged_of"] = {}
-        self.__dict__["parts"] = list(parts)  # no children of their own: their children are
-        # What draws values for a model on meta: a transformers model's own.
+        self.__dict__["parts"] = list(parts)  # no children: their children are ours
+        # Draws the values of a model on meta: a transformers model's own.
         if callable(draw := next((part._init_weights for part in parts if hasattr(part, "_init_weights")), None)):
             self.__dict__["_init_weights"] = draw
         if _have_names_in_common(parts):
@@ -29,12 +29,14 @@ class Parts(nn.Module):
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
-    """Lists the modules of ``model`` that are called from outside: itself, or the parts that it holds."""
+    """Lists the modules of ``model`` that are called from outside: itself, or the parts that it
+    holds."""
     return model.__dict__["parts"] if isinstance(model, Parts) else [model]
 
 
 def called_for(model: nn.Module, module: nn.Module) -> list[nn.Module]:
-    """Lists the modules that are called where ``module`` of ``model`` is meant: itself, or those that it was merged of."""
+    """Lists the modules that a call of ``module`` of ``model`` means: itself, or those merged into
+    it."""
     return model.__dict__["merged_of"].get(module, [module]) if isinstance(model, Parts) else [module]
 
 
@@ -44,8 +46,9 @@ def _have_names_in_common(parts: Sequence[nn.Module]) -> bool:
 
 
 def _merge(into: nn.Module, modules: Sequence[nn.Module], merged_of: dict[nn.Module, list[nn.Module]]) -> None:
-    """Gives ``into`` all that ``modules`` have, which are the same module of several parts. A tensor of its own is kept in one place, so
-    that who replaces it there replaces it for all. Of buffers with the same name the first one keeps it."""
+    """Merges ``modules``, the same module in several parts, into ``into``. They then share one dict
+    of parameters, so that replacing a tensor there replaces it for all. If buffers have one name,
+    the first keeps it."""
     merged_of[into] = list(modules)
     for module in modules:
         into._parameters.update(module._parameters)

@@ -1,9 +1,9 @@
-"""Residency: says where a unit's bytes are, and which moves there are.
+"""Residency: where a unit's bytes are, and the legal moves between these states.
 
 STORED     home only; costs nothing above it
 FETCHING   home -> staging slots in flight, piece by piece; slots charged
 STAGED     bytes in staging slots, verified when gathered; slots charged
-GATHERING  slots (or a memory home) -> device, and from other ranks what they have
+GATHERING  slots (or a memory home), and the other ranks' slices -> device
 RESIDENT   parameters usable; device bytes charged
 """
 

@@ -1,11 +1,11 @@
 """ParamShard: converts between parameters of one dtype in one unit and their flat arrays, exactly.
 
-weight      what the model computes with, in the compute dtype
-master      what the optimizer updates where that is not the weight itself: the low 16 bits (split) or fp32
-moments     exp_avg and exp_avg_sq, or whatever of them the optimizer has
+weight      the values that the model computes with, in the compute dtype
+master      the optimizer's copy, unless it updates the weight: the low 16 bits (split) or fp32
+moments     exp_avg and exp_avg_sq, or those of them that the optimizer has
 scales      of 8-bit moments: one byte for each block of 64 elements, always in memory
-gradient    what backward landed, until the step consumes it
-stepped     whether the optimizer updates these parameters; a shard that is not has weights only
+gradient    accumulated by the backward, until the step consumes it
+stepped     whether the optimizer updates these parameters; else the shard has weights only
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ ENCODED_AT_ONCE = 1024 * 1024  # elements
 class ParamShard(ShardArrays):
     """The arrays of one shard and exact conversion between them and parameter values.
 
-    With other ranks, reading a value needs all of them; writing one does not.
+    With several ranks, every rank must call to read a value; writing one is local.
     """
 
     # --- parameter values ---
 
     def read_value(self, store: ArrayIO, index: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Reads parameter ``index`` as a new tensor of ``dtype`` (default: as wrapped), from the master where it is wider."""
+        """Reads parameter ``index`` as a new tensor of ``dtype`` (default: as wrapped), from the
+        master if that is wider. Every rank calls this."""
         with store.guarding():
             self.wait()
         dtype = dtype or self.spec.wrapped_dtype
@@ -40,37 +41,40 @@ class ParamShard(ShardArrays):
         return self._shaped(self._joined(weight, lambda: self.read_part(store, "master", index), dtype), index)
 
     def _joined(self, weight: torch.Tensor, read_master: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Returns the values of flat ``weight`` in ``dtype``, from the master where that is wider."""
+        """Returns the values of flat ``weight`` in ``dtype``, from the master if that is wider."""
         if dtype != self.spec.dtype and "master" in self.arrays:
             master = read_master()
             weight = native.join_master(weight, master) if self.spec.master == native.Master.SPLIT else master
         return weight.to(dtype)
 
     def assembling_values(self, store: ArrayIO) -> AbstractContextManager[None]:
-        """Has :meth:`read_value` in the block read of whole arrays: see :meth:`assembling`."""
+        """Returns a block in which :meth:`read_value` reads from whole arrays: see
+        :meth:`assembling`."""
         with store.guarding():
             self.wait()
         return self.assembling(store, ("weight", *(["master"] if self.spec.wrapped_dtype != self.spec.dtype else [])))
 
     def assembling_state(self, store: ArrayIO, moments: Iterable[str], *, masters: bool) -> AbstractContextManager[None]:
-        """Has :meth:`read_moment` of ``moments`` and, with ``masters``, :meth:`read_master` in the block read of whole arrays."""
+        """Returns a block in which :meth:`read_moment` of ``moments`` reads from whole arrays. With
+        ``masters``, :meth:`read_master` does so too."""
         self.wait()
         coded = self.spec.moment_dtype == torch.uint8
         scales = [SCALES[name] for name in moments if coded and name in MOMENTS]
         return self.assembling(store, (*moments, *scales, *(["weight", "master"] if masters else [])))
 
     def write_value(self, store: ArrayIO, index: int, value: torch.Tensor, *, version: int, fresh: bool = False) -> None:
-        """Sets parameter ``index``: master and weight become ``value``. ``fresh``: nothing but a value has been here yet."""
+        """Sets parameter ``index``: master and weight become ``value``. ``fresh``: the arrays hold
+        no state yet."""
         self.write_flattened(store, index, self.flattened(value, index), version=version, fresh=fresh)
 
     def write_flattened(self, store: ArrayIO, index: int, flat: torch.Tensor, *, version: int, fresh: bool = False) -> None:
-        """Sets parameter ``index`` from a value as :meth:`flattened` gives it. Doing it twice is doing it once."""
+        """Sets parameter ``index`` from a value in the form of :meth:`flattened`. Idempotent."""
         self.wait_idle()
         self._write_encoded(store, self.layout.placements[index].offset, flat, version, fresh)
 
     def write_first_values(self, store: ArrayIO, index: int, begin: int, values: torch.Tensor) -> None:
-        """Sets the elements of parameter ``index`` of a fresh shard from ``begin`` on, counted row by row, to flat
-        ``values``."""
+        """Sets elements of parameter ``index`` of a fresh shard to flat ``values``, from ``begin``
+        on in row-major order."""
         self.wait_idle()
         place = self.layout.placements[index]
         values = values.to(self.spec.wrapped_dtype)
@@ -83,8 +87,8 @@ class ParamShard(ShardArrays):
             self.write_value(store, index, value, version=0, fresh=True)
 
     def _write_encoded(self, store: ArrayIO, offset: int, flat: torch.Tensor, version: int, fresh: bool) -> None:
-        """Master and weight of ``flat``, in pieces: what they are made of is several times as large. Low bits that are zero
-        need not be written where nothing was yet."""
+        """Writes the master and weight of ``flat`` in pieces, because encoding needs several times
+        their bytes. Zero low bits are not written to a fresh array."""
         spec = self.spec
         no_low_bits = fresh and spec.master == native.Master.SPLIT and flat.dtype == spec.dtype == torch.bfloat16
         for begin in range(0, flat.numel(), ENCODED_AT_ONCE):
@@ -98,9 +102,13 @@ class ParamShard(ShardArrays):
     def changes(
         self, store: ArrayIO, index: int, weight: torch.Tensor, *, before: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Computes the arrays' parts of parameter ``index`` so that its elements whose value, in the dtype of ``weight``, differs
-        from ``before`` (None: from the one at home) become ``weight``'s. The masters of the others keep the bits below its
-        precision. Empty where nothing differs. Nothing is written: see :meth:`write_changes`."""
+        """Computes parameter ``index``'s parts of the arrays after an edit. Elements of ``weight``
+        that differ from ``before`` (None: from home), in the dtype of ``weight``, replace those at
+        home.
+
+        Masters of the other elements keep the bits below its precision. Empty if nothing differs.
+        Writes nothing: see :meth:`write_changes`.
+        """
         self.wait_idle()
         begin, end = self.own_part("weight", index)
         if begin == end:
@@ -121,18 +129,19 @@ class ParamShard(ShardArrays):
         return {name: torch.where(changed, part, store.read(self.arrays[name], begin, end)) for name, part in encoded.items()}
 
     def holds(self, store: ArrayIO, index: int, value: torch.Tensor) -> bool:
-        """Tells whether this rank's part of parameter ``index`` at home is ``value``, bit for bit, in the model's compute dtype."""
+        """Tells whether this rank's part of parameter ``index`` at home equals ``value``, bit for
+        bit, in the compute dtype."""
         return value.dtype == self.spec.dtype and not self.changes(store, index, value)
 
     def write_changes(self, store: ArrayIO, index: int, parts: dict[str, torch.Tensor], *, version: int) -> None:
-        """Writes what :meth:`changes` found. Doing it twice is doing it once."""
+        """Writes the result of :meth:`changes`. Idempotent."""
         self.wait_idle()
         begin = self.own_part("weight", index)[0] - self.own("weight")[0]
         for name, part in parts.items():
             store.write(self.arrays[name], begin, part, version=version)
 
     def settle_master(self, store: ArrayIO, index: int, *, version: int) -> None:
-        """Makes parameter ``index``'s master, where there is one, what its weight at home is."""
+        """Sets parameter ``index``'s master, if any, from its weight at home."""
         begin, end = (at - self.own("weight")[0] for at in self.own_part("weight", index))
         for at in range(begin, end if "master" in self.arrays else begin, ENCODED_AT_ONCE):
             weight = store.read(self.weight, at, min(end, at + ENCODED_AT_ONCE))
@@ -140,16 +149,16 @@ class ParamShard(ShardArrays):
 
     @property
     def hides_bits(self) -> bool:
-        """Whether the masters have bits that the values, in the dtype they were wrapped with, do not show."""
+        """Whether the masters have bits that values in the wrapped dtype do not show."""
         return "master" in self.arrays and self.spec.wrapped_dtype != torch.float32
 
     def read_master(self, store: ArrayIO, index: int) -> torch.Tensor:
-        """Reads the fp32 master of parameter ``index``, as a new tensor."""
+        """Reads the fp32 master of parameter ``index``, as a new tensor. Every rank calls this."""
         return self.read_value(store, index, torch.float32)
 
     def write_master(self, store: ArrayIO, index: int, master: torch.Tensor, *, version: int) -> int:
-        """Sets the bits of parameter ``index``'s fp32 master below the weight's precision. An element whose weight at home is not
-        the master's keeps the weight; returns how many there are."""
+        """Sets the bits of parameter ``index``'s fp32 master below the weight's precision. Elements
+        whose weight at home differs from the master's keep theirs; returns their number."""
         self.wait_idle()
         begin, end = self.own_part("weight", index)
         if begin == end:
@@ -163,7 +172,8 @@ class ParamShard(ShardArrays):
         return int((~same).sum())
 
     def encode(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encodes flat values of any float dtype as the bytes of weight and, where there is one, master."""
+        """Encodes flat values of any float dtype as the arrays of weight and, if there is one,
+        master."""
         dtype = self.spec.dtype
         if not self.spec.stepped or self.spec.master == native.Master.OWN:
             return {"weight": value.to(dtype)}
@@ -179,7 +189,8 @@ class ParamShard(ShardArrays):
     # --- moments ---
 
     def read_moment(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
-        """Reads moment ``name`` of parameter ``index`` as a new tensor in its dtype at rest; fp32 where that is 8-bit."""
+        """Reads moment ``name`` of parameter ``index`` as a new tensor in its stored dtype; fp32 if
+        that is 8-bit. Every rank calls this."""
         self.wait()
         values = self.read_part(store, name, index)
         if name in MOMENTS and self.spec.moment_dtype == torch.uint8:
@@ -198,17 +209,18 @@ class ParamShard(ShardArrays):
         self.write_part(store, SCALES[name], index, scales, version=version)
 
     def write_flat(self, store: ArrayIO, name: str, index: int, value: torch.Tensor, *, version: int) -> None:
-        """Writes ``value`` as it is (cast to the array's dtype) to parameter ``index``'s part of array ``name``."""
+        """Writes ``value``, cast to the array's dtype, to parameter ``index``'s part of array
+        ``name``."""
         self.write_part(store, name, index, self.flattened(value, index).to(self.arrays[name].dtype), version=version)
 
-    # --- shape: a parameter's elements lie in the order of its strides ---
+    # --- shape: a parameter's elements are in the order of its strides ---
 
     def _shaped(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         place = self.layout.placements[index]
         return flat.as_strided(place.shape, place.stride)
 
     def flattened(self, value: torch.Tensor, index: int) -> torch.Tensor:
-        """Copies parameter ``index``'s ``value``, flat, to the CPU, in the order in which its elements lie."""
+        """Copies parameter ``index``'s ``value``, flat, to the CPU, in the order of its strides."""
         place = self.layout.placements[index]
         flat = torch.empty(place.numel, dtype=value.dtype, device="cpu")
         flat.as_strided(place.shape, place.stride).copy_(value.detach())

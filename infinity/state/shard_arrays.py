@@ -1,8 +1,10 @@
-"""ShardArrays: keeps one shard's flat arrays at their homes, and follows them through the optimizer's updates.
+"""ShardArrays: one shard's flat arrays at their homes, and the optimizer's running updates of them.
 
-shadow      room for the results of an update made ahead; when the step turns out to be that one, it and the state change places
-older       the weights as they were before the last update, where both are kept: it makes the new ones beside them, and they change places
-last read   when no copy to the device reads the weights at home any more
+shadow      buffers for the results of an update made ahead; if the step uses it, they and the state
+            are swapped
+older       the weights before the last update, if both versions are kept: an update writes its
+            result there, and the two are swapped
+last read   the event after which no copy to the device reads the weights at home
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from .shard_spec import ShardSpec
 
 
 class ShardArrays(ArrayParts):
-    """The flat arrays of one shard: where they are, which of their elements are whose, and what is under way."""
+    """One shard's flat arrays: homes, each parameter's elements, and running updates."""
 
     def __init__(self, spec: ShardSpec, params: Sequence[torch.nn.Parameter], collectives: Collectives | None = None):
         super().__init__(spec, params, collectives)
@@ -36,20 +38,19 @@ class ShardArrays(ArrayParts):
 
     @property
     def weight_nbytes(self) -> int:
-        """Bytes of the whole weights, as they lie on the device."""
+        """Bytes of the whole weights, as on the device."""
         return self.layout.numel * self.spec.dtype.itemsize
 
     @property
     def slice_nbytes(self) -> int:
-        """Bytes of this rank's slice of the weights, as it lies at home."""
+        """Bytes of this rank's slice of the weights, as at home."""
         return self.slice_numel * self.spec.dtype.itemsize
 
     def allocate(
         self, store: ShardStore, tiers: dict[str, Tier], what: str, *, kept: Collection[str] = (), shadowed: bool = False
     ) -> None:
-        """Allocates every array at the tier that ``tiers`` gives its name; those in ``kept`` are cached on the host. ``shadowed``:
-        room for a shadow too."""
-        homes = self.ranks.row.homes if self.ranks.row is not None else None  # that other ranks can read
+        """Allocates arrays at ``tiers``, host caches of ``kept`` and, if ``shadowed``, a shadow."""
+        homes = self.ranks.row.homes if self.ranks.row is not None else None  # read by other ranks
         for name, dtype in self.spec.array_dtypes().items():
             begin, end = self.own(name)
             numel, make = end - begin, homes.make_region if homes is not None and name == "weight" else native.Region
@@ -63,11 +64,11 @@ class ShardArrays(ArrayParts):
 
     @property
     def weight_regions(self) -> list[native.Region | None]:
-        """The memory of what the weights are, and may be after the next update; None for what has none of the host's."""
+        """The host memory of the weights, now and after the next update, or None."""
         return [array.region for array in (self.weight, self.older)]
 
     def allocate_missing(self, store: ShardStore, spec: ShardSpec, tiers: dict[str, Tier], what: str) -> dict[str, StateArray]:
-        """Allocates, after the wrap, zeroed arrays that ``spec`` has and this shard has not. Nothing uses them before :meth:`grow`."""
+        """Allocates, after the wrap, ``spec``'s missing arrays, zeroed, for :meth:`grow`."""
         made: dict[str, StateArray] = {}
         try:
             for name, dtype in spec.array_dtypes().items():
@@ -81,11 +82,11 @@ class ShardArrays(ArrayParts):
         return made
 
     def grow(self, spec: ShardSpec, arrays: dict[str, StateArray]) -> None:
-        """Makes this a shard of ``spec``, which has ``arrays`` besides (AT_HOME only). A second call does nothing."""
+        """Makes this a shard of ``spec`` with more ``arrays`` (AT_HOME only). Idempotent."""
         self.spec, self.contents.arrays = spec, self.arrays | arrays
 
     def keep_older(self, store: ShardStore, what: str) -> None:
-        """Takes room for the weights as they were before the last update (AT_HOME only). Raises CapacityError where there is none."""
+        """Allocates the older weights' array (AT_HOME only). Raises CapacityError without room."""
         if self.spare_arrays:
             raise InternalError(f"the shard of {self.names[0]} has room for a shadow, which cannot be an older version's")
         weight = self.weight
@@ -93,20 +94,20 @@ class ShardArrays(ArrayParts):
         self.contents.beside = {"weight": array}
 
     def drop_older(self, store: ShardStore) -> None:
-        """Gives the room of :meth:`keep_older` back, before any update has used it."""
+        """Frees the memory of :meth:`keep_older`, before any update has used it."""
         if self.spare_arrays:
             store.free_more(self.spare_arrays.pop("weight"))
 
     @property
     def older(self) -> StateArray:
-        """The weights as they were before the last update; those of now where only they are kept."""
+        """The weights before the last update; the current ones if only they are kept."""
         return self.spare_arrays.get("weight", self.weight)
 
-    # --- what is under way ---
+    # --- running updates ---
 
     @property
     def activity(self) -> Activity:
-        """What goes on in the arrays."""
+        """The running activity in the arrays."""
         return self.contents.activity
 
     def _check_move(self, to: Activity) -> None:
@@ -115,27 +116,27 @@ class ShardArrays(ArrayParts):
 
     @property
     def update(self) -> Update | None:
-        """The last update that was submitted, until somebody has waited for it."""
+        """The last submitted update, until it was waited for."""
         return self.contents.update
 
     @property
     def shadow(self) -> Shadow | None:
-        """The update that was made ahead, if there is one."""
+        """The update that was made ahead, if any."""
         return self.contents.shadow
 
     @property
     def last_read(self) -> Event:
-        """After which no copy to the device reads the weights at home."""
+        """The event after which no copy to the device reads the weights at home."""
         return self._last_read
 
     @property
     def spare_arrays(self) -> dict[str, StateArray]:
-        """Room for an update made ahead; what is in it counts while there is a shadow only."""
+        """Buffers for an update made ahead; their content is valid only while there is a shadow."""
         return self.contents.beside
 
     @property
     def shadow_extents(self) -> dict[str, native.Extent]:
-        """Where an update made ahead puts its results; empty where there is no room for one."""
+        """The extents of an update made ahead; empty if there is no room for one."""
         return {name: array.extent for name, array in self.spare_arrays.items()}
 
     def lend(self, event: Event) -> None:
@@ -143,28 +144,28 @@ class ShardArrays(ArrayParts):
         self._last_read = event
 
     def submit(self, update: Update) -> None:
-        """Records ``update``, which is under way (AT_HOME or SHADOWED -> STEPPING). A second call with it does nothing."""
+        """Records the running ``update`` (AT_HOME or SHADOWED -> STEPPING). Idempotent."""
         contents = self.contents
         if contents.update is not update:
             self._check_move(Activity.STEPPING)
             contents.update, contents.shadow = update, None
 
     def advance(self, update: Update, weight: StateArray) -> None:
-        """Records ``update``, which is under way and makes new weights in the room beside the old ones (AT_HOME -> STEPPING): ``weight``, which
-        are the weights from now on; those before are the older ones. A second call with it does nothing."""
+        """Records the running ``update``, which writes the new ``weight`` beside the old one
+        (AT_HOME -> STEPPING). The new one becomes current, the old one older. Idempotent."""
         contents = self.contents
         if self.weight is not weight:
             self._check_move(Activity.STEPPING)
             before = {"weight": self.weight}
-            # In one statement, as in keep_shadow().
+            # One statement, as in keep_shadow().
             contents.arrays, contents.beside, contents.update = contents.arrays | {"weight": weight}, before, update
 
     def wait(self) -> None:
-        """Waits until the last step's bytes are at home (STEPPING -> AT_HOME). Raises what went wrong with it."""
+        """Waits until the last step's bytes are at home (STEPPING -> AT_HOME). Raises its error."""
         self.contents.wait()
 
     def wait_idle(self) -> None:
-        """Waits, and until nothing reads the arrays: they are about to be changed from the host."""
+        """Waits for updates and reads of the arrays, before the host changes them."""
         self.wait()
         self.drop_shadow()
         self._last_read.wait()
@@ -176,16 +177,16 @@ class ShardArrays(ArrayParts):
         self.contents.shadow = shadow
 
     def drop_shadow(self) -> None:
-        """Forgets the shadow once it is over (SHADOWED -> AT_HOME), for what it is made from is about to change."""
+        """Waits for the shadow and drops it (SHADOWED -> AT_HOME): its inputs change."""
         self.contents.drop_shadow()
 
     def keep_shadow(self) -> None:
-        """Makes the shadow the state (SHADOWED -> STEPPING). What was the state is room for the next one."""
+        """Swaps the state with the shadow, which becomes the state (SHADOWED -> STEPPING)."""
         self._check_move(Activity.STEPPING)
         contents = self.contents
         before = {name: contents.arrays[name] for name in contents.beside}
         after, update = contents.arrays | contents.beside, contents.shadow.ticket
-        # In one statement, which nothing interrupts: a state half of which is the shadow's would be no state at all.
+        # One statement, so that no interrupt leaves a state that is half the shadow's.
         contents.arrays, contents.beside, contents.update, contents.shadow = after, before, update, None
 
     def native_layout(self, rule: native.Rule) -> native.Layout:
@@ -200,15 +201,15 @@ class ShardArrays(ArrayParts):
         )
 
     def slice_of_grad(self) -> native.Extent:
-        """Returns this rank's slice of a gradient that lies whole in memory."""
+        """Returns the extent of this rank's slice in a gradient that is whole in memory."""
         size = self.spec.grad_dtype.itemsize
         return self.arrays["grad"].extent.part(self.own_slice[0] * size, self.slice_numel * size)
 
     def write_part(
         self, store: ArrayIO, name: str, index: int, part: torch.Tensor, *, version: int, begin: int = 0, stays: bool = False
     ) -> None:
-        """Puts ``part`` where :meth:`read_part` reads it, from its element ``begin`` on: of it, what is at home here. ``stays``: it does not change
-        until all is at home."""
+        """Writes ``part`` to parameter ``index``'s part of array ``name``, from element ``begin``
+        on, as far as it is at home here. ``stays``: it does not change until all is at home."""
         self.drop_shadow()
         self.last_read.wait()
         begin += self.part(name, index)[0]

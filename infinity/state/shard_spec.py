@@ -1,4 +1,4 @@
-"""ShardSpec: says which arrays a shard has, and their dtypes."""
+"""ShardSpec: which arrays a shard has, and their dtypes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MASTER_DTYPES = {native.Master.SPLIT: torch.int16, native.Master.FLOAT32: torch.
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Describes what the parameters of one shard have in common: it decides which arrays they need."""
+    """The common properties of one shard's parameters, which decide its arrays."""
 
-    wrapped_dtype: torch.dtype  # when the model was wrapped: what state_dict gives back
-    dtype: torch.dtype  # what the model computes with
+    wrapped_dtype: torch.dtype  # dtype at the wrap, and of state_dict
+    dtype: torch.dtype  # compute dtype
     master: native.Master
     grad_dtype: torch.dtype
     moment_dtype: torch.dtype
@@ -30,7 +30,8 @@ class ShardSpec:
     stepped: bool
 
     def trained(self, master: str, moment_count: int) -> ShardSpec:
-        """Describes the same parameters as the optimizer steps them. ``master``: the configuration's."""
+        """Describes the same parameters when the optimizer steps them. ``master``: the
+        configuration's."""
         kind = native.Master.OWN
         if self.dtype != torch.float32 and master != "none":
             split = master == "split" and self.dtype == torch.bfloat16
@@ -51,21 +52,22 @@ class ShardSpec:
         return dtypes
 
     def nbytes_per_element(self) -> dict[str, float]:
-        """Maps the name of every array to its bytes, per parameter element."""
+        """Maps the name of every array to its bytes per parameter element."""
         return self._nbytes_per_element
 
     @cached_property
-    def _nbytes_per_element(self) -> dict[str, float]:  # a plan asks millions of times
+    def _nbytes_per_element(self) -> dict[str, float]:  # cached: a plan needs it millions of times
         return {name: dtype.itemsize / elements_each(name) for name, dtype in self.array_dtypes().items()}
 
 
 def elements_each(name: str) -> int:
-    """Counts the parameter elements to one element of array ``name``."""
+    """Counts the parameter elements per element of array ``name``."""
     return native.MOMENT_BLOCK if name in SCALES.values() else 1
 
 
 def home_of(name: str, weights: Tier, optimizer: Tier, grad: Tier) -> Tier:
-    """Returns the tier of array ``name``. Scales of a state on disk stay on the host: they are too small for blocks of it."""
+    """Returns the tier of array ``name``. Scales of a state on disk stay on the host: they are too
+    small for disk blocks."""
     if name in SCALES.values():
         return Tier.HOST if optimizer is Tier.NVME else optimizer
     return {"weight": weights, "grad": grad}.get(name, optimizer)

@@ -1,4 +1,5 @@
-"""Shared: marks parameters of which another stage of a pipeline has a copy that makes the same steps, for as long as they are wrapped."""
+"""Shared: marks parameters with a copy on another pipeline stage that makes the same steps, while
+they are wrapped."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ MARK = "_infinity_shared"
 
 
 def mark_shared(param: torch.Tensor, *, counts: bool) -> None:
-    """Marks ``param`` as one of two copies. ``counts``: it is the one that norms and checkpoints have."""
+    """Marks ``param`` as one of two copies. ``counts``: norms and checkpoints include this one."""
     setattr(param, MARK, counts)
 
 
 def unmark(param: torch.Tensor) -> None:
-    """Takes the mark back."""
+    """Removes the mark. Idempotent."""
     if is_shared(param):
         delattr(param, MARK)
 
@@ -24,5 +25,5 @@ def is_shared(param: torch.Tensor) -> bool:
 
 
 def is_counted(param: torch.Tensor) -> bool:
-    """Tells whether this stage's copy is the one that counts."""
+    """Tells whether norms and checkpoints include this stage's copy."""
     return getattr(param, MARK, True)

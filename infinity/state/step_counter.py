@@ -1,4 +1,5 @@
-"""StepCounter: counts optimizer steps and backwards, and knows of a step that has begun but not ended."""
+"""StepCounter: counts optimizer steps and backwards, and tracks a step that has begun but not
+ended."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StepCounter:
-    """How far training is."""
+    """Progress of training."""
 
     index: int = 0  # of the last step that was made or begun
-    backwards: int = 0  # that ended since the last step
-    begun: bool = False  # so that the next step is the rest of one
-    streaming: bool = False  # units are stepped as their gradients land, while the backward goes on
-    untold: int = -1  # the last step, where it was cut short, carried to its end, and nobody was told that it was made
-    # Tells the other ranks, at their next meeting, how far this one is.
+    backwards: int = 0  # backwards that ended since the last step
+    begun: bool = False  # the next step is the rest of one
+    streaming: bool = False  # units are stepped in the backward, as their gradients land
+    untold: int = -1  # last step that recovery finished after an interrupt; -1 once reported
+    # Sends this rank's progress to the other ranks at their next barrier.
     note_progress: Callable[..., None] = field(default=lambda *, steps, backwards: None, repr=False, kw_only=True)
 
     def stream(self) -> None:
@@ -28,28 +29,28 @@ class StepCounter:
         self.streaming = False
 
     def give_up(self) -> None:
-        """Forgets the step that has begun: it was lost."""
+        """Drops the step that has begun: it was lost."""
         self.begun = self.streaming = False
 
     def finish(self, index: int) -> None:
-        """Ends step ``index``, of which no backward is left. Done twice it is done once."""
+        """Ends step ``index``, and resets the count of backwards. Idempotent."""
         self.index, self.begun, self.untold, self.backwards = index, False, index, 0
         self.note_progress(steps=index, backwards=0)
 
     def tell(self) -> None:
-        """Notes that the caller knows of the last step."""
+        """Notes that the last step was reported to the caller."""
         self.untold = -1
 
     def count_backwards(self, count: int) -> None:
-        """Sets how many backwards have ended since the last step."""
+        """Sets the number of backwards that ended since the last step."""
         self.untold, self.backwards = -1, count
         self.note_progress(steps=self.index, backwards=count)
 
     def forget_backwards(self) -> None:
-        """Forgets the backwards since the last step, whose gradients are gone: none of them counts."""
+        """Resets the count of backwards since the last step, because their gradients are gone."""
         if self.backwards:
             self.count_backwards(0)
 
     def resume(self, index: int) -> None:
-        """Goes on from a checkpoint after ``index`` steps."""
+        """Continues from a checkpoint after ``index`` steps."""
         self.index, self.begun = index, False

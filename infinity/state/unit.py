@@ -1,4 +1,4 @@
-"""ParamUnit: moves the parameters that are needed together between their home and the device."""
+"""ParamUnit: moves parameters that are needed together between their home and the device."""
 
 from __future__ import annotations
 
@@ -21,53 +21,57 @@ from .residency import MOVES, Residency
 from .shard import ParamShard
 from .unit_buffers import UnitBuffers
 
-PIECE_NBYTES = 8 * 1024 * 1024  # of a read: copied to a device while the next is read; whole checksum blocks
+# Reads in pieces of this size overlap with copies to a device. Whole checksum blocks.
+PIECE_NBYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class ReadPiece:
     """A part of a shard on its way from the disk into the shard's slot."""
 
-    shard: int  # of the unit's
+    shard: int  # index in the unit
     begin: int  # byte of the slice
     nbytes: int
     read: Fetch
 
 
 class ParamUnit(UnitBuffers):
-    """One unit: its shards, its state, and the moves between states."""
+    """One unit: its shards, its residency, and the moves between residencies."""
 
     def __init__(self, index: int, name: str, shards: list[ParamShard], device: Device | None = None):
         super().__init__(index, name, shards, device)
-        self._history: deque[tuple[Residency, Residency | None]] = deque(maxlen=6)  # moves; None: given up
+        # The last moves; None: dropped by rebuild.
+        self._history: deque[tuple[Residency, Residency | None]] = deque(maxlen=6)
         self._slots: list[native.Lease] = []
         self._pieces: list[ReadPiece] = []
         self._charge: native.Charge | None = None
-        self._pending: list[Pending] = []  # gathers under way
+        self._pending: list[Pending] = []  # running gathers
         self.arriving: Event = PAST  # the end of the copy to the device
-        self._read_times: tuple[float, float] | None = None  # of the last read: when it was asked for, and when it was there
-        self._least_offered: int | None = None  # reductions that every rank offered at the rendezvous of the last gather
-        self.older: ParamUnit | None = None  # the same weights before the last update, where those are kept, too
-        self.uses_older = False  # whether those are computed with just now
+        self._read_times: tuple[float, float] | None = None  # start and end of the last read
+        # Reductions that every rank offered at the last gather's rendezvous.
+        self._least_offered: int | None = None
+        self.older: ParamUnit | None = None  # the weights before the last update, if they are kept
+        self.uses_older = False  # whether forwards use those now
 
     @property
     def in_use(self) -> ParamUnit:
-        """What is gathered where the unit is held: itself, or its weights as they were before the last update."""
+        """The unit that a hold gathers: itself, or its weights before the last update."""
         return self.older if self.uses_older and self.older is not None else self
 
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
-        """Watches for changes through ``param.data``, of what is in use."""
+        """Watches for changes through ``param.data``, of the version in use."""
         UnitBuffers.watch(self.in_use, param, data)
 
     @property
     def copies_while_fetching(self) -> bool:
-        """Whether a copy to the device can begin before all of the unit has been read. With other ranks what is done must not
-        go by what has arrived."""
+        """Whether a copy to the device can begin before the whole unit is read. Not with several
+        ranks: their actions must not depend on the progress of reads."""
         return self._device.overlaps and self._ranks.size == 1
 
     @property
     def is_ready(self) -> bool:
-        """Whether the weights can be copied to the device without waiting for a disk or for the last step."""
+        """Whether the weights can be copied to the device without waiting for a disk or the last
+        step."""
         if self.is_staged_from_disk:
             return self.residency is not Residency.STORED and all(piece.read.done for piece in self._pieces)
         return all(shard.update is None or shard.update.done for shard in self.shards)
@@ -75,7 +79,8 @@ class ParamUnit(UnitBuffers):
     # --- moves ---
 
     def fetch(self, store: ShardStore, slots: list[native.Lease]) -> None:
-        """Starts reading into ``slots``, one per shard (STORED -> FETCHING), once the last step's bytes are at home."""
+        """Starts reading into ``slots``, one per shard (STORED -> FETCHING), after the last step's
+        writes."""
         self._move(Residency.FETCHING)
         self._slots = slots
         for index, (shard, slot) in enumerate(zip(self.shards, slots)):
@@ -86,7 +91,8 @@ class ParamUnit(UnitBuffers):
                 self._pieces.append(ReadPiece(index, begin, nbytes, read))
 
     def stage(self) -> None:
-        """Waits for the reads (FETCHING -> STAGED). When one failed the slots are given back and the error is raised."""
+        """Waits for the reads (FETCHING -> STAGED). After a failed read frees the slots and raises
+        its error."""
         error = _first_error(self._pieces)
         self._move(Residency.STAGED if error is None else Residency.STORED)
         if error is not None:
@@ -94,7 +100,8 @@ class ParamUnit(UnitBuffers):
             raise error
 
     def drop(self, store: ShardStore) -> None:
-        """Drops the bytes without using them (FETCHING or STAGED -> STORED). Reads that have not started are taken back."""
+        """Drops the bytes unused (FETCHING or STAGED -> STORED). Cancels reads that have not
+        started, and waits for the others."""
         if self.residency not in (Residency.FETCHING, Residency.STAGED):
             raise self._illegal("be dropped")
         error: Exception | None = None
@@ -105,7 +112,8 @@ class ParamUnit(UnitBuffers):
                 piece.read.wait()
             except InfinityError as failure:
                 cancelled = isinstance(failure, StorageError) and failure.errno == errno.ECANCELED
-                # Bytes that nobody uses may have been overwritten as they were read. Wrong ones on the disk are met by the next read.
+                # These bytes are unused, and may have been overwritten during the read. If the disk
+                # holds wrong bytes, the next read finds out.
                 error = error or (None if cancelled or isinstance(failure, CorruptionError) else failure)
         self._move(Residency.STORED)
         self._release_slots()
@@ -113,15 +121,17 @@ class ParamUnit(UnitBuffers):
             raise error
 
     def gather(self, store: ShardStore, ledger: Ledger) -> None:
-        """Gathers the unit (STAGED, or STORED for a memory home, -> RESIDENT)."""
+        """Gathers the unit (STAGED, or STORED for a memory home, -> RESIDENT). Blocks."""
         self.start_gather(store, ledger)
         self.finish_gather(store)
 
     def start_gather(self, store: ShardStore, ledger: Ledger, *, offered: int = 0) -> int | None:
-        """Starts a gather (STAGED, or STORED for a memory home, -> GATHERING): copies onto the device what this rank has; what others
-        have is on its way. FETCHING -> GATHERING, where copies run beside the reads: piece by piece, as they come, verified.
+        """Starts a gather (STAGED, or STORED for a memory home, -> GATHERING): copies this rank's
+        slice to the device, and starts gathering the other ranks'. FETCHING -> GATHERING if copies
+        overlap reads: each piece is verified and copied as it arrives.
 
-        ``offered``: see :meth:`Collectives.gather`. Returns what all ranks offered, None where they did not meet.
+        ``offered``: see :meth:`Collectives.gather`. Returns the number that all ranks offered, or
+        None if they did not meet.
         """
         self._least_offered = None
         from_disk = self.is_staged_from_disk
@@ -135,7 +145,7 @@ class ParamUnit(UnitBuffers):
         self._charge = charge
         try:
             transfer = Copy("host->device", sum(shard.slice_nbytes for shard in self.shards), self.name)
-            # Weights at home on the device itself were stepped there, by a queue that only the compute waited for.
+            # The optimizer stepped device homes on a queue that only compute has waited for.
             there = any(shard.weight.tier is Tier.DEVICE for shard in self.shards)
             copy = partial(self._copy_in, store, self._slots if from_disk else (), self._pieces)
             self.arriving = self._device.put("in", copy, behind=[self._device.now()] if there else (), transfer=transfer)
@@ -152,7 +162,7 @@ class ParamUnit(UnitBuffers):
         return self._least_offered
 
     def _copy_in(self, store: ShardStore, slots: Sequence[native.Lease], pieces: Sequence[ReadPiece]) -> None:
-        """This rank's bytes, from staging ``slots`` or a memory home to the device."""
+        """Copies this rank's bytes from staging ``slots`` or a memory home to the device."""
         for i, (shard, buffer) in enumerate(zip(self.shards, self.buffers)):
             buffer.fill()
             flat = buffer.flat
@@ -164,7 +174,7 @@ class ParamUnit(UnitBuffers):
             for piece in pieces if slots else ():
                 self._copy_piece(store, slots[piece.shard], piece)
         except BaseException:
-            _first_error(pieces)  # of which the others are to be read, too
+            _first_error(pieces)  # waits for the remaining reads
             raise
 
     def _copy_piece(self, store: ShardStore, slot: native.Lease, piece: ReadPiece) -> None:
@@ -172,7 +182,7 @@ class ParamUnit(UnitBuffers):
         if not piece.read.done:
             with store.traffic.stalled("nvme->host", self.name):
                 piece.read.wait()
-        piece.read.wait()  # raises what went wrong
+        piece.read.wait()  # raises the error of a failed read
         start, end = piece.read.times
         store.traffic.mark(store.lane_of(piece.read), self.name, start, end)
         self._read_times = (min(start, self._read_times[0]), max(end, self._read_times[1])) if self._read_times else (start, end)
@@ -182,7 +192,7 @@ class ParamUnit(UnitBuffers):
         flat[first : first + source.numel()].copy_(source, non_blocking=True)
 
     def _gather_in(self, offered: int) -> None:
-        """Gathers what the others have, behind what is here, in the same queue."""
+        """Gathers the other ranks' slices, after this rank's copy, on the same queue."""
         for i, (shard, flat) in enumerate(zip(self.shards, self.flats)):
             what = f"{self.name} ({i})"
             if self.has_second_slice:
@@ -196,7 +206,8 @@ class ParamUnit(UnitBuffers):
                 self._least_offered = pending.least_offered
 
     def finish_gather(self, store: ShardStore) -> None:
-        """Ends a gather (GATHERING -> RESIDENT): what is computed from now on comes after the bytes are there."""
+        """Ends a gather (GATHERING -> RESIDENT): later compute is ordered after it. May block on
+        other ranks."""
         try:
             if self.arriving is not PAST:
                 with store.traffic.stalled("host->device", self.name):
@@ -217,33 +228,33 @@ class ParamUnit(UnitBuffers):
 
     def _fail_gather(self) -> None:
         _first_error(self._pieces)
-        for pending in self._pending:  # what is under way still writes to the device's memory
+        for pending in self._pending:  # running collectives still write to device memory
             pending.drop()
         self._collectives.drop_lost()
         self._pending = []
         try:
             self.arriving.wait()
         except (InfinityError, RuntimeError):
-            pass  # what is raised is the first error
+            pass  # the caller raises the first error
         self.arriving = PAST
         self._move(Residency.STORED)
         self._empty(self._charge)
 
     def release(self) -> None:
-        """Frees the device's memory (RESIDENT -> STORED). The home has the bytes: what a forward edited was sent there when its
-        hold was taken off."""
+        """Frees the device memory (RESIDENT -> STORED). Home has the bytes: a forward's edits were
+        written when its hold was taken off."""
         if self.residency is not Residency.RESIDENT or self.stays:
             raise self._illegal("be released")
         self._move(Residency.STORED)
         self._empty(self._charge)
 
     def change_places(self, other: ParamUnit) -> None:
-        """Gives ``other``, of the same parameters, its buffers with what is in them, and takes its. Both are STORED or RESIDENT, and nothing
-        computes with either."""
+        """Swaps buffers, with their content, with ``other``, a unit of the same parameters. Both
+        are STORED or RESIDENT, and nothing computes with either."""
         for unit in (self, other):
             if unit.residency not in (Residency.STORED, Residency.RESIDENT):
                 raise unit._illegal("change places")
-        # In one statement, which nothing interrupts: no buffer may be lost. What follows is given up after an exception.
+        # One statement, so that no interrupt can lose a buffer. Recovery resets the fields below.
         self.buffers, other.buffers = other.buffers, self.buffers
         for name in ("residency", "arriving", "_charge", "_last_use"):
             mine, its = getattr(self, name), getattr(other, name)
@@ -251,9 +262,9 @@ class ParamUnit(UnitBuffers):
             setattr(other, name, mine)
 
     def rebuild(self) -> None:
-        """Takes the unit home, whatever it was doing when an exception struck. Only while nothing is in flight; the charges of what
-        is given up are the ledger's to forget."""
-        for pending in self._pending:  # what is under way still writes to the storages
+        """Resets the unit to its home state after an exception. Only while nothing is in flight.
+        The ledger drops the charges."""
+        for pending in self._pending:  # running collectives still write to the storages
             pending.drop()
         self._slots, self._pieces, self._pending, self._charge = [], [], [], None
         self.arriving = self._last_use = PAST
@@ -280,7 +291,7 @@ class ParamUnit(UnitBuffers):
         self._slots, self._pieces = [], []
 
     def take_read_times(self) -> tuple[float, float] | None:
-        """Returns when the last read was asked for, and when it was there; once."""
+        """Returns the start and the end of the last read, and clears them."""
         times, self._read_times = self._read_times, None
         return times
 
@@ -296,7 +307,7 @@ class ParamUnit(UnitBuffers):
 
 
 def _first_error(pieces: Sequence[ReadPiece]) -> Exception | None:
-    """Waits for all reads. The first one's error."""
+    """Waits for all reads. Returns the first error, if any."""
     error: Exception | None = None
     for piece in pieces:
         try:

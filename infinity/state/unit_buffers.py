@@ -1,9 +1,9 @@
-"""UnitBuffers: holds the device memory of one unit, and makes its parameters views of it.
+"""UnitBuffers: the device memory of one unit, of which its parameters are views.
 
 A parameter is one view of its shard's device buffer (:mod:`.device_buffer`).
 
-second slice   of weights that were gathered, this rank's part among the ranks of its machine: until they change, the next
-               gather needs no other machine and no home
+second slice   this rank's part of gathered weights, among the ranks of its machine: until they
+               change, the next gather needs no other machine and no home
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .weight_storages import WeightStorages
 
 
 class UnitBuffers:
-    """One unit's shards, their device buffers, and what the parameters are views of."""
+    """One unit's shards, and their device buffers, of which the parameters are views."""
 
     def __init__(self, index: int, name: str, shards: list[ParamShard], device: Device | None = None):
         self.index, self.name, self.shards = index, name, shards
@@ -42,9 +42,10 @@ class UnitBuffers:
         self._is_shared = False
         self._collectives = shards[0].collectives if shards else Collectives()
         self._ranks = self._collectives.ranks
-        self._last_use: Event = PAST  # the end of what was last computed with it
-        self._second: list[torch.Tensor] = []  # slices for the machine's own gathers, one for each shard
-        self._second_version = -1  # of the values they are of
+        self._last_use: Event = PAST  # the end of the last compute with it
+        # Slices for gathers inside the machine, one for each shard.
+        self._second: list[torch.Tensor] = []
+        self._second_version = -1  # the version of their values
         self._edits = ForwardEdits(self.shards)
 
     @property
@@ -57,22 +58,23 @@ class UnitBuffers:
         """Bytes on the device while resident, and in staging while staged."""
         return sum(shard.weight_nbytes for shard in self.shards)
 
-    @cached_property  # which a late backward asks for when the homes are gone
+    @cached_property  # cached: a late backward needs it when the homes are gone
     def stays(self) -> bool:
         """Whether the unit's home is the device, and whole: it is resident always."""
         return self._ranks.size == 1 and all(shard.weight.tier is Tier.DEVICE for shard in self.shards)
 
     @property
     def is_sliced(self) -> bool:
-        """Whether other ranks have other slices of the unit: it has to be gathered. Divided experts may be whole here."""
+        """Whether other ranks have other slices, so that it has to be gathered. Divided experts may
+        be whole."""
         return self._ranks.size > 1
 
     @property
     def has_second_slice(self) -> bool:
-        """Whether the weights as they are now can be gathered inside the machine."""
+        """Whether the current weights can be gathered inside the machine."""
         return self._second_version == self.version
 
-    @cached_property  # asked for every unit that may come next, at each use of one
+    @cached_property  # read for every unit that may come next, at each use of one
     def lies_on_disk(self) -> bool:
         """Whether the weights' home is NVMe."""
         return any(shard.weight.tier is Tier.NVME for shard in self.shards)
@@ -82,15 +84,15 @@ class UnitBuffers:
         return self.lies_on_disk and not self.has_second_slice
 
     def attach(self) -> None:
-        """Makes every parameter a view of its shard's device buffer. The values must already be at home. Nothing here can fail
-        for want of space: see :meth:`allocate`."""
+        """Makes every parameter a view of its shard's device buffer. The values must be at home.
+        Allocates nothing: see :meth:`allocate`."""
         for buffer in self.buffers:
-            buffer.show()  # before the switch of classes: torch's own setter
+            buffer.show()  # before the class changes: this needs torch's own setter
         self.conceal()
 
     def allocate(self) -> None:
-        """Makes the device buffers, and the parameters' views of them, while a buffer has its memory. Raises CapacityError
-        when the device has no room."""
+        """Allocates the device buffers, and the parameters' views while a buffer has memory. Raises
+        CapacityError if the device has no room."""
 
         flats: list[torch.Tensor] = []
 
@@ -111,7 +113,7 @@ class UnitBuffers:
             self._empty_storages()
 
     def _in_node(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``flat`` among the ranks of its machine."""
+        """Returns this rank's part of ``flat`` among the ranks of its machine."""
         return flat.view(self._ranks.node.size, -1)[self._ranks.node.rank]
 
     def _empty_storages(self) -> None:
@@ -119,7 +121,8 @@ class UnitBuffers:
             buffer.empty(self._last_use)
 
     def _align(self, *, shows: bool = True) -> None:
-        """Puts right where the parameters and their buffers lie. ``shows``: makes the parameters views of these."""
+        """Restores the views of parameters and buffers. ``shows``: makes the parameters views of
+        these."""
         for buffer in self.buffers:
             if self.stays:
                 buffer.return_home()
@@ -127,24 +130,26 @@ class UnitBuffers:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody beside the engine refers to the device's memory of it."""
+        """Whether anything beside the engine refers to the device memory."""
         return any(buffer.is_held for buffer in self.buffers)
 
     def list_in(self, storages: WeightStorages, unit: UnitBuffers | None = None) -> None:
-        """Enters the device buffers into ``storages``, as those of ``unit`` (None: this one)."""
+        """Registers the device buffers in ``storages``, as those of ``unit`` (None: this one)."""
         for buffer in self.buffers:
             buffer.list_in(storages, unit or self)
 
     def expose(self) -> None:
-        """Makes the parameters ordinary ones: something is about to compute with them."""
+        """Makes the parameters ordinary ones, for a forward or backward that uses them."""
         self._switch(RESIDENT)
-        # What has an export from now on already is not compared with what is at home.
+        # Values exported before this hold were compared with home already.
         self._edits.begin([param for buffer in self.buffers if buffer.is_exported for param in buffer.shard.params])
 
     def conceal(self) -> None:
-        """Makes touching a parameter come by the engine, whether its bytes are still on the device or not.
+        """Hooks every use of a parameter: the engine handles it, even while its bytes are on the
+        device.
 
-        A write would otherwise change a copy that is about to be dropped, and be lost without a word.
+        Otherwise a write would change a copy that is about to be dropped, and be lost without an
+        error.
         """
         self._switch(STORED)
 
@@ -155,28 +160,32 @@ class UnitBuffers:
                 param.__class__ = distributed if is_distributed(param) else plain
 
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
-        """Watches for changes through ``param.data``, which was handed out: torch does not count them."""
+        """Watches for changes through ``data``, the ``param.data`` that a user got: torch does not
+        count them."""
         self._edits.watch(param, data, self._can_be_compared)
 
     @property
     def _can_be_compared(self) -> bool:
-        """Whether what is at home tells a change: on the device there is no other copy, and what came compressed is not the same."""
+        """Whether a comparison with home shows a change. Not for a device home, which has no other
+        copy, nor for compressed gathers, whose values differ anyway."""
         return not self.stays and not self._ranks.compresses
 
     def write_edits(self, store: ShardStore, journal: Journal) -> None:
-        """Sends home what a forward changed in its own parameters (a clamp of a weight, say).
+        """Sends home the changes that a forward made to its own parameters (clamping a weight, for
+        example).
 
-        Raises UsageError where the change cannot be told from the value before.
+        Raises UsageError if a change cannot be distinguished from the earlier value.
         """
         self._look_at_exports(store)
         if self._edits.look():
-            self._second_version = -1  # before anything goes home: a change may be refused after others have gone
+            self._second_version = -1  # first: a write may fail after others have gone home
             self._edits.write(store, journal, self._collectives, compresses=self._ranks.compresses, stays=self.stays)
 
     def _look_at_exports(self, store: ShardStore) -> None:
-        """Watches for changes through what a forward has exported its parameters to (NumPy, DLPack): torch does not count them.
+        """Watches parameters changed through an export (NumPy, DLPack), which torch does not count.
 
-        Raises UsageError where it has moved them to other memory, or other ranks would have to know of the change.
+        Raises UsageError if an export moved them to other memory, or if other ranks would need the
+        change.
         """
         for buffer in self.buffers:
             if buffer.is_moved:
@@ -197,7 +206,7 @@ class UnitBuffers:
                 self._edits.watch(param, own_bytes(param), True)
 
     def share(self) -> None:
-        """Marks the unit as used by several modules, so that its gradients may come long after each other."""
+        """Marks the unit as used by several modules, so that its gradients may arrive far apart."""
         self._is_shared = True
 
     @property
@@ -206,5 +215,5 @@ class UnitBuffers:
         return self._is_shared
 
     def note_use(self, event: Event) -> None:
-        """Notes that what was computed with the unit ends with ``event``: its memory is not given away before."""
+        """Records ``event``, the end of compute with the unit: its memory is not reused before."""
         self._last_use = event

@@ -1,10 +1,12 @@
-"""Versions: keeps a unit's weights as they were before the last update beside those of now, each to be computed with.
+"""Versions: keeps a unit's weights from before the last update beside the newest, to compute with
+either.
 
-newest    the weights that the last update made: what is saved, read and stepped
-older     those that it was made from: what the micro-batches compute with that began with them
+newest    the weights of the last update, which are saved, read and stepped
+older     the weights that it was made from, which the micro-batches of that time compute with
 
-Masters and moments are of the newest weights only. The newest ones are the unit; the older ones are a unit of their own over the same
-parameters, with buffers of its own, so that both can be on the device. With an update they change places.
+Masters and moments belong to the newest weights only. The newest weights are the unit. The older
+ones are a unit of their own over the same parameters, with their own buffers, so both can be on the
+device. An update swaps them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .unit import ParamUnit
 
 
 class OlderShard:
-    """A shard, as a unit sees it that gathers its older weights. No update is ever on its way to those."""
+    """A shard with its older weights as the weights. No update ever writes those."""
 
     update = None
 
@@ -49,25 +51,27 @@ class OlderUnit(ParamUnit):
 
     @property
     def has_second_slice(self) -> bool:
-        """No memory was planned for that: they come from all ranks each time."""
+        """Always false: no memory was planned for it, so all ranks gather each time."""
         return False
 
     def allocate(self) -> None:
-        """Makes the device buffers as any unit does, and no second slices."""
+        """Makes the device buffers of any unit, without second slices."""
         super().allocate()
         self._second.clear()
 
     def _align(self, *, shows: bool = False) -> None:
-        """The parameters are views of the newest weights, once those are settled."""
+        """Aligns the buffers. By default the parameters stay views of the newest weights."""
         super()._align(shows=shows)
 
     @property
     def _can_be_compared(self) -> bool:
-        """What is at home may be a part: each rank compares with a copy of the whole, and all find the same."""
+        """Always false: home may have a slice only. Each rank compares with a whole copy, so that
+        all find the same."""
         return False
 
     def write_edits(self, store: ShardStore, journal: Journal) -> None:
-        """Raises UsageError where a forward changed its own parameters: they are not what the next update begins with."""
+        """Raises UsageError if a forward changed its own parameters: the next update does not start
+        from them."""
         if self._edits.find():
             raise UsageError(
                 f"a forward changed parameters of unit {self.name} in place, which are one update old while a pipeline runs without flush: the "
@@ -76,7 +80,8 @@ class OlderUnit(ParamUnit):
 
 
 class UnitVersions:
-    """The newest weights of one unit and the older ones, and which of them its parameters are. Used while nothing holds the unit."""
+    """The newest and the older weights of one unit, and the version that its parameters are. Used
+    while nothing holds the unit."""
 
     def __init__(self, unit: ParamUnit, index: int):
         self.unit, self.older = unit, OlderUnit(unit, index)
@@ -85,29 +90,30 @@ class UnitVersions:
 
     @staticmethod
     def has(unit: ParamUnit) -> bool:
-        """Tells whether a unit's weights change with updates."""
+        """Tells whether updates change a unit's weights."""
         return any(shard.spec.stepped for shard in unit.shards)
 
     def compute_with(self, *, older: bool) -> None:
-        """Has what computes from now on have the older weights, or the newest."""
+        """Makes later compute use the older weights, or the newest."""
         if self.unit.uses_older is not older:
             self.unit.uses_older = older
             self._show()
 
     def _show(self) -> None:
-        """Makes the parameters views of what computes from now on."""
-        torch.clear_autocast_cache()  # it has casts of the other values, by parameter
+        """Makes the parameters views of the version in use."""
+        torch.clear_autocast_cache()  # it caches casts of the other version, by parameter
         for buffer in self.unit.in_use.buffers:
             buffer.show()
 
     def begin_update(self) -> None:
-        """Makes the newest weights the older ones, with what of them is on the device; the newest are the ones that an update is about to make. A
-        graph that has saved them goes on with them: their buffers go along."""
+        """Makes the newest weights the older ones, with their device buffers, before an update
+        writes new ones. A graph that saved them keeps their buffers."""
         self.older.version, self.unit.version = self.unit.version, self.unit.version + 1
         self._swap()
 
     def settle(self) -> None:
-        """Puts right what an exception left of :meth:`begin_update` and the update behind it, and computes with the newest weights."""
+        """Restores the buffers of device homes after an interrupted update, and computes with the
+        newest weights."""
         if self.unit.stays and any(flat is not shard.weight.flat for flat, shard in zip(self.unit.flats, self.unit.shards)):
             self._swap()
         self.unit.uses_older = False

@@ -1,4 +1,4 @@
-"""WeightStorages: finds the unit that a tensor is a weight of, by the storage that it lies in."""
+"""WeightStorages: finds the unit of a weight by its storage."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from ..machine import storage_guard
 
 
 class WeightStorages:
-    """The storages of all device buffers. Another storage may take the place of one."""
+    """The storages of all device buffers. A storage may be replaced by another."""
 
     def __init__(self) -> None:
-        # Weakly: a unit's buffers refer to this object.
+        # Weak: a unit's buffers refer to this object.
         self._entries: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}
 
     def enter(self, unit: Any, flat: torch.Tensor) -> None:
-        """Enters the storage of ``flat``, a device buffer of ``unit``."""
+        """Registers the storage of ``flat``, a device buffer of ``unit``."""
         self._entries[storage_guard.identity(flat)] = (weakref.ref(unit), flat)
 
     def replace(self, flat: torch.Tensor, other: torch.UntypedStorage) -> None:
-        """Enters ``other``, which is about to become the storage of ``flat``."""
+        """Registers ``other``, which is about to become the storage of ``flat``."""
         self._entries = {key: entry for key, entry in self._entries.items() if self._is_current(key, entry[1])} | {
             other._cdata: self._entries[storage_guard.identity(flat)]
         }
 
     def find(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor] | None:
-        """Returns the unit of which strided ``tensor`` is a weight, or a part of one, and the
-        buffer that it lies in; None of any other."""
+        """Returns the unit and the device buffer of strided ``tensor``, a weight or a view of one;
+        None for any other tensor."""
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return None  # which has no storage
+            return None  # it has no storage
         key = storage_guard.identity(tensor)
         entry = self._entries.get(key)
-        if entry is None or not self._is_current(key, entry[1]):  # an address may be another storage's by now
+        # The address may belong to another storage by now.
+        if entry is None or not self._is_current(key, entry[1]):
             return None
         unit = entry[0]()
         return None if unit is None else (unit, entry[1])
