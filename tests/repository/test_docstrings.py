@@ -30,10 +30,10 @@ Destroys Detects Discards Discovers Divides Does Draws Drops Encodes Ends Enlarg
 Evicts Exchanges Exposes Fetches Fills Finds Finishes Forgets Formats Frees Gathers Gives Goes Guards Has Holds Hooks Imports
 Initialises Installs Joins Keeps Lands Launches Lays Leaves Lets Lists Loads Locks Looks Makes Maps Marks Matches Measures Meets
 Merges Moves Multiplies Names Notes Opens Orders Overwrites Parses Passes Plans Predicts Prepares Prints Publishes Puts Queues
-Raises Reads Rebinds Receives Recognises Records Recovers Redistributes Reduces Refers Refuses Registers Releases Removes
-Replaces Reports Requests Reserves Resets Restarts Restores Returns Rounds Runs Saves Says Scales Selects Sends Sets Settles
-Shards Skips Sorts Spends Splits Starts Steps Stops Streams Strikes Submits Sums Surrounds Swaps Synchronises Takes Tells Ties
-Times Traces Translates Treats Turns Undoes Unregisters Verifies Waits Warns Watches Wraps Writes Yields Zeroes
+Raises Re-raises Reads Rebinds Receives Recognises Records Recovers Redistributes Reduces Refers Refuses Registers Releases
+Removes Replaces Reports Requests Reserves Resets Restarts Restores Returns Rounds Runs Saves Says Scales Selects Sends Sets
+Settles Shards Skips Sorts Spends Splits Starts Steps Stops Streams Strikes Submits Sums Surrounds Swaps Synchronises Takes
+Tells Ties Times Traces Translates Treats Turns Undoes Unregisters Verifies Waits Warns Watches Wraps Writes Yields Zeroes
 """.split()
 VERBS = frozenset(SORTED_VERBS)
 
