@@ -97,8 +97,7 @@ class Materialized:
         in_file = {targets[name] for name in incoming.sources} if incoming else set()
         unfilled = {tensor for tensor in _tensors(self._model) if tensor.is_meta and tensor not in in_file}
         unfilled = self._make_real(unfilled)
-        # Before the weights are loaded: initialising a module for its buffers also sets its
-        # parameters.
+        # Before the weights are loaded: initialising a module's buffers also sets its parameters.
         if unfilled:
             Initialiser(self._model, unfilled, self._empty(), home, self.sent, self._overwritten).run()
         if files and incoming:

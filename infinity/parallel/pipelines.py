@@ -342,8 +342,7 @@ class Pipeline:
                 tuple(trained for _, _, trained in everyones),
             )
             # The first step of a shape and kind runs one more micro-batch, which gathers weights.
-            # So
-            # all data ranks must do it together.
+            # So all data ranks must do it together.
             (is_new,) = collectives.agree([(shapes, trains) not in self._schedules], "the shapes of the batch of a pipeline")
         return self._schedule_of(shapes, trains=trains, is_new=is_new), inputs, target, batch
 

@@ -172,8 +172,7 @@ def _cut_causal_model(model: nn.Module, name: str, before: dict, after: dict, nu
         base.config.layer_types = base.config.layer_types[numbers.start : numbers.stop]
     for child, module in before.items() if not first else ():
         if module is table:
-            # The last chunk keeps a tied table for its head: under both names, as the whole model
-            # has it.
+            # The last chunk keeps a tied table for its head, under both names of the whole model.
             base._modules[child] = table if last and is_tied else None
         else:
             base._modules[child] = _Zero() if isinstance(module, nn.Embedding) else nn.Identity()
