@@ -37,11 +37,8 @@ def remove_folder(folder: Path) -> None:
         _under_way.append((thread, free))
         try:
             thread.start()
-        except (
-            RuntimeError
-            # No more threads, or the interpreter is ending: a written checkpoint must not fail for
-            # that.
-        ):
+        except RuntimeError:
+            # No more threads, or the interpreter is ending: a written checkpoint must not fail.
             free()
 
 
